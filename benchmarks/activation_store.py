@@ -76,7 +76,7 @@ class Segments:
 
     def __init__(self, folder: Path, keys: list[bytes], row_bytes: int) -> None:
         store = FileStore(folder, max_bytes=2 * len(keys) * row_bytes)
-        self._writer = store.writer(1, "benchmark", writer=0, capacity=len(keys))
+        self._writer = store.writer(1, "benchmark")
         self._reader = store.reader(1, "benchmark")
 
     def put(self, keys: list[bytes], rows: list[np.ndarray]) -> None:

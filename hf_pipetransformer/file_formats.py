@@ -286,10 +286,6 @@ UNIT_TIMES = fields(
 )
 
 
-GENERATIONS = each(row(COUNT, TEXT))
-"""[number of frozen layers, fingerprint] of the generations of the activation cache that a training reads."""
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Records of a training
 # ---------------------------------------------------------------------------------------------------------

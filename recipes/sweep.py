@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hf_pipetransformer.cache.sharing import STORE, open_store
+from hf_pipetransformer.cache.file_store import FileStore
+from hf_pipetransformer.cache.sharing import STORE
 
 FEW_SAMPLES = 16
 """So many are evaluated before the first trial, to see which metrics there are."""
@@ -165,7 +166,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     finally:  # also after a trial that fails
         if options.activation_cache_dir is None and os.environ.get("LOCAL_RANK", "0") == "0":
             for folder in set(options.output_dir.glob(f"{STORE}*")) - kept:  # one for each node
-                open_store(folder).remove()
+                FileStore(folder).remove()
     if is_first:
         show(done, options.metric, options.smaller_is_better or options.metric.endswith("loss"))
     return done

@@ -15,7 +15,7 @@ from training_runs import (
 )
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache import activation_cache
+from hf_pipetransformer.cache import writing
 
 EPOCH_START = {3: 1, 6: 2, 9: 3}
 """Steps done -> frozen layers. An epoch has three steps."""
@@ -34,7 +34,7 @@ RUNS = {
 def trainer_of(
     run: Run, stages: dict[int, int], table: dict[int, int], folder: str = "cached", **options: Any
 ) -> PipeTransformerTrainer:
-    activation_cache.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine, so rows can be counted
+    writing.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine, so rows can be counted
     trainer = pipeline_trainer(
         run,
         stages[0],

@@ -21,7 +21,7 @@ from training_runs import Outcome, Run, outcome_of, pipeline_trainer
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache import activation_cache
+from hf_pipetransformer.cache import writing
 from hf_pipetransformer.resilience.watchdog.progress import PROGRESS
 
 Kind = Literal["kill", "stop", "hang", "busy", "raise", "corrupt", "cut", "stop_host", "term", "terms", "preempt"]
@@ -126,13 +126,13 @@ class FaultInjector:
         self._has_happened = False
         PROGRESS.on_enter = self.look
         if fault.phase == "cache":  # written by a thread of its own
-            write = activation_cache._Writer._write
+            write = writing.StoreWriting._write
 
-            def writing(writer: Any, entries: Any) -> None:
+            def looked_at(writer: Any, entries: Any) -> None:
                 self.look("cache", PROGRESS.read().step)
                 write(writer, entries)
 
-            activation_cache._Writer._write = writing  # type: ignore[method-assign]
+            writing.StoreWriting._write = looked_at  # type: ignore[method-assign]
 
     def look(self, phase: str, step: int) -> None:
         if self._has_happened:
@@ -231,7 +231,7 @@ def trainer_with_fault(
     goes_on = (fault is not None and fault.phase == "cache") or Path(folder, "_hf_pipetransformer_run_cache").exists()
     run = CACHED_RUN if caches or store.exists() else RUN.with_options(max_steps=max_steps)
     if caches:
-        activation_cache.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine: layers count when they should
+        writing.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine: layers count when they should
     trainer = pipeline_trainer(
         replace(run, per_device=global_rows(world_size) // world_size),
         _stages(SHRINK[0], world_size),

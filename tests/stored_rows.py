@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_pipetransformer.cache.file_store import FileReader, FileStore, FileWriter
+from hf_pipetransformer.cache.activation_files import FileReader, FileWriter
+from hf_pipetransformer.cache.file_store import FileStore
 
 FINGERPRINT = "0f" * 16
 SECONDS = 60.0
@@ -25,8 +26,8 @@ def payload_of(number: int, nbytes: int = 200) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def open_writer(store: FileStore, writer: int = 0, capacity: int = 64) -> FileWriter:
-    return store.writer(3, FINGERPRINT, writer=writer, capacity=capacity)
+def open_writer(store: FileStore) -> FileWriter:
+    return store.writer(3, FINGERPRINT)
 
 
 def folder_of(store: FileStore) -> Path:

@@ -96,7 +96,7 @@ def test_a_training_with_a_full_store_leaves_the_users_folders(tmp_path: Path) -
 def test_an_eviction_leaves_the_users_folders(tmp_path: Path) -> None:
     before = have_folders(tmp_path)
     store = FileStore(current_file(tmp_path, "out", [node_name()]).parent)
-    store.writer(3, "abc", writer=0, capacity=4).close()
+    store.writer(3, "abc").close()
     store.mark_superseded(3, "abc")
     while store.evict(unused_since=1e10):
         pass
@@ -115,7 +115,7 @@ def test_a_folder_that_the_user_has_made_is_no_store(tmp_path: Path) -> None:
     assert "has not created it" in str(store.why_refused())
     assert store.why_unwritable() is None  # that is not the trouble
     with pytest.raises(OSError, match="needed for files of hf_pipetransformer"):
-        store.writer(3, "abc", writer=0, capacity=4)
+        store.writer(3, "abc")
     assert not store.evict(1e10) and store.generations() == [] and store.nbytes() == 0
     store.remove()
     assert_there(before, folder)

@@ -1,7 +1,7 @@
 """AutoCache in one process: read frozen layers' outputs from the store, compute and store those that are missing.
 
     samples of a micro-batch     a    b    c    d           f = 4 layers are frozen, before it were 2
-    in the store                 4    2    -    4           fetch() looks for 4, then for 2
+    in the store                 4    2    -    4           begin() looks for 4, then for 2
     run                         2-4  0-4                    c from the first unit, b from the third, without a graph
     continue together from 4     a    b    c    d
     put                               b    c
@@ -17,13 +17,9 @@ that was read is used, until the model's own `forward` is about to run on exactl
 
 from __future__ import annotations
 
-import errno
-import logging
-import queue
-import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -35,7 +31,6 @@ from torch.utils.hooks import RemovableHandle
 from ..model.layer_range import Carry, Observer, Unit, tensors_of
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, select_rows
-from .activation_store import ActivationStore, GenerationWriter, StoreFull
 from .content_keys import (
     MASK,
     NOT_IN_KEYS,
@@ -47,32 +42,15 @@ from .content_keys import (
     row_keys,
     sequences_per_sample,
 )
-from .entry_format import EntryFormat, bytes_of
-from .reading import Generation, StoreReading, joined
-from .side_stream import Copied, SideStream
-
-logger = logging.getLogger(__name__)
+from .file_store import FileStore, StoreFull
+from .reading import Found, Generation, States, StoreReading, joined
+from .side_stream import SideStream
+from .writing import FULL, StoreWriting
 
 SECONDS_BETWEEN_MARKS = 600.0
 """Interval at which a training marks its generations as in use, so that other trainings do not evict them."""
 
 SECONDS_MARKS_LAST = 2 * SECONDS_BETWEEN_MARKS
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors that may go away once space has been freed."""
-
-MOST_RETRIES = 8
-"""Maximum number of retries for a batch whose generation was deleted, or for which the store was full."""
-
-PENDING_BATCHES = 2
-"""Maximum number of batches that wait to be written."""
-SECONDS_TO_WAIT = 5.0
-"""Seconds for which the training waits for the writer in any case, and `SHARE_TO_WAIT` of the time since it began.
-
-Then batches are dropped, and are misses in the next epoch: on a slow disk the cache must not slow down the training. A
-disk that is fast enough has bad moments as well, and what is stored should not depend on those.
-"""
-SHARE_TO_WAIT = 0.1
 
 
 @dataclass
@@ -124,8 +102,6 @@ class ActivationCache:
         stack: the model's units.
         slots: for each number of units whose output may be cached, which of the output tensors is cached.
         store: the store of this node.
-        writer: number that identifies this process as a writer.
-        capacity: expected number of samples.
         storage_dtype: data type of the stored states; None stores them as they are computed.
         device: device of this process.
         padded_left: whether samples with padding on the left may be cached, too.
@@ -137,9 +113,7 @@ class ActivationCache:
         self,
         stack: LayerStack,
         slots: Mapping[int, CarrySlot],
-        store: ActivationStore,
-        writer: int,
-        capacity: int,
+        store: FileStore,
         storage_dtype: torch.dtype | None,
         device: torch.device,
         padded_left: bool = False,
@@ -151,28 +125,22 @@ class ActivationCache:
         """Counts of the training."""
         self.evaluated = CacheCounts()
         """Counts of the latest evaluation (`counting_apart`)."""
-        self.failure: OSError | None = None
-        """The error that stopped writing, if any."""
         self.met_other_inputs = False
         """Whether the model was called, in training, on other inputs than those that were looked up."""
         self._stack = stack
         self._slots = slots
         self._store = store
-        self._writer_number = writer
-        self._capacity = capacity
         self._storage_dtype = storage_dtype
-        self._copies = SideStream(device)
-        self._reading = StoreReading(self._copies)
+        copies = SideStream(device)
+        self._reading = StoreReading(copies)
+        self._writing = StoreWriting(store, copies, time.time() - SECONDS_MARKS_LAST)
         self._padded_left = padded_left
         self._ignored = frozenset(ignored)
         self._num_calls = 0  # of the model, in the current pass of `watching_calls`
         self._has_adapters = any(hasattr(module, "adapter_layer_names") for module in stack.model.modules())
-        self._found: tuple[int, Carry | None] = (0, None)  # result of the lookup for the pass that starts next
         self._awaited: _Awaited | None = None
         self._hook: RemovableHandle | None = None
         self._writes = False
-        self._began = time.time()
-        self._writer = _Writer(self)
 
     # ------------------------------------------------------------------------------------ generations
     def advance(self, num_frozen: int, fingerprint: str, is_new: bool = False) -> None:
@@ -193,7 +161,7 @@ class ActivationCache:
             self._reading.use([newest, *self._reading.generations])
             if is_new:
                 self._reading.unread.add((num_frozen, fingerprint))
-        self._writer.close_generation()
+        self._writing.close_generation()
         self.resume_writing()
 
     def read_all(self) -> None:
@@ -204,7 +172,7 @@ class ActivationCache:
         """Keep only the newest `keep` generations; return the others, which may be deleted."""
         if not keep:
             self.flush()
-            self._writer.close_generation()
+            self._writing.close_generation()
         older = self.generations[keep:]
         self._reading.use(self._reading.generations[:keep])
         return older
@@ -212,7 +180,7 @@ class ActivationCache:
     @property
     def generations(self) -> list[tuple[int, str]]:
         """(number of units, fingerprint) of the generations that are looked up, newest first."""
-        return [(generation.num_frozen, generation.fingerprint) for generation in self._reading.generations]
+        return [generation.name for generation in self._reading.generations]
 
     def write(self, writes: bool) -> None:
         """Set whether states are stored from now on, that is, whether any process will read them."""
@@ -222,11 +190,11 @@ class ActivationCache:
     def time_reading(self) -> float | None:
         """Seconds per sample to read back the states that were stored last; None if this process stored none."""
         self.flush()
-        last = self._writer.last
-        if last is None or not self._reading.generations:
+        last = self._writing.last
+        if last is None:
             return None
-        tokens = last.states.tensor.shape[1]
-        return self._reading.seconds_to_read(last.keys, last.spans, tokens, last.layout) / len(last.keys)
+        tokens = last.states.tensor.shape[1] if last.layout.has_mask else None
+        return self.look_for(last.keys, tokens)[1] or None
 
     def look_for(self, keys: Sequence[RowKey], tokens: int | None) -> tuple[float, float]:
         """Return the fraction of these samples that is in the newest generation, and the seconds to read one of them.
@@ -235,7 +203,7 @@ class ActivationCache:
             keys: one key per sample.
             tokens: a padded length that is enough for each of them; None without an attention mask.
         """
-        if not keys or self._spans_of(keys) is None or not self._reading.generations:
+        if not keys or self._is_refused(keys) or not self._reading.generations:
             return 0.0, 0.0
         found = self._reading.find(keys, None if MASK in self._ignored else tokens, self._stack.num_units)
         here = found.states.get(self._reading.generations[0].num_frozen)
@@ -249,35 +217,47 @@ class ActivationCache:
             tokens: the samples' padded length; None without an attention mask.
             stop: the first unit that does not belong to this stage.
         """
-        if self._spans_of(keys) is not None:
+        if not self._is_refused(keys):
             self._reading.read_ahead(keys, None if MASK in self._ignored else tokens, stop)
 
-    def fetch(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> tuple[int, Carry | None]:
-        """Look up the samples' states for a pass that ends before unit `stop`. Call `watch` next.
-
-        Returns:
-            As `look_up`; but 0 and None if the pass includes the head: what was found then waits for the model's call.
-        """
-        found = self.look_up(batch, keys, stop)
-        if stop < self._stack.num_units:
-            return found
-        self._found = found
-        return 0, None
-
-    def look_up(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> tuple[int, Carry | None]:
-        """Find the samples' states at the highest boundary in the store, and compute the others up to that boundary.
+    def begin(
+        self, batch: Batch, keys: Sequence[RowKey], start: int, carry: Carry | None, stop: int
+    ) -> tuple[int, Carry | None]:
+        """Look up the samples' states for a pass over the units [start, stop) that the caller starts.
 
         Args:
             batch: the model's inputs on its device, without keys.
             keys: one key per sample.
+            start: the first unit of this stage.
+            carry: what the units before it have returned; None if there are none.
             stop: the first unit that does not belong to this stage.
 
         Returns:
-            The unit to continue with, and what the units before it would have returned; 0 and None if no sample was
-            found.
+            The unit to continue with, and what the units before it would have returned. These are `start` and `carry`
+            if nothing was found, or if the pass includes the head: what was found then waits for the model's call.
+        """
+        includes_head = stop == self._stack.num_units
+        if includes_head and self._awaited is not None:  # the previous pass ran without a call of the whole model
+            self.met_other_inputs = True
+        level, found = self._look_up(batch, keys, stop) if start == 0 else (0, None)
+        begin = max(start, level)
+        observer = self.observer(batch, keys, begin, stop)
+        if includes_head:
+            self._await(batch, begin, found, observer)
+            return start, carry
+        if begin < stop:
+            self._await(self._stack.runner.arguments(batch), begin, None, observer)
+        return (level, found) if level else (start, carry)
+
+    def _look_up(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> tuple[int, Carry | None]:
+        """Find the samples' states at the highest boundary in the store, and compute the others up to that boundary.
+
+        Returns that boundary and what the units before it would have returned; 0 and None if no sample was found.
         """
         size = sequences_per_sample(batch)
-        found = _of_whole_samples(self._find(batch, keys, stop), size)
+        read = self._find(batch, keys, stop)
+        found = _of_whole_samples(read.states, size)
+        self._count(found, read.seconds)
         if not found:
             return 0, None
         level = max(found)
@@ -295,22 +275,23 @@ class ActivationCache:
         place = {row: (state.to(dtype), index) for rows, state in states for index, row in enumerate(rows)}
         return level, self._as_carry(level, joined([place[row] for row in range(len(keys))]))
 
-    def _find(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> dict[int, tuple[list[int], torch.Tensor]]:
-        """Number of units -> the samples that were found at that boundary, and their states on the device."""
+    def _find(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> Found:
+        """Find samples in the store. Call `_count` with those that are used."""
         self.counts.rows += len(keys)
-        if self._spans_of(keys) is None:
-            return {}
+        if self._is_refused(keys):
+            return Found({})
         found = self._reading.find(keys, padded_length(batch, self._ignored), stop)
         self.counts.damaged += found.damaged
-        if found.states:
-            self.counts.load_seconds += found.seconds
-        for num_frozen, (rows, _) in found.states.items():
+        return found
+
+    def _count(self, used: States, seconds: float) -> None:
+        self.counts.load_seconds += seconds if used else 0.0
+        for num_frozen, (rows, _) in used.items():
             self.counts.layers_skipped += num_frozen * len(rows)
             if num_frozen == self._reading.generations[0].num_frozen:
                 self.counts.hits += len(rows)
             else:
                 self.counts.older_hits += len(rows)
-        return found.states
 
     def _run(
         self, start: int, stop: int, state: torch.Tensor | None, batch: Batch, keys: Sequence[RowKey]
@@ -335,18 +316,6 @@ class ActivationCache:
         return {**carry, slot.stack: (*before, state, *after)}
 
     # ------------------------------------------------------------------------------------ a pass started by the user
-    def watch(self, batch: Batch, keys: Sequence[RowKey], start: int, stop: int) -> None:
-        """Prepare for a model call for a pass over [start, stop). That call decides what is used and stored."""
-        if stop < self._stack.num_units:
-            if start < stop:
-                self._await(self._stack.runner.arguments(batch), start, None, self.observer(batch, keys, start, stop))
-            return
-        if self._awaited is not None:  # the previous pass ran without a call of the whole model
-            self.met_other_inputs = True
-        (level, carry), self._found = self._found, (0, None)
-        start = max(start, level)
-        self._await(batch, start, carry, self.observer(batch, keys, start, stop))
-
     @contextmanager
     def watching_calls(self) -> Iterator[None]:
         """Inside, in a pass to the end, each call of the model is looked up, and stored, by its own inputs.
@@ -354,42 +323,31 @@ class ActivationCache:
         For losses that call the model on inputs of their own (pairs of sentences), and for batches without keys, of
         which only the first call is. All samples of a call are read, or all are computed.
         """
-        self._num_calls = 0
-        self._awaited = None
-        self._remove_hook()
-        # registered anew for each pass, so that it runs after the user's hooks, which may change the inputs
-        hook = self._stack.model.register_forward_pre_hook(
-            lambda module, args, kwargs: self._on_own_call(module, args, kwargs), with_kwargs=True
-        )
+        self._num_calls, self._awaited = 0, None
+        self._before_calls(self._on_own_call)
         try:
             yield
         finally:
-            hook.remove()
+            self._remove_hook()
 
-    def _on_own_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_own_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         runner, stop = self._stack.runner, self._stack.num_units
-        if not runner.is_running or module is not self._stack.model:
-            return
         self._num_calls += 1
         # keys are of the inputs alone: a loss may turn adapters off for some of its calls
         if self._has_adapters if not runner.takes_batch else self._num_calls > 1:
             return
-        inputs = runner.batch_of(named_inputs(module, args, kwargs))
+        inputs = runner.batch_of(named_inputs(self._stack.model, args, kwargs))
         if runner.takes_batch and self.is_called_otherwise(inputs):
             return
         keys = row_keys(inputs, self._ignored, self.keeps_padding) if inputs else None
-        if keys is None or self._spans_of(keys) is None:
+        if keys is None or self._is_refused(keys):
             self.counts.rows += len(keys or ())
             return
-        counts = self.counts  # the writer counts in this object, too
-        before = counts.hits, counts.older_hits, counts.layers_skipped, counts.load_seconds
-        for level, (rows, state) in self._find(inputs, keys, stop).items():
-            if len(rows) == len(keys):
-                runner.begin_elsewhere(level, self._as_carry(level, state), self.observer(inputs, keys, level, stop))
-                return
-        # of what was found, nothing is used
-        counts.hits, counts.older_hits, counts.layers_skipped, counts.load_seconds = before
-        runner.begin_elsewhere(0, None, self.observer(inputs, keys, 0, stop))
+        found = self._find(inputs, keys, stop)
+        used = {f: state for f, state in found.states.items() if len(state[0]) == len(keys)}
+        self._count(used, found.seconds)
+        level, carry = next(((f, self._as_carry(f, state)) for f, (_, state) in used.items()), (0, None))
+        runner.begin_elsewhere(level, carry, self.observer(inputs, keys, level, stop))
 
     def is_called_otherwise(self, called: Mapping[str, Any]) -> bool:
         """Whether the model is not called as the loss calls it: predictions without labels compute no loss.
@@ -404,30 +362,36 @@ class ActivationCache:
     def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
         """Wait for the model to be called on these inputs."""
         self._awaited = _Awaited(KeyedInputs(inputs), start, carry, observer)
-        self._remove_hook()
-        # registered anew for each pass, so that it runs after the user's hooks, which may change the inputs
-        self._hook = self._stack.model.register_forward_pre_hook(
-            # not a bound method: a callback may deepcopy the model, and a thread cannot be copied
-            lambda module, args, kwargs: self._on_call(module, args, kwargs),
-            with_kwargs=True,
-        )
+        self._before_calls(self.begin_call)
 
-    def begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Announce a call of the model's forward that calls no hooks, in a pass."""
-        self._on_call(self._stack.model, args, kwargs)
+    def _before_calls(self, react: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
+        """Have the model's next calls in a pass announced, and no others any more.
+
+        Registered anew for each pass, so that it runs after the user's hooks, which may change the inputs.
+        """
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module is self._stack.model and self._stack.runner.is_running:  # not of a copy of the model
+                react(args, kwargs)
+
+        self._remove_hook()
+        self._hook = self._stack.model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def _remove_hook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
-    def _on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check, before the model's forward runs, whether it gets the inputs that were looked up."""
+    def begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let a call of the model begin where its inputs' states were found, if it gets the inputs looked up.
+
+        Whoever calls the model's forward in a pass without its hooks calls this before.
+        """
         awaited, runner = self._awaited, self._stack.runner
-        if awaited is None or not runner.is_running or module is not self._stack.model:
+        if awaited is None or not runner.is_running:
             return
         self._awaited = None
-        called = named_inputs(module, args, kwargs)
+        called = named_inputs(self._stack.model, args, kwargs)
         if self.is_called_otherwise(called):
             return
         if not awaited.inputs.are(called, self._ignored, runner.called.added):
@@ -438,7 +402,7 @@ class ActivationCache:
     # ------------------------------------------------------------------------------------ writing
     def observer(self, batch: Batch, keys: Sequence[RowKey], start: int, stop: int) -> Observer | None:
         """Return the observer that stores a state, if the frozen layers end in a pass over [start, stop)."""
-        if not self._reading.generations or not self._writes or self.failure is not None:
+        if not self._reading.generations or not self._writes or self._writing.failure is not None:
             return None
         end = self._reading.generations[0].num_frozen
         if not start < end <= stop:
@@ -458,64 +422,49 @@ class ActivationCache:
         return observer
 
     def _put(self, keys: Sequence[RowKey], state: torch.Tensor, batch: Batch) -> None:
-        spans = self._spans_of(keys)
-        if spans is None:
+        if self._is_refused(keys):
             return
-        if not self._writer.wait_for_room():
-            self.counts.dropped += len(keys)
-            return
-        copied = self._copies.to_host(state, self._storage_dtype or state.dtype)
-        layout = EntryFormat.of(copied.tensor, state.dtype, has_mask=padded_length(batch, self._ignored) is not None)
-        digests = [key.digest for key in keys]
-        self._writer.put(_Entries(self._reading.generations[0], digests, copied, spans, layout, self.counts))
+        counts = self.counts  # they may be others when the states have been written
 
-    def _spans_of(self, keys: Sequence[RowKey]) -> list[slice] | None:
-        """Positions of the samples' own tokens; None for a batch that is neither stored nor looked up."""
-        spans = [key.span for key in keys]
-        return None if not self._padded_left and any(span.start for span in spans) else spans
+        def done(stored: int, present: int) -> None:
+            counts.stored += stored
+            counts.present += present
 
-    def open_writer(self, generation: Generation, layout: EntryFormat) -> GenerationWriter:
-        """Open a generation for writing. The first process to write determines the generation's facts."""
-        return self._store.writer(
-            generation.num_frozen,
-            generation.fingerprint,
-            writer=self._writer_number,
-            capacity=self._capacity,
-            facts=layout.facts(),
-        )
+        has_mask = padded_length(batch, self._ignored) is not None
+        dtype = self._storage_dtype or state.dtype
+        if not self._writing.put(self._reading.generations[0].name, keys, state, dtype, has_mask, done):
+            counts.dropped += len(keys)
 
-    def make_room(self) -> bool:
-        """Evict a generation, if there is one, that no training has used recently or that its users have released."""
-        return self._store.evict(self._began - SECONDS_MARKS_LAST)
+    def _is_refused(self, keys: Sequence[RowKey]) -> bool:
+        """Whether a batch is neither stored nor looked up: its samples are padded on the left."""
+        return not self._padded_left and any(key.span.start for key in keys)
 
     def stop_writing(self, error: OSError) -> None:
         """Stop writing after an error. Stored states are still read; the others are recomputed from now on."""
-        self.failure = error
+        self._writing.failure = error
 
     def resume_writing(self) -> None:
         """Write again, because there may be space again."""
-        self.failure = None
+        self._writing.failure = None
 
     @property
     def is_full(self) -> bool:
         """Whether writing stopped because of missing space, and for no other reason."""
-        return self.failure is not None and self.failure.errno in FULL
+        return self._writing.failure is not None and self._writing.failure.errno in FULL
 
     @property
     def why_full(self) -> str | None:
         """The reason why writing stopped, in words."""
-        error = self.failure
-        if error is None:
-            return None
-        return error.strerror or str(error) if isinstance(error, StoreFull) else str(error)
+        error = self._writing.failure
+        return error.strerror if isinstance(error, StoreFull) else str(error) if error is not None else None
 
     def flush(self) -> None:
         """Wait until everything that was put has been written."""
-        self._writer.flush()
+        self._writing.flush()
 
     def close(self) -> None:
         self._remove_hook()
-        self._writer.close()
+        self._writing.close()
         self._reading.close()
 
     @contextmanager
@@ -535,115 +484,10 @@ class ActivationCache:
         return counts
 
 
-@dataclass(frozen=True)
-class _Entries:
-    """A batch that waits to be written."""
-
-    generation: Generation
-    keys: list[bytes]
-    states: Copied
-    spans: list[slice]
-    layout: EntryFormat
-    counts: CacheCounts  # updated after the write
-
-
-class _Writer:
-    """Writes to the store in a background thread."""
-
-    def __init__(self, cache: ActivationCache) -> None:
-        self._cache = cache
-        self._queue: queue.Queue[_Entries | None] = queue.Queue()
-        self._room = threading.Semaphore(PENDING_BATCHES)
-        self._began, self._waited = time.monotonic(), 0.0
-        self._thread: threading.Thread | None = None
-        self._open: tuple[Generation, GenerationWriter] | None = None
-        self.last: _Entries | None = None  # the last batch that was written
-
-    def wait_for_room(self) -> bool:
-        """Wait until one more batch may be put, but not for longer than the training can spare. Returns whether."""
-        if self._room.acquire(blocking=False):
-            return True
-        began = time.monotonic()
-        spare = SECONDS_TO_WAIT + SHARE_TO_WAIT * (began - self._began) - self._waited
-        has_room = self._room.acquire(timeout=max(spare, 0.0))
-        self._waited += time.monotonic() - began
-        return has_room
-
-    def put(self, entries: _Entries) -> None:
-        """Hand over a batch. Call `wait_for_room` first."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="activation-cache-writer", daemon=True)
-            self._thread.start()
-        self._queue.put(entries)
-
-    def flush(self) -> None:
-        self._queue.join()
-
-    def close_generation(self) -> None:
-        """Close the open generation. No writes may be pending."""
-        self.last = None
-        if self._open is not None:
-            self._open[1].close()
-            self._open = None
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
-        self.close_generation()
-
-    def _work(self) -> None:
-        while (entries := self._queue.get()) is not None:
-            try:
-                if self._cache.failure is None:
-                    self._write_somehow(entries)
-            except OSError as error:
-                self._cache.stop_writing(error)
-            except Exception as error:  # a bug in the cache must not stop the training
-                logger.exception("Writing to the activation cache failed.")
-                self._cache.stop_writing(OSError(str(error)))
-            finally:
-                self._room.release()
-                self._queue.task_done()
-        self._queue.task_done()
-
-    def _write(self, entries: _Entries) -> None:
-        states = entries.states.on_host()
-        if self._open is None or self._open[0] is not entries.generation:
-            self.close_generation()
-            self._open = (entries.generation, self._cache.open_writer(entries.generation, entries.layout))
-        writer = self._open[1]
-        if EntryFormat.from_facts(writer.facts) != entries.layout:
-            return  # this batch has another format (for example no mask), and a generation has only one
-        rows = [bytes_of(state[span]) for state, span in zip(states, entries.spans, strict=True)]
-        present = writer.num_present
-        entries.counts.stored += writer.put(entries.keys, rows)
-        entries.counts.present += writer.num_present - present
-        self.last = entries
-
-    def _write_somehow(self, entries: _Entries) -> None:
-        """Write; reopen the generation if another process has deleted it, and make room if the store is full."""
-        for is_last in (*[False] * MOST_RETRIES, True):
-            try:
-                return self._write(entries)
-            except OSError as error:
-                if is_last:
-                    raise
-                if error.errno == errno.ESTALE and self._open is not None:
-                    self.close_generation()
-                elif error.errno not in FULL or not self._cache.make_room():
-                    raise
-
-
-def _of_whole_samples(
-    found: dict[int, tuple[list[int], torch.Tensor]], sequences: int
-) -> dict[int, tuple[list[int], torch.Tensor]]:
+def _of_whole_samples(found: States, sequences: int) -> States:
     """Of the rows that were found, keep those of samples all of whose sequences were found behind as many units.
 
-    Args:
-        found: number of units -> rows and their states.
-        sequences: number of rows of each sample, which follow one another.
+    A sample's rows follow one another.
     """
     if sequences == 1:
         return found

@@ -9,26 +9,27 @@ same code; `find` then waits for it.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
-from .activation_store import GenerationReader
+from .activation_files import FileReader
+from .background import BackgroundThread
 from .content_keys import RowKey
 from .entry_format import EntryFormat, clear_padding
 from .side_stream import Copied, SideStream
 
-T = TypeVar("T")
-
 KEPT_BATCHES = 2
 """The batch that is trained on, whose micro-batches are found one after another, and the next one."""
+
+States: TypeAlias = dict[int, tuple[list[int], torch.Tensor]]
+"""Number of units -> the samples found behind them, and their states on the device."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +38,11 @@ class Generation:
 
     num_frozen: int
     fingerprint: str
-    reader: GenerationReader
+    reader: FileReader
 
-
-@dataclass(frozen=True)
-class _Read:
-    """What was found of a batch.
-
-    Attributes:
-        places: for each sample that was found, the number of units behind which, and its index among those.
-        states: by number of units, the states that were found.
-        damaged: number of entries that were damaged.
-    """
-
-    places: dict[tuple[Any, ...], tuple[int, int]]
-    states: dict[int, Copied]
-    damaged: int
+    @property
+    def name(self) -> tuple[int, str]:
+        return self.num_frozen, self.fingerprint
 
 
 @dataclass
@@ -63,15 +53,19 @@ class _Request:
         samples: those that were not given out yet. Each is given out once, because a model may write into its inputs.
         tokens: as for `StoreReading.find`.
         stop: likewise.
-        result: what will be found.
-        is_counted: whether its damaged entries were reported; they are reported once.
+        places: for each sample that was found, the number of units behind which, and its index among those.
+        states: by number of units, the states that were found.
+        damaged: number of entries that were damaged, until they are reported.
+        done: when all this is known.
     """
 
     samples: set[tuple[Any, ...]]
     tokens: int | None
     stop: int
-    result: Future[_Read]
-    is_counted: bool = False
+    places: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
+    states: dict[int, Copied] = field(default_factory=dict)
+    damaged: int = 0
+    done: Future[None] = field(default_factory=Future)
 
     def covers(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> bool:
         return (self.tokens, self.stop) == (tokens, stop) and self.samples.issuperset(map(_identity, keys))
@@ -82,12 +76,12 @@ class Found:
     """The samples of a batch that were found.
 
     Attributes:
-        states: number of units -> the samples found behind them, and their states on the device.
+        states: their states.
         damaged: number of entries that were damaged.
         seconds: how long the program has waited for them.
     """
 
-    states: dict[int, tuple[list[int], torch.Tensor]]
+    states: States
     damaged: int = 0
     seconds: float = 0.0
 
@@ -103,10 +97,10 @@ class StoreReading:
         self.generations: tuple[Generation, ...] = ()
         """Those that are looked up, newest first. Change them by `use`."""
         self.unread: set[tuple[int, str]] = set()
-        """Number of units and fingerprint of those that are not looked up yet."""
+        """Names of those that are not looked up yet."""
         self._copies = copies
         self._requests: deque[_Request] = deque(maxlen=KEPT_BATCHES)
-        self._thread = _Thread("activation-cache-reader")
+        self._thread = BackgroundThread("activation-cache-reader")
 
     def use(self, generations: Iterable[Generation]) -> None:
         """Look up these generations from now on. Close the files of the others."""
@@ -135,76 +129,49 @@ class StoreReading:
         request = next((r for r in self._requests if r.covers(keys, tokens, stop)), None)
         request = request or self._request(keys, tokens, stop)
         request.samples.difference_update(map(_identity, keys))
-        read = request.result.result()
-        samples: dict[int, list[int]] = {}
-        indices: dict[int, list[int]] = {}
+        request.done.result()
+        places: dict[int, list[tuple[int, int]]] = {}  # of samples in the batch, and in what was read
         for row, key in enumerate(keys):
-            if (place := read.places.get(_identity(key))) is not None:
-                samples.setdefault(place[0], []).append(row)
-                indices.setdefault(place[0], []).append(place[1])
+            if (place := request.places.get(_identity(key))) is not None:
+                places.setdefault(place[0], []).append((row, place[1]))
         states = {}
-        for f, rows in samples.items():
-            tensor = read.states[f].on_compute_stream()
-            states[f] = rows, joined([(tensor, index) for index in indices[f]])
-        damaged = 0 if request.is_counted else read.damaged
-        request.is_counted = True
+        for f, found in places.items():
+            tensor = request.states[f].on_compute_stream()
+            states[f] = [row for row, _ in found], joined([(tensor, index) for _, index in found])
+        damaged, request.damaged = request.damaged, 0
         return Found(states, damaged, time.perf_counter() - began)
-
-    def seconds_to_read(
-        self, keys: Sequence[bytes], spans: Sequence[slice], tokens: int, layout: EntryFormat
-    ) -> float:
-        """Read samples of the newest generation, and return how long it took."""
-
-        def read() -> float:
-            began = time.perf_counter()
-            states, places = layout.empty(spans, tokens, self._copies)
-            self.generations[0].reader.read_into(keys, places)
-            states.to(layout.computed_dtype)
-            return time.perf_counter() - began
-
-        return self._thread.run(read).result()
 
     def close(self) -> None:
         """Close all files and end the thread."""
         self.use(())
         self._thread.close()
 
-    # ------------------------------------------------------------------------------------ inside
     def _request(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> _Request:
-        read = [g for g in self.generations if (g.num_frozen, g.fingerprint) not in self.unread]
-        result = self._thread.run(lambda: self._read(read, keys, tokens, stop))
-        request = _Request(set(map(_identity, keys)), tokens, stop, result)
+        read = [g for g in self.generations if g.name not in self.unread and g.num_frozen <= stop]
+        request = _Request(set(map(_identity, keys)), tokens, stop)
+        request.done = self._thread.run(partial(self._read, request, read, keys))
         self._requests.append(request)
         return request
 
-    def _read(self, generations: Sequence[Generation], keys: Sequence[RowKey], tokens: int | None, stop: int) -> _Read:
+    def _read(self, request: _Request, generations: Sequence[Generation], keys: Sequence[RowKey]) -> None:
         """In the thread: look for the samples in one generation after another."""
-        places: dict[tuple[Any, ...], tuple[int, int]] = {}
-        states: dict[int, Copied] = {}
-        damaged = 0
         missing = list(keys)
         for generation in generations:
-            layout = EntryFormat.from_facts(generation.reader.facts)
-            if not missing or generation.num_frozen > stop:
+            reader = generation.reader
+            layout = EntryFormat.from_facts(reader.facts) if missing else None
+            if layout is None or layout.has_mask != (request.tokens is not None):
                 continue
-            if layout is None or layout.has_mask != (tokens is not None):
-                continue
-            on_host, buffers = layout.empty([key.span for key in missing], tokens, self._copies)
-            before = generation.reader.num_damaged
-            hits = generation.reader.read_into([key.digest for key in missing], buffers)
-            damaged += generation.reader.num_damaged - before
-            here = [index for index, hit in enumerate(hits) if hit]
-            if not here:
-                continue
-            found = [missing[index] for index in here]
-            if len(here) < len(missing):
-                kept, _ = layout.empty([key.span for key in found], tokens, self._copies)
-                on_host = torch.index_select(on_host, 0, torch.tensor(here), out=kept)
-            clear_padding(on_host, [key.span for key in found])
-            states[generation.num_frozen] = self._copies.to_device(on_host, layout.computed_dtype)
-            places.update((_identity(key), (generation.num_frozen, index)) for index, key in enumerate(found))
-            missing = [key for key, hit in zip(missing, hits, strict=True) if not hit]
-        return _Read(places, states, damaged)
+            spans = [key.span for key in missing]
+            on_host, buffers = layout.empty(spans, request.tokens, self._copies)
+            before = reader.num_damaged
+            hits = reader.read_into([key.digest for key in missing], buffers)
+            request.damaged += reader.num_damaged - before
+            if any(hits):
+                clear_padding(on_host, spans)
+                request.states[generation.num_frozen] = self._copies.to_device(on_host, layout.computed_dtype)
+                found = [(_identity(key), index) for index, key in enumerate(missing) if hits[index]]
+                request.places.update((sample, (generation.num_frozen, index)) for sample, index in found)
+                missing = [key for key, hit in zip(missing, hits, strict=True) if not hit]
 
 
 def joined(rows: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
@@ -225,41 +192,3 @@ def joined(rows: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
 def _identity(key: RowKey) -> tuple[Any, ...]:
     """What tells samples of a batch apart: the same tokens may be padded on the left or on the right."""
     return key.digest, key.span.start, key.span.stop
-
-
-class _Thread:
-    """Runs functions one after another in a thread, which ends with the process.
-
-    Args:
-        name: name of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def run(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function after those that were given before."""
-        if self._thread is None:
-            # not an executor's: at exit the interpreter would wait for a read that never ends
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
-        future: Future[T] = Future()
-        self._queue.put((future, function))
-        return future
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _work(self) -> None:
-        while (task := self._queue.get()) is not None:
-            future, function = task
-            try:
-                future.set_result(function())
-            except BaseException as error:  # raised where the result is asked for
-                future.set_exception(error)
-            del task, future, function  # the latest result must not live until the next task

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..cache.sharing import open_store
+from ..cache.file_store import FileStore
 from ..model.dummy_inputs import dummy_batch
 from ..model.layer_stack import LayerStack, loss_outputs, output_tensors
 from ..pipeline.devices import free_and_total
@@ -184,10 +184,10 @@ def _measure(
 
 def _read_speed(folder: Path, row_bytes: int, rows: int) -> float:
     """Bandwidth, in bytes per second, of reading a batch that is in the page cache."""
-    store = open_store(folder)
+    store = FileStore(folder)
     keys = [number.to_bytes(16, "little") for number in range(rows)]
     written = [memoryview(bytearray(row_bytes)) for _ in keys]
-    writer = store.writer(1, "profile", writer=0, capacity=max(rows, 1024))
+    writer = store.writer(1, "profile")
     writer.put(keys, written)
     writer.close()
     reader = store.reader(1, "profile")

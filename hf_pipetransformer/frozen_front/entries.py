@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.activation_store import ActivationStore, GenerationWriter, StoreFull
+from ..cache.activation_files import FileWriter
 from ..cache.entry_format import bytes_of
+from ..cache.file_store import FileStore, StoreFull
 from .rows import Tokens
 
 ALIGNMENT = 16
@@ -76,18 +77,16 @@ class FrontEntries:
     Args:
         store: the store of this node.
         number, fingerprint: name of the generation.
-        writer: number that identifies this process.
-        capacity: expected number of entries.
     """
 
-    def __init__(self, store: ActivationStore, number: int, fingerprint: str, writer: int, capacity: int) -> None:
+    def __init__(self, store: FileStore, number: int, fingerprint: str) -> None:
         self.failure: OSError | None = None
         """Why nothing is stored any more, if something failed."""
         self.is_full = False
         """Whether the store has reached its size. What is in it is read."""
-        self._store, self._name, self._number, self._capacity = store, (number, fingerprint), writer, capacity
+        self._store, self._name = store, (number, fingerprint)
         self._reader = store.reader(number, fingerprint)
-        self._writer: GenerationWriter | None = None
+        self._writer: FileWriter | None = None
 
     @property
     def exists(self) -> bool:
@@ -159,8 +158,7 @@ class FrontEntries:
                 buffer[row, part] = own.contiguous().view(-1).view(torch.uint8)
         try:
             if self._writer is None:
-                number, fingerprint = self._name
-                self._writer = self._store.writer(number, fingerprint, writer=self._number, capacity=self._capacity)
+                self._writer = self._store.writer(*self._name)
             self._writer.put(keys, layout.rows_of(buffer))
         except StoreFull:
             self.is_full = True

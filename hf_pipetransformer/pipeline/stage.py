@@ -200,10 +200,7 @@ class StageModule(nn.Module):
         carry: Carry | None = as_carry(self.slots_in, values)
         if self.cache is None or keys is None:
             return inputs, start, carry
-        if start == 0:
-            start, carry = self.cache.fetch(inputs, keys, self.stop)
-        self.cache.watch(inputs, keys, start, self.stop)
-        return inputs, start, carry
+        return inputs, *self.cache.begin(inputs, keys, start, carry, self.stop)
 
     def infer_shapes(self, incoming: Sequence[CarriedTensor], batch: Batch) -> tuple[CarriedTensor, ...]:
         """What this stage sends when it receives `incoming`; costs one forward of `batch` through the stage."""

@@ -32,9 +32,9 @@ import xxhash
 from transformers import TrainerState
 
 from ..cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, CacheCounts
-from ..cache.activation_store import ActivationStore
 from ..cache.content_keys import RowKey
-from ..cache.sharing import node_name, publish, withdraw
+from ..cache.file_store import FileStore
+from ..cache.sharing import node_name
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
 from ..planning.plan import MIB
@@ -120,7 +120,7 @@ class AutoCache:
         is_forced: cache even if loading is slower than computing.
         seconds_per_row: forward time per sample (per sequence of it) of each unit, in seconds; None if not measured.
         description: everything that the hidden states depend on besides the weights.
-        current: the file that names the generations being read, for the loaders' workers.
+        current: this training's name in the folder of the store.
         is_shared: whether other trainings may use the store too; then nothing is deleted that they may read.
         rows: a few samples, collated, the same on every process. The frozen layers' outputs for them are part of a
             generation's name.
@@ -133,7 +133,7 @@ class AutoCache:
         self,
         pipeline: ElasticPipeline,
         cache: ActivationCache,
-        store: ActivationStore,
+        store: FileStore,
         reasons: Mapping[int, str | None],
         is_forced: bool,
         seconds_per_row: Sequence[float] | None,
@@ -218,7 +218,6 @@ class AutoCache:
             exists = all(self._mesh.gather_objects((boundary, fingerprint) in self._store.generations()))
             self.cache.advance(boundary, fingerprint, is_new=not exists)
             self._mark_used()  # an earlier training may have created the generation
-            self._publish()
             self._pipeline.use_cache(self.cache)
             if self._is_shared:
                 self._count_what_others_stored()
@@ -303,7 +302,6 @@ class AutoCache:
             # no space for two generations: remove the one of fewer layers, and refill the store in the next epoch
             self.num_cached = self._in_store = 0
             older = self.cache.forget(keep=1)
-            self._publish()
             self._release_generations(older)
             self.cache.resume_writing()
         self._had_rows |= counts.found >= HARDLY_ANY * counts.rows
@@ -361,7 +359,6 @@ class AutoCache:
         self.num_cached = self._boundary
         self._state = CacheState.FIRST_READ
         older = self.cache.forget(keep=1)
-        self._publish()
         self._release_generations(older)
 
     def _count_what_others_stored(self) -> None:
@@ -488,7 +485,6 @@ class AutoCache:
         generations = self.cache.forget(keep=0)
         # a barrier as well: all processes have closed their files
         self.layers_skipped += sum(self._mesh.gather_objects(self.cache.take_counts().layers_skipped))
-        self._publish()
         self._release_generations(generations, are_wrong)
         self._pipeline.use_cache(None)
         if self._mesh.rank == 0:
@@ -528,11 +524,6 @@ class AutoCache:
         """
         return not self.is_on or self._function.looks_same()
 
-    def _publish(self) -> None:
-        if self._is_first_here:
-            with suppress(OSError):  # without the file the workers just do not read ahead
-                publish(self._current, self.cache.generations)
-
     def abandon(self, is_resumable: bool) -> str:
         """Store nothing more, and remove a store that nobody can use again. Not collective; any thread may call it.
 
@@ -560,11 +551,7 @@ class AutoCache:
         """
         self._pipeline.use_cache(None)
         self.cache.close()
-        if not has_ended or not self._is_first_here:
-            return
-        if self._is_shared:
-            withdraw(self._current)
-        else:
+        if has_ended and self._is_first_here and not self._is_shared:
             self._store.remove()
 
 

@@ -15,10 +15,10 @@ import transformers
 from torch import nn
 
 from ..cache.activation_cache import ActivationCache
-from ..cache.activation_store import ActivationStore
 from ..cache.cache_probe import probe_boundaries, varied_samples
 from ..cache.content_keys import RowKey, padded_length, row_keys, sequences_per_sample
-from ..cache.sharing import node_name, open_store
+from ..cache.file_store import FileStore
+from ..cache.sharing import node_name
 from ..data.numbered_batches import NumberedBatches, TrainingBatches
 from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
@@ -40,15 +40,6 @@ SAMPLES_TO_PROBE = 32
 
 All of them are looked for in a store that other trainings have filled.
 """
-UNKNOWN_SIZE = 2**20
-"""Number of samples assumed for a stream without a length."""
-
-LEAST_CAPACITY = 4096
-"""Minimum capacity of the key table, in samples.
-
-In a smaller one several processes would more often write to the same bucket at once, and one of them would lose its
-entry.
-"""
 
 
 class UnusableFolderError(ValueError):
@@ -67,7 +58,7 @@ def check_folder(job: TrainingJob, data: TrainingBatches, unit_costs: Sequence[U
     Raises:
         UnusableFolderError: it cannot, or has not. Every process raises it.
     """
-    store, mesh = open_store(generations.parent, user=generations.stem), job.mesh
+    store, mesh = FileStore(generations.parent, user=generations.stem), job.mesh
     nodes: list[str] = mesh.gather_objects(node_name())
     needed: int | None = None
     if isinstance(data.dataset, Sized):
@@ -84,7 +75,7 @@ def check_folder(job: TrainingJob, data: TrainingBatches, unit_costs: Sequence[U
         )
 
 
-def _trouble_with(store: ActivationStore, folder: Path, needed: int | None) -> str | None:
+def _trouble_with(store: FileStore, folder: Path, needed: int | None) -> str | None:
     """Why a store is of no use, or None."""
     unwritable = store.why_unwritable()
     if unwritable is not None:
@@ -111,7 +102,7 @@ def make_cache(
         pipeline: runs the model, which is complete.
         data: the training batches.
         times: times of the model's units, if they were measured.
-        generations: the file that names the cache generations being read.
+        generations: this training's name in the folder of the store.
         most: number of layers that will be frozen at most, if it is known; keys have only what these read.
 
     Raises:
@@ -132,7 +123,6 @@ def make_cache(
         assert isinstance(loss, torch.Tensor)
         return loss.mean()
 
-    capacity = _expected_samples(job, data)
     why_not: str | None = None
     calls_per_sample = 1
     loss_of: Callable[[Batch], torch.Tensor] = loss_of_batch
@@ -143,7 +133,6 @@ def make_cache(
     samples = varied_samples(spread, collate)
     if not runner.takes_batch:
         why_not, calls_per_sample = of_calls.examine(samples)
-        capacity *= calls_per_sample
     probe = partial(
         probe_boundaries,
         pipeline.stack,
@@ -177,7 +166,7 @@ def make_cache(
     reasons: dict[int, str | None] = {}
     for reason in mesh.gather_objects({v.num_frozen: v.reason for v in verdicts}):
         reasons = {f: reasons.get(f) or reason[f] for f in reason}
-    store = open_store(generations.parent, user=generations.stem)
+    store = FileStore(generations.parent, user=generations.stem)
     refusal = next(filter(None, mesh.gather_objects(store.why_refused())), None)
     if refusal is not None and args.activation_cache_dir is not None:
         raise ValueError(
@@ -194,8 +183,6 @@ def make_cache(
         pipeline.stack,
         slots,
         store,
-        mesh.rank,
-        max(capacity * sequences, LEAST_CAPACITY),
         storage_dtype,
         pipeline.device,
         any(verdict.padded_left for verdict in verdicts),
@@ -315,12 +302,6 @@ def _keys_of(
         lengths.append(padded_length(batch, ignored))
     known = [length for length in lengths if length is not None]
     return (keys, max(known, default=None)) if len(known) in (0, len(lengths)) else ([], None)
-
-
-def _expected_samples(job: TrainingJob, data: TrainingBatches) -> int:
-    """Return the number of samples in all datasets; a stream counts as `UNKNOWN_SIZE`."""
-    datasets = job.datasets if data.is_shared else [*job.datasets, data.dataset]
-    return sum(len(dataset) if isinstance(dataset, Sized) else UNKNOWN_SIZE for dataset in datasets)
 
 
 def describe_model(model: nn.Module, precision: str) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -126,7 +125,6 @@ def in_training(
     job: TrainingJob,
     pipeline: ElasticPipeline,
     cache: AutoCache | None,
-    generations: Path | None,
     dataloader: Any,
     generates: bool = False,
 ) -> Iterator[KeysApart]:
@@ -138,7 +136,6 @@ def in_training(
         job: the training job.
         pipeline: the placed pipeline.
         cache: the cache of the current training.
-        generations: the file that names the cache generations which loaders read ahead.
         dataloader: the loader of the evaluation.
         generates: whether it generates, which excludes the cache.
 
@@ -149,14 +146,14 @@ def in_training(
     with phase("evaluation"), ExitStack() as stack:
         if generates:
             stack.enter_context(generating(pipeline))
-        elif cache is not None and generations is not None:
+        elif cache is not None:
             stack.enter_context(cache.cache.counting_apart())
             base: Any = getattr(dataloader, "base_dataloader", dataloader)
             collate_fn = getattr(base, "collate_fn", None)
             # also before the first freeze, because persistent workers keep the collator that they started with
             if isinstance(base, DataLoader) and not isinstance(collate_fn, KeyingCollator):
                 kept_back = pipeline.stack.runner.called.kept_back
-                base.collate_fn = keying_collator(job, generations, collate_fn, kept_back, cache.cache.keeps_padding)
+                base.collate_fn = keying_collator(job, collate_fn, kept_back, cache.cache.keeps_padding)
                 stack.callback(setattr, base, "collate_fn", collate_fn)
             if pipeline.cache is not None and not cache.weights_hold():
                 pipeline.use_cache(None)  # e.g. averaged weights

@@ -23,9 +23,8 @@ import xxhash
 from torch import nn
 from transformers import TrainerState
 
-from ..cache.activation_store import ActivationStore
 from ..cache.content_keys import named_inputs
-from ..cache.sharing import open_store
+from ..cache.file_store import FileStore
 from ..frozen_front.entries import FrontEntries
 from ..frozen_front.finding import FoundFront, find_front, random_state, waits_for_others
 from ..frozen_front.front import FrozenFront, OtherCallsError, set_random_state
@@ -39,7 +38,7 @@ from ..model.watched_weights import WatchedWeights
 from ..planning.plan import MIB
 from ..randomness import seeded
 from ..training_args import CACHE_DTYPES
-from .cache_setup import LEAST_CAPACITY, UNKNOWN_SIZE, describe_model
+from .cache_setup import describe_model
 from .job import TrainingJob
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class FrontCache:
         self._job, self._dataset = job, dataset
         self._model: nn.Module = job.model
         self._folder = generations.parent
-        self._store: ActivationStore = open_store(generations.parent, user=generations.stem)
+        self._store = FileStore(generations.parent, user=generations.stem)
         self._reads = self._writes = self._is_in_step = self._is_trying = False
         self._parameters: list[nn.Parameter] = []  # of the model, as the epoch began
         self._flags: list[bool] | None = None  # those for which the front was looked for
@@ -266,7 +265,7 @@ class FrontCache:
 
     def _entries_of(self, found: FoundFront) -> dict[frozenset[str], FrontEntries]:
         assert self._weights is not None
-        job, size = self._job, len(self._dataset) if isinstance(self._dataset, Sized) else UNKNOWN_SIZE
+        job = self._job
         usable = self._store.usable_bytes()
         limit = job.args.activation_cache_max_gib
         self._store.limit(limit if limit is not None or usable is None else SHARE_OF_DISK * usable / 2**30)
@@ -277,8 +276,7 @@ class FrontCache:
             stored = [(module.name, module.needed) for module in found.modules if module.reads == reads]
             content = f"{about} {sorted(reads)} {stored} {[m.name for m in found.modules]}"
             name = xxhash.xxh3_128_hexdigest(content.encode())
-            capacity = max(2 * size, LEAST_CAPACITY)
-            opened[reads] = FrontEntries(self._store, len(found.modules), name, job.mesh.rank, capacity)
+            opened[reads] = FrontEntries(self._store, len(found.modules), name)
         return opened
 
     # ------------------------------------------------------------------------------------ decisions

@@ -1,4 +1,4 @@
-"""Properties of a training job that the modules of this package read: arguments, model, callbacks, datasets."""
+"""Properties of a training job that the modules of this package read: arguments, model, callbacks."""
 
 from __future__ import annotations
 
@@ -215,16 +215,6 @@ class TrainingJob:
         stages = self.args.pipeline_parallel_size
         batch = self.args.per_device_train_batch_size * (stages if isinstance(stages, int) else 1)
         return min(COST_SAMPLE_ROWS, batch)
-
-    @property
-    def datasets(self) -> list[Any]:
-        """The datasets for training and evaluation."""
-        evaluated = self.trainer.eval_dataset
-        everything = [
-            self.trainer.train_dataset,
-            *(evaluated.values() if isinstance(evaluated, dict) else [evaluated]),
-        ]
-        return [dataset for dataset in everything if dataset is not None]
 
     def generates(self, prediction_loss_only: bool | None) -> bool:
         """Whether an evaluation generates, as `Seq2SeqTrainer` decides it.

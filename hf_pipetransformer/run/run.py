@@ -95,7 +95,7 @@ class PipelineRun(TrainerCallback):
         self.data: TrainingBatches | None = None
         """The training batches; None until the loop has requested its loader."""
         self.generations: Path | None = None
-        """The file that names the cache generations being read, for the workers of all loaders."""
+        """This training's name in the folder of the cache's store; None if nothing is cached."""
         self.cache: AutoCache | None = None
         self.front: FrontCache | None = None
         """The cache of what the user has frozen, without a freeze policy and with one stage."""

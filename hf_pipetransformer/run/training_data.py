@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..cache.content_keys import KeyingCollator
-from ..cache.sharing import ReadAhead, current_file, node_name, node_shares, open_store
+from ..cache.file_store import FileStore
+from ..cache.sharing import current_file, node_name, node_shares
 from ..data.node_order import Order
 from ..data.numbered_batches import (
     GivenBatches,
@@ -65,7 +66,7 @@ def training_loader(
             job.trainer._train_batch_size * args.world_size,
             drop_last=args.dataloader_drop_last,
             seed=args.data_seed if args.data_seed is not None else args.seed,
-            keyed=partial(keying_collator, job, generations) if generations is not None else None,
+            keyed=partial(keying_collator, job) if generations is not None else None,
             node_shares=node_shares(nodes) if generations is not None else (1,),
             agree=partial(_order_of_first, job),
             # several processes would draw different numbers, and the order must not depend on the layout
@@ -149,7 +150,7 @@ def set_workers_apart(loader: Any) -> None:
 
 
 def generations_file(job: TrainingJob, is_training: bool = True) -> Path | None:
-    """Return the file that names the cache generations being read; None if nothing is cached.
+    """Return this training's name in the folder of the store; None if nothing is cached.
 
     Collective over all processes, in a training: what the arguments allow depends on the weights that a process has.
     Outside of one, where a process alone may ask for a loader, only if something may be cached.
@@ -159,7 +160,7 @@ def generations_file(job: TrainingJob, is_training: bool = True) -> Path | None:
 
 
 def store_file(job: TrainingJob) -> Path:
-    """Return a file of this training in the folder of the store. Collective over all processes."""
+    """Return this training's name in the folder of the store. Collective over all processes."""
     nodes = job.mesh.gather_objects(node_name())
     # all processes use the same file, even if each was given a temporary output_dir of its own
     output_dir = job.mesh.gather_objects(job.args.output_dir or ".")[0]
@@ -179,12 +180,11 @@ def shared_default_store(job: TrainingJob) -> Iterator[None]:
         yield
     finally:
         if current is not None and is_new:
-            open_store(current.parent).remove()
+            FileStore(current.parent).remove()
 
 
 def keying_collator(
     job: TrainingJob,
-    generations: Path,
     collate_fn: Any,
     kept_back: frozenset[str] = frozenset(),
     keeps_padding: bool = False,
@@ -193,12 +193,11 @@ def keying_collator(
 
     Args:
         job: the training job.
-        generations: the file returned by `generations_file`.
         collate_fn: the user's collator.
         kept_back: names of further inputs that do not count: the loss does not pass them to the model.
         keeps_padding: as for `content_keys`.
     """
-    return KeyingCollator(collate_fn, ReadAhead(generations), job.not_in_keys | kept_back, keeps_padding)
+    return KeyingCollator(collate_fn, ignored=job.not_in_keys | kept_back, keeps_padding=keeps_padding)
 
 
 def _order_of_first(job: TrainingJob, order: Order) -> Order:

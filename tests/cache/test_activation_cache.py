@@ -15,10 +15,11 @@ import torch
 from model_zoo import MODELS
 from training_data import Kind, PadCollator, TrainingData
 
-from hf_pipetransformer.cache import activation_cache
+from hf_pipetransformer.cache import writing
 from hf_pipetransformer.cache.activation_cache import ActivationCache, CacheCounts
+from hf_pipetransformer.cache.activation_files import FileWriter
 from hf_pipetransformer.cache.content_keys import KeyingCollator, RowKey, pop_keys
-from hf_pipetransformer.cache.file_store import FileStore, FileWriter
+from hf_pipetransformer.cache.file_store import FileStore
 from hf_pipetransformer.model.layer_stack import CarrySlot, LayerStack
 from hf_pipetransformer.model.nested import tensors_of
 
@@ -38,7 +39,7 @@ class Setup:
         self.stack.runner.install()
         self.stack.runner.trace(self.batch(range(2)))
         self.store = FileStore(folder, max_bytes=max_bytes)
-        self.cache = ActivationCache(self.stack, SLOTS, self.store, 0, 64, dtype, CPU)
+        self.cache = ActivationCache(self.stack, SLOTS, self.store, dtype, CPU)
         self.cache.write(True)
         self.calls: list[tuple[int, int, int]] = []
         run = self.stack.runner.run
@@ -57,16 +58,17 @@ class Setup:
         assert keys is not None
         return keys
 
-    def go(self, rows: Any, stop: int = 4) -> tuple[int, torch.Tensor]:
+    def go(self, rows: Any, stop: int = 4, flushes: bool = True) -> tuple[int, torch.Tensor]:
         """Look up, and run from there to `stop`. Returns where it began and the state behind `stop`."""
         batch = self.batch(rows)
         keys = self.keys(batch)
         with torch.no_grad():
-            start, carry = self.cache.look_up(batch, keys, stop)
+            start, carry = self.cache._look_up(batch, keys, stop)
             if start < stop:
                 observer = self.cache.observer(batch, keys, start, stop)
                 carry = self.stack.runner.run(start, stop, carry, batch, observer)
-        self.cache.flush()
+        if flushes:
+            self.cache.flush()
         assert carry is not None
         return start, carry[0][0]
 
@@ -127,15 +129,27 @@ def test_a_sample_that_comes_twice_is_computed_twice_in_the_epoch_that_fills(tmp
 
 
 def test_a_slow_disk_is_waited_for_but_not_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_cache, "SECONDS_TO_WAIT", 0.2)
-    monkeypatch.setattr(activation_cache, "SHARE_TO_WAIT", 0.0)
-    writer = Setup(tmp_path).cache._writer
-    assert all(writer.wait_for_room() for _ in range(activation_cache.PENDING_BATCHES))
-    threading.Timer(0.05, writer._room.release).start()  # a batch is written
-    assert writer.wait_for_room()
+    monkeypatch.setattr(writing, "SECONDS_TO_WAIT", 0.5)
+    monkeypatch.setattr(writing, "SHARE_TO_WAIT", 0.0)
+    put, slow = FileWriter.put, threading.Event()
+
+    def stuck(self: FileWriter, *arguments: Any) -> int:
+        slow.wait()
+        return put(self, *arguments)
+
+    monkeypatch.setattr(FileWriter, "put", stuck)
+    setup = Setup(tmp_path)
+    setup.cache.advance(2, "weights")
+    for row in range(writing.PENDING_BATCHES):
+        setup.go([row], flushes=False)
     began = time.monotonic()
-    assert not writer.wait_for_room() and time.monotonic() - began < 0.2  # what is left of it
-    assert not writer.wait_for_room()
+    for row in range(4):  # the first of which is waited for
+        setup.go([row], flushes=False)
+    assert 0.4 < time.monotonic() - began < 2
+    slow.set()
+    setup.cache.flush()
+    counts = setup.cache.take_counts()
+    assert (counts.stored, counts.dropped) == (2, 4)
 
 
 def test_a_stage_that_ends_below_takes_what_it_can(tmp_path: Path) -> None:
@@ -145,7 +159,7 @@ def test_a_stage_that_ends_below_takes_what_it_can(tmp_path: Path) -> None:
     setup.cache.advance(4, "weights")
     setup.go(range(3))
     batch = setup.batch(range(3))
-    start, carry = setup.cache.fetch(batch, setup.keys(batch), 3)
+    start, carry = setup.cache.begin(batch, setup.keys(batch), 0, None, 3)
     assert start == 2 and carry is not None
     assert setup.cache.observer(batch, [], 2, 3) is None  # the frozen layers end in another stage
 
@@ -177,7 +191,7 @@ def test_a_full_store_gives_what_it_has(tmp_path: Path) -> None:
     starts = [setup.go([row])[0] for row in range(8)]
     assert starts[0] == 2 and starts[-1] == 0
     setup.cache.advance(3, "weights")
-    assert setup.cache.failure is None and setup.cache.why_full is None  # there may be room again
+    assert setup.cache.why_full is None  # there may be room again
 
 
 def test_rows_that_are_there_already_are_counted(tmp_path: Path) -> None:
@@ -188,9 +202,10 @@ def test_rows_that_are_there_already_are_counted(tmp_path: Path) -> None:
     setup.cache.advance(2, "weights")
     setup.go(range(3))
     batch = setup.batch(range(4))
-    setup.cache.watch(batch, setup.keys(batch), 0, 2)
     with torch.no_grad():
-        setup.stack.runner.run(0, 2, None, batch)
+        carry = setup.stack.runner.run(0, 1, None, batch)
+        assert setup.cache.begin(batch, setup.keys(batch), 1, carry, 2) == (1, carry)
+        setup.stack.runner.run(1, 2, carry, batch)
     setup.cache.flush()
     counts = setup.cache.take_counts()
     assert (counts.stored, counts.present) == (4, 3)
@@ -210,7 +225,7 @@ def test_evaluations_are_counted_apart(tmp_path: Path) -> None:
 def test_a_busy_writer_drops_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(tmp_path)
     setup.cache.advance(2, "weights")
-    monkeypatch.setattr(type(setup.cache._writer), "wait_for_room", lambda _: False)
+    monkeypatch.setattr(writing.StoreWriting, "_wait_for_room", lambda _: False)
     setup.go(range(4))
     counts = setup.cache.take_counts()
     assert (counts.dropped, counts.stored) == (4, 0)
@@ -219,7 +234,7 @@ def test_a_busy_writer_drops_batches(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_facts_that_are_damaged_are_no_layout(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     for facts in ({}, {"features": "x"}, {"features": [16], "has_mask": True, "stored_dtype": "nn"}):
-        setup.store.writer(2, "other", writer=0, capacity=8, facts=facts).close()
+        setup.store.writer(2, "other", facts).close()
         setup.cache.advance(2, "other")
         assert setup.go(range(2))[0] == 0
         setup.store.delete(2, "other")
@@ -230,9 +245,7 @@ def called(setup: Setup, rows: Any, call: Any) -> tuple[Any, bool, int]:
     batch = setup.batch(rows)
     keys, runner = setup.keys(batch), setup.stack.runner
     before = setup.cache.counts.stored
-    start, carry = setup.cache.fetch(batch, keys, 4)
-    assert (start, carry) == (0, None)
-    setup.cache.watch(batch, keys, 0, 4)
+    assert setup.cache.begin(batch, keys, 0, None, 4) == (0, None)
     with torch.no_grad(), runner.to_the_end(0, None):
         output = call(setup.stack.model, batch)
     setup.cache.flush()
@@ -348,7 +361,15 @@ def test_a_generation_that_is_always_gone_stops_the_writing(tmp_path: Path, monk
     setup = Setup(tmp_path)
     setup.cache.advance(2, "weights")
     setup.go(range(3))
-    assert setup.cache.failure is not None and setup.cache.failure.errno == errno.ESTALE
+    assert os.strerror(errno.ESTALE) in str(setup.cache.why_full) and not setup.cache.is_full
+
+
+@pytest.mark.parametrize(("code", "makes_way"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)])
+def test_only_want_of_room_makes_something_give_way(tmp_path: Path, code: int, makes_way: bool) -> None:
+    setup = Setup(tmp_path)
+    setup.cache.advance(2, "weights")
+    setup.cache.stop_writing(OSError(code, os.strerror(code)))
+    assert setup.cache.is_full == makes_way and os.strerror(code) in str(setup.cache.why_full)
 
 
 def test_forgetting_everything_closes_the_files(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from hf_pipetransformer.cache.activation_files import FileReader
 from hf_pipetransformer.cache.content_keys import RowKey
 from hf_pipetransformer.cache.entry_format import EntryFormat
-from hf_pipetransformer.cache.file_store import FileReader, FileStore
+from hf_pipetransformer.cache.file_store import FileStore
 from hf_pipetransformer.cache.reading import Generation, StoreReading, joined
 from hf_pipetransformer.cache.side_stream import SideStream
 
@@ -35,7 +36,7 @@ class Reading(StoreReading):
         super().__init__(SideStream(torch.device("cpu")))
         store = FileStore(folder)
         for num_frozen, kept in samples.items():
-            writer = store.writer(num_frozen, "w", writer=0, capacity=16, facts=LAYOUT.facts())
+            writer = store.writer(num_frozen, "w", LAYOUT.facts())
             rows = [memoryview(state_of(sample, num_frozen).numpy()).cast("B") for sample in kept]
             writer.put([key_of(sample).digest for sample in kept], rows)
             writer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,19 +13,25 @@ from distributed import run_ranks_expecting_error
 from training_runs import Run
 
 from hf_pipetransformer.cache.file_store import FileStore
-from hf_pipetransformer.cache.sharing import STORE, publish
+from hf_pipetransformer.cache.sharing import STORE
 
 KEY = bytes(range(16))
+GENERATION = 3, "abc"
+FILES = ["segment-*", "index-*", "facts", "used-anybody"]
 
 
-def put(store: FileStore) -> None:
-    with_row = store.writer(3, "abc", writer=0, capacity=4)
-    with_row.put([KEY], [np.arange(8, dtype=np.uint8)])
-    with_row.close()
+def put(store: FileStore, key: bytes = KEY) -> None:
+    with closing(store.writer(*GENERATION)) as writer:
+        writer.put([key], [np.arange(8, dtype=np.uint8)])
 
 
 def find(store: FileStore) -> bool:
-    return store.reader(3, "abc").read_into([KEY], [np.empty(8, dtype=np.uint8)])[0]
+    with closing(store.reader(*GENERATION)) as reader:
+        return reader.read_into([KEY], [np.empty(8, dtype=np.uint8)])[0]
+
+
+def file_of(store: FileStore, pattern: str) -> Path:
+    return next((store.folder / "003-abc").glob(pattern)) if pattern != "." else store.folder
 
 
 @pytest.fixture
@@ -35,21 +42,16 @@ def store(tmp_path: Path) -> FileStore:
     return store
 
 
-@pytest.mark.parametrize("name", ["segment-0", "table", "meta.json", "used-anybody"])
-def test_a_symbolic_link_in_the_place_of_a_file_is_not_followed(store: FileStore, name: str) -> None:
-    file = store.folder / "003-abc" / name
+@pytest.mark.parametrize("pattern", FILES)
+def test_a_symbolic_link_in_the_place_of_a_file_is_not_followed(store: FileStore, pattern: str) -> None:
+    file = file_of(store, pattern)
     elsewhere = store.folder.parent / "elsewhere"
     file.rename(elsewhere)
     before = elsewhere.read_bytes(), elsewhere.stat().st_mtime_ns
     file.symlink_to(elsewhere)
-    if name != "used-anybody":
-        assert not find(store)
-    other_key = KEY[::-1]
-    try:
-        writer = store.writer(3, "abc", writer=0, capacity=4)
-        writer.put([other_key], [np.arange(8, dtype=np.uint8)])
-    except OSError:
-        pass
+    assert find(store) == (pattern == "used-anybody")
+    with suppress(OSError):
+        put(store, KEY[::-1])
     assert (elsewhere.read_bytes(), elsewhere.stat().st_mtime_ns) == before
 
 
@@ -57,48 +59,40 @@ def test_a_symbolic_link_in_the_place_of_a_generation_is_not_followed(store: Fil
     elsewhere = store.folder.parent / "elsewhere"
     (store.folder / "003-abc").rename(elsewhere)
     (store.folder / "003-abc").symlink_to(elsewhere)
+    before = sorted(elsewhere.iterdir())
     assert not find(store)
     with pytest.raises(OSError):
-        store.writer(3, "abc", writer=0, capacity=4)
-
-
-@pytest.mark.parametrize("where", [".", "003-abc", "003-abc/segment-0"])
-def test_what_others_may_write_to_is_refused(store: FileStore, where: str) -> None:
-    (store.folder / where).chmod(0o777)
-    with pytest.raises(PermissionError, match="other users may write to it"):
         put(store)
+    assert sorted(elsewhere.iterdir()) == before
+
+
+@pytest.mark.parametrize("where", [".", "../003-abc", "facts", "segment-*"])
+@pytest.mark.parametrize("whose", ["anybody's", "another user's"])
+def test_what_others_may_write_to_is_not_believed(store: FileStore, where: str, whose: str) -> None:
+    """A folder is refused, and what is in a segment is computed and stored again."""
+    path = store.folder / "003-abc" if where == "../003-abc" else file_of(store, where)
+    if whose == "anybody's":
+        path.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        pytest.skip("only root can give a folder away")
     assert where == "." or not find(store)
     assert (store.why_refused() is not None) == (where == ".")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-@pytest.mark.parametrize("where", [".", "003-abc", "003-abc/segment-0"])
-def test_what_belongs_to_another_user_is_refused(store: FileStore, where: str) -> None:
-    os.chown(store.folder / where, 12345, -1)
-    with pytest.raises(PermissionError, match="belongs to user 12345"):
+    if where == "segment-*":
         put(store)
-    assert where == "." or not find(store)
-
-
-def test_a_pipe_in_the_place_of_a_segment_is_not_waited_for(store: FileStore) -> None:
-    segment = store.folder / "003-abc" / "segment-0"
-    segment.unlink()
-    os.mkfifo(segment, 0o600)
-    assert not find(store)
-    with pytest.raises(OSError):
+        assert find(store)
+        return
+    with pytest.raises(PermissionError, match=r"other users may write to it|belongs to user 12345"):
         put(store)
 
 
-def test_the_current_generations_are_not_written_through_a_link(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    current = tmp_path / "store" / "current.json"
-    publish(current, [])
-    current.unlink()
-    current.symlink_to(precious)
-    publish(current, [(3, "abc")])
-    assert precious.read_text() == "mine"
-    assert not current.is_symlink()
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(store: FileStore) -> None:
+    for pattern in ("index-*", "segment-*", "facts"):
+        file = file_of(store, pattern)
+        file.unlink()
+        os.mkfifo(file, 0o600)
+        assert not find(store)
 
 
 def trained_in(rank: int, world_size: int, folder: str) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +32,7 @@ from training_runs import (
 )
 from transformers import TrainerCallback
 
-from hf_pipetransformer.cache import activation_cache
+from hf_pipetransformer.cache import writing
 from hf_pipetransformer.cache.activation_cache import ActivationCache
 from hf_pipetransformer.cache.sharing import STORE
 from hf_pipetransformer.run import cache_control
@@ -50,7 +48,7 @@ def warnings_of_the_cache() -> list[str]:
             if record.levelno >= logging.WARNING:
                 messages.append(record.getMessage())
 
-    for name in (cache_control.__name__, activation_cache.__name__, PipelineRun.__module__):
+    for name in (cache_control.__name__, writing.__name__, PipelineRun.__module__):
         logging.getLogger(name).addHandler(Handler())
     return messages
 
@@ -102,13 +100,6 @@ def test_nothing_makes_way_where_nothing_more_is_put(gib_for_one_generation: flo
     results = run_ranks(cached, WORLD, run, SHRINK, table, activation_cache_max_gib=gib_for_one_generation)
     last = results[0][1][-1]
     assert last["cache_hit_rate"] + last["cache_older_hit_rate"] > 0.95
-
-
-@pytest.mark.parametrize(("code", "makes_way"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)])
-def test_only_want_of_room_makes_something_give_way(code: int, makes_way: bool) -> None:
-    cache = ActivationCache.__new__(ActivationCache)
-    cache.failure = OSError(code, os.strerror(code))
-    assert cache.is_full == makes_way
 
 
 def unreadable(rank: int, world_size: int) -> list[str]:
@@ -238,8 +229,7 @@ def loading_slowly(rank: int, world_size: int, run: Run) -> tuple[Outcome, str |
 
     def find_slowly(self: ActivationCache, *positional: Any) -> Any:
         found = find(self, *positional)
-        self.counts.load_seconds += sum(len(rows) for rows, _ in found.values())
-        return found
+        return replace(found, seconds=float(sum(len(rows) for rows, _ in found.states.values())))
 
     ActivationCache._find = find_slowly  # type: ignore[method-assign]
     trainer = trainer_of(run, SHRINK, {3: 1}, activation_cache="auto")

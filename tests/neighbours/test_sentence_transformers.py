@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from hf_pipetransformer import LayerFreezeCallback, PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.cache import activation_cache
+from hf_pipetransformer.cache import writing
 
 pytestmark = [
     pytest.mark.slow,  # importing the library takes seconds in every process
@@ -215,7 +215,7 @@ def train_all(
     rank: int, world_size: int, models: str, folder: str, kinds: tuple[str, ...]
 ) -> dict[str, dict[str, list[float]]]:
     """The losses of each way to train, and the cache hits of the last one, for each kind of loss."""
-    activation_cache.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine
+    writing.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine
     found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
     for kind in kinds:
         for way in ("stock", "ours", "by hand", "callback", "frozen"):

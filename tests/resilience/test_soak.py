@@ -39,7 +39,7 @@ from training_runs import (
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache import activation_cache
+from hf_pipetransformer.cache import writing
 from hf_pipetransformer.planning.plan import PipelinePlan
 from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.run.run import PipelineRun
@@ -249,7 +249,7 @@ def alternate(trainer: PipeTransformerTrainer, changes: Sequence[int]) -> None:
 
 
 def soak(rank: int, world_size: int, course: Course, folder: str) -> Soaked:
-    activation_cache.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine: layers count when they should
+    writing.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine: layers count when they should
     run = course.run
     trainer = pipeline_trainer(
         replace(run, per_device=run.per_device * WORLD // world_size),

@@ -13,7 +13,7 @@ from selection import slow
 from torch.utils.data import Dataset
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer
 
-from hf_pipetransformer.cache import activation_cache
+from hf_pipetransformer.cache import writing
 
 CHOICES = 3
 
@@ -59,7 +59,7 @@ RUNS = {
 
 
 def train(rank: int, world_size: int, name: str, cache: str, folder: str) -> tuple[Outcome, list[float]]:
-    activation_cache.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine
+    writing.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine
     trainer = pipeline_trainer(
         RUNS[name],
         world_size,

@@ -16,7 +16,7 @@ from transformers import hyperparameter_search, integrations
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache import activation_cache
+from hf_pipetransformer.cache import writing
 from hf_pipetransformer.cache.activation_cache import CacheCounts
 from hf_pipetransformer.run.cache_control import AutoCache
 
@@ -73,7 +73,7 @@ def adapted(
     )
     torch.manual_seed(run.options.get("seed", 0))  # another trial's adapters
     model = peft.get_peft_model(run.build_model(), config).train()
-    activation_cache.PENDING_BATCHES = 1000
+    writing.PENDING_BATCHES = 1000
     freezing = {"freeze_policy": "schedule", "freeze_schedule": FROM_THE_START, **options}
     trainer = pipeline_trainer(run, 1, folder, model=model, **freezing)
     counts = counted(trainer)
@@ -108,7 +108,7 @@ class Trials:
 
 
 def searched(rank: int, world_size: int, folder: str, trials: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    activation_cache.PENDING_BATCHES = 1000
+    writing.PENDING_BATCHES = 1000
     search = Trials()
     hyperparameter_search.ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.WANDB] = lambda: search
     integrations.hp_params = dict  # the stock one knows a dictionary only where its backend is installed

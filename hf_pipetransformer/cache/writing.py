@@ -1,0 +1,168 @@
+"""Writes states to the store in a thread, while the next step is computed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from .activation_files import FileWriter
+from .background import BackgroundThread
+from .content_keys import RowKey
+from .entry_format import EntryFormat, bytes_of
+from .file_store import FileStore
+from .side_stream import Copied, SideStream
+
+logger = logging.getLogger(__name__)
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors that may go away once space has been freed."""
+
+MOST_RETRIES = 8
+"""Maximum number of retries for a batch whose generation was deleted, or for which the store was full."""
+
+PENDING_BATCHES = 2
+"""Maximum number of batches that wait to be written."""
+SECONDS_TO_WAIT = 5.0
+"""Seconds for which the training waits for the writer in any case, and `SHARE_TO_WAIT` of the time since it began.
+
+Then batches are dropped, and are misses in the next epoch: on a slow disk the cache must not slow down the training. A
+disk that is fast enough has bad moments as well, and what is stored should not depend on those.
+"""
+SHARE_TO_WAIT = 0.1
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A batch that is written.
+
+    Attributes:
+        generation: number of units, and fingerprint.
+        keys: one key per sample.
+        states: on the host.
+        layout: their format.
+        done: called with the numbers of samples that were stored, and that were in the store already.
+    """
+
+    generation: tuple[int, str]
+    keys: Sequence[RowKey]
+    states: Copied
+    layout: EntryFormat
+    done: Callable[[int, int], None]
+
+
+class StoreWriting:
+    """Writes batches to the generation that is being filled.
+
+    Args:
+        store: the store of this node.
+        copies: copies from the device.
+        unused_since: where there is no space, generations that no training has used since then are evicted. In
+            seconds since the epoch.
+    """
+
+    def __init__(self, store: FileStore, copies: SideStream, unused_since: float) -> None:
+        self.failure: OSError | None = None
+        """The error that stopped writing, if any. Nothing is written until it is None again."""
+        self.last: Entries | None = None
+        """The last batch that was written to the open generation."""
+        self._store, self._copies, self._unused_since = store, copies, unused_since
+        self._thread = BackgroundThread("activation-cache-writer")
+        self._room = threading.Semaphore(PENDING_BATCHES)
+        self._began, self._waited = time.monotonic(), 0.0
+        self._open: tuple[tuple[int, str], FileWriter] | None = None
+
+    def put(
+        self,
+        generation: tuple[int, str],
+        keys: Sequence[RowKey],
+        state: torch.Tensor,
+        stored_dtype: torch.dtype,
+        has_mask: bool,
+        done: Callable[[int, int], None],
+    ) -> bool:
+        """Write states. Returns False if the disk is too slow: then nothing of them is stored.
+
+        Args:
+            generation: number of units, and fingerprint.
+            keys: one key per sample.
+            state: the samples' states on the device.
+            stored_dtype: data type of what is stored.
+            has_mask: as for `EntryFormat`.
+            done: as for `Entries`.
+        """
+        if not self._wait_for_room():
+            return False
+        copied = self._copies.to_host(state, stored_dtype)
+        layout = EntryFormat.of(copied.tensor, state.dtype, has_mask)
+        self._thread.run(partial(self._work, Entries(generation, keys, copied, layout, done)))
+        return True
+
+    def flush(self) -> None:
+        """Wait until everything that was put has been written."""
+        self._thread.flush()
+
+    def close_generation(self) -> None:
+        """Close the open generation. No writes may be pending."""
+        self.last = None
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+    def close(self) -> None:
+        """Write what was put, close the files and end the thread."""
+        self._thread.close()
+        self.close_generation()
+
+    def _wait_for_room(self) -> bool:
+        """Wait until one more batch may be put, but not for longer than the training can spare. Returns whether."""
+        if self._room.acquire(blocking=False):
+            return True
+        began = time.monotonic()
+        spare = SECONDS_TO_WAIT + SHARE_TO_WAIT * (began - self._began) - self._waited
+        has_room = self._room.acquire(timeout=max(spare, 0.0))
+        self._waited += time.monotonic() - began
+        return has_room
+
+    def _work(self, entries: Entries) -> None:
+        try:
+            if self.failure is None:
+                self._write_somehow(entries)
+        except OSError as error:
+            self.failure = error
+        except Exception as error:  # a bug in the cache must not stop the training
+            logger.exception("Writing to the activation cache failed.")
+            self.failure = OSError(str(error))
+        finally:
+            self._room.release()
+
+    def _write_somehow(self, entries: Entries) -> None:
+        """Write; reopen the generation if another process has deleted it, and make room if the store is full."""
+        for is_last in (*[False] * MOST_RETRIES, True):
+            try:
+                return self._write(entries)
+            except OSError as error:
+                if error.errno == errno.ESTALE and not is_last:
+                    self.close_generation()
+                elif error.errno not in FULL or is_last or not self._store.evict(self._unused_since):
+                    raise
+
+    def _write(self, entries: Entries) -> None:
+        states = entries.states.on_host()
+        if self._open is None or self._open[0] != entries.generation:
+            self.close_generation()
+            # the first process to write determines the generation's facts
+            self._open = entries.generation, self._store.writer(*entries.generation, entries.layout.facts())
+        writer = self._open[1]
+        if EntryFormat.from_facts(writer.facts) != entries.layout:
+            return  # this batch has another format (for example no mask), and a generation has only one
+        present = writer.num_present
+        rows = [bytes_of(state[key.span]) for state, key in zip(states, entries.keys, strict=True)]
+        entries.done(writer.put([key.digest for key in entries.keys], rows), writer.num_present - present)
+        self.last = entries
