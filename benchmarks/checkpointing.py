@@ -53,7 +53,7 @@ from rich.table import Table
 from transformers import PreTrainedConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.resilience.watchdog.progress import PROGRESS
+from hf_pipetransformer.resilience.progress import PROGRESS
 
 DDP = 0
 """In place of a number of stages: plain `Trainer`."""

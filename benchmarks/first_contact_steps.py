@@ -47,7 +47,7 @@ from transformers import Trainer
 from transformers.utils import is_torch_bf16_gpu_available
 
 from hf_pipetransformer.errors import PeerFailedError
-from hf_pipetransformer.resilience.watchdog.watchdog import EXIT_CODE
+from hf_pipetransformer.resilience.watchdog import EXIT_CODE
 from hf_pipetransformer.run.events_file import FILE_NAME as EVENTS_FILE
 
 BYTES_FOR_LARGE = 14 * 2**30

@@ -37,10 +37,9 @@ from transformers import (
 
 from hf_pipetransformer import PipeTransformerTrainingArguments
 from hf_pipetransformer.errors import PeerFailedError
-from hf_pipetransformer.resilience import checkpoint_folders
+from hf_pipetransformer.resilience import checkpoint_folders, watchdog
 from hf_pipetransformer.resilience.checkpoint_folders import KEPT, MANIFEST, SAVING, STATE, latest_valid
 from hf_pipetransformer.resilience.stop_signal import EXIT_CODE, StopSignal
-from hf_pipetransformer.resilience.watchdog import PROGRESS, watchdog
 from hf_pipetransformer.run import checkpointing, cutting, resuming
 from hf_pipetransformer.run.checkpointing import PipelineState
 
@@ -532,7 +531,9 @@ def test_an_evaluation_that_sigterm_left_out_is_made_up_for(when: str, term_at: 
 
 def killed_before_evaluating(rank: int, world_size: int, folder: str) -> None:
     """Behind the checkpoint of the epoch's last step."""
-    PROGRESS.on_enter = lambda phase, step: os.kill(os.getpid(), signal.SIGKILL) if phase == "evaluation" else None
+    watchdog.PROGRESS.on_enter = lambda phase, step: (
+        os.kill(os.getpid(), signal.SIGKILL) if phase == "evaluation" else None
+    )
     run = RUN.with_options(save_steps=4, eval_strategy="epoch")
     pipeline_trainer(replace(run, per_device=8), 2, folder).train()
 
