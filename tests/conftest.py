@@ -93,7 +93,7 @@ def _no_distributed_state():
 FEWEST_KILLS = 20
 """Below so many (a selection of the tests) nothing is asked of all of them together."""
 MOST_SECONDS_UNTIL_ENDED = 5.0
-"""Median, from a kill to the end of the last peer: 3.2 were seen. A process counts as dead after two seconds of silence."""
+"""Median, from a kill to the end of the last peer: 3.2 were seen, two of them without a sign of life."""
 MOST_SECONDS_UNTIL_ENDED_OF_20 = 10.0
 """Likewise, but for one kill of twenty."""
 MOST_SECONDS_AFTER_NOTICE = 10.0

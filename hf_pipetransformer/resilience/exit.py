@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import weakref
 from contextlib import suppress
@@ -59,8 +60,9 @@ def end_at_exit(thread: threading.Thread | None = None) -> None:
 def end(seconds: float = SECONDS) -> bool:
     """Destroy or abort this process's part of all process groups, once. Returns whether they ended in time."""
     end_at_exit()
+    deadline = time.monotonic() + seconds
     for thread in list(_threads):
-        thread.join(seconds)
+        thread.join(max(deadline - time.monotonic(), 0.0))
     _asked.set()
     has_ended = _ended.wait(seconds)
     if not has_ended and _is_on_device():

@@ -82,11 +82,13 @@ def judge(beats: Mapping[int, Beat], timeout: float) -> Verdict | None:
         if not lost_for and own > beat.patience:
             return Verdict(f"rank {rank} has been stuck for {own:.0f} s {beat.where}", is_hang=True)
     meeting = [rank for rank, beat in beats.items() if beat.round.is_meeting]
-    for rank in meeting:
+    meeting.sort(key=lambda rank: beats[rank].round.number)
+    # who is past a meeting is past the earliest one; a beat from before a meeting may still be the latest of a process
+    for rank in {beats[rank].round.num_met: rank for rank in reversed(meeting)}.values():
         for other, beat in beats.items():
             if beat.round.is_past(beats[rank].round):
                 return _mistake(rank, beats[rank], other, beat.round.doing)
-    inside = [rank for rank in beats if rank not in meeting]
+    inside = [rank for rank, beat in beats.items() if not beat.round.is_meeting]
     # who waits in a meeting will not come to what the others wait for
     if meeting and inside and all(beat.idle > timeout + SLACK and not beat.alone for beat in beats.values()):
         late = beats[inside[0]]

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from ..errors import ONE_LINE, PeerFailedError, chain_of, in_one_line, printable
 from .exit import end_at_exit
-from .judge import LEAVING, Beat, Verdict, find_silent, judge
+from .judge import LEAVING, SECONDS_OF_SILENCE, Beat, Verdict, find_silent, judge
 from .progress import LEFT, PACED, PROGRESS, Round, doing_when, phase
 from .stop_signal import EXIT_CODE as PREEMPTED
 
@@ -47,8 +47,10 @@ logger = logging.getLogger(__name__)
 EXIT_CODE = 76
 """Exit code of a process that was blocked when the watchdog ended the job."""
 INTERVAL = 0.2
-"""Seconds between two beats of a process. In jobs of more than `AT_ONCE` processes they are longer."""
+"""Seconds between two beats of a process; in jobs of many processes up to `LONGEST_INTERVAL`."""
+LONGEST_INTERVAL = SECONDS_OF_SILENCE / 4
 AT_ONCE = 64
+"""Number of processes from which on the interval grows with it, so that the load of the store does not."""
 BUSY = 0.1
 """A thread that uses the CPU for more than this fraction of an interval is computing, not waiting."""
 GRACE = 1.0
@@ -115,7 +117,7 @@ class Watchdog:
         PROGRESS.forget_pace()
         PROGRESS.tick()
         self._main = threading.get_ident()
-        self._interval = min(INTERVAL * max(1.0, len(self._everyone) / AT_ONCE), self._timeout / 4)
+        self._interval = min(INTERVAL * max(1.0, len(self._everyone) / AT_ONCE), LONGEST_INTERVAL)
         self._alone_since = self._busy_at = self._answered_at = time.monotonic()
         self._number, self._processor_seconds, self._place = 0, 0.0, ""
         has_begun = False
