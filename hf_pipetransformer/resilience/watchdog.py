@@ -184,7 +184,7 @@ class Watchdog:
             self._told.wait(SECONDS_FOR_A_VERDICT + 4 * self._interval)
         silence = time.monotonic() - self._answered_at
         is_cut_off = is_lost and silence > GRACE + 2 * self._interval
-        verdict = self._agree(self._without_store(silence) if is_cut_off else Verdict(own))
+        verdict = self._agree(self._without_store(silence) if is_cut_off else Verdict(own), tells=not is_cut_off)
         if self._rank == 0:
             time.sleep(4 * self._interval)  # the others read the verdict, maybe in this process's store
         if verdict.text.startswith(f"rank {self._rank} "):
@@ -239,7 +239,7 @@ class Watchdog:
         except (RuntimeError, OSError):
             # if rank 0 has ended, another process may have said why
             if not self._told.wait(GRACE) and not self._done.is_set():
-                self._give_up(self._without_store(time.monotonic() - self._answered_at))
+                self._give_up(self._without_store(time.monotonic() - self._answered_at), tells=False)
 
     def _watch_store(self) -> None:
         """Watch the other thread. A request to a disconnected host has no timeout of its own."""
@@ -250,7 +250,7 @@ class Watchdog:
                 self._answered_at = now
             last = now
             if now - self._answered_at > self._timeout + 3 * GRACE:
-                return self._give_up(self._without_store(now - self._answered_at))
+                return self._give_up(self._without_store(now - self._answered_at), tells=False)
 
     def _look(self, now: float) -> Beat:
         """Look at the main thread."""
@@ -299,8 +299,14 @@ class Watchdog:
         )
 
     # ------------------------------------------------------------------------------------ verdicts
-    def _agree(self, found: Verdict) -> Verdict:
-        """Agree on what happened: the first verdict in the store wins."""
+    def _agree(self, found: Verdict, tells: bool = True) -> Verdict:
+        """Agree on what happened: the first verdict in the store wins.
+
+        Args:
+            found: the verdict, if there is none.
+            tells: whether it may be written to the store. One about a store that is cut off would arrive late, and be
+                wrong on its host.
+        """
 
         def write() -> None:
             with suppress(RuntimeError, OSError):  # the store is gone as well
@@ -309,17 +315,18 @@ class Watchdog:
         with self._judging:
             if self._verdict is None:
                 agreed: list[Verdict | None] = []
-                writing = threading.Thread(target=write, daemon=True)
-                end_at_exit(writing)
-                writing.start()
-                writing.join(GRACE)
+                if tells:
+                    writing = threading.Thread(target=write, daemon=True)
+                    end_at_exit(writing)
+                    writing.start()
+                    writing.join(GRACE)
                 self._verdict = next(filter(None, agreed), found)
                 self._told.set()
             return self._verdict
 
-    def _give_up(self, found: Verdict) -> None:
+    def _give_up(self, found: Verdict, tells: bool = True) -> None:
         """End this process, unless its main thread leaves by itself, or another thread is here already."""
-        verdict = self._agree(found)
+        verdict = self._agree(found, tells)
         if not self._ending.acquire(blocking=False):
             return
         for rank in verdict.ranks:
