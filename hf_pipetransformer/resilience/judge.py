@@ -47,8 +47,9 @@ class Beat(NamedTuple):
 
     @classmethod
     def parse(cls, message: bytes) -> Beat:
-        beat = cls(*json.loads(message))
-        return beat._replace(round=Round(*beat.round))
+        values = json.loads(message)
+        values[-1] = Round(*values[-1])
+        return cls(*values)
 
 
 class Verdict(NamedTuple):

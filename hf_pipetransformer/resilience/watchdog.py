@@ -218,7 +218,7 @@ class Watchdog:
                     raise ValueError(f"{self._verdict.text}.")
                 raise PeerFailedError(f"{self._verdict.text}. This is rank {self._rank}.")
             arrived, pause = self._store.add(key, 0), min(2 * pause, INTERVAL)
-        PROGRESS.round = now._replace(is_meeting=False, num_met=now.num_met + 1)
+        PROGRESS.round = Round(now.number, doing, is_meeting=False, num_met=now.num_met + 1)
 
     # ------------------------------------------------------------------------------------ threads
     def _watch(self) -> None:
