@@ -251,8 +251,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             Number of seconds after which a process that is stopped, or makes no progress in a training step, is
             considered hung. All processes then exit with a message that names the hung process and where it stopped.
             The limit is five times the longest step if that is longer, ten times `watchdog_timeout` while data is
-            loaded, and `ddp_timeout` in callbacks and while files are written. A process that dies is detected
-            immediately. `0` disables the watchdog, which is useful for debugging.
+            loaded, and `ddp_timeout` in callbacks and while files are written. A process that dies is named within
+            seconds. `0` disables the watchdog, which is useful for debugging.
 
     > Defaults that differ from `TrainingArguments`
 

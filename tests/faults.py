@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache import writing
-from hf_pipetransformer.resilience.watchdog.progress import PROGRESS
+from hf_pipetransformer.resilience.progress import PROGRESS
 
 Kind = Literal["kill", "stop", "hang", "busy", "raise", "corrupt", "cut", "stop_host", "term", "terms", "preempt"]
 
@@ -129,7 +129,7 @@ class FaultInjector:
             write = writing.StoreWriting._write
 
             def looked_at(writer: Any, entries: Any) -> None:
-                self.look("cache", PROGRESS.read().step)
+                self.look("cache", PROGRESS.step)
                 write(writer, entries)
 
             writing.StoreWriting._write = looked_at  # type: ignore[method-assign]

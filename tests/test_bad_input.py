@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.errors import PeerFailedError
-from hf_pipetransformer.resilience.watchdog.watchdog import EXIT_CODE
+from hf_pipetransformer.resilience.watchdog import EXIT_CODE
 
 PROCESSES = 2
 SECONDS = 60

@@ -15,7 +15,7 @@ from hf_pipetransformer.errors import (
     in_one_line,
     users_error,
 )
-from hf_pipetransformer.resilience.watchdog.progress import doing_when
+from hf_pipetransformer.resilience.progress import doing_when
 
 
 def wrapped(error: Exception, text: str = "\n [Stage 1] failed to run forward:\n args: ()") -> RuntimeError:

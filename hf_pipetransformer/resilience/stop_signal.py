@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 EXIT_CODE = getattr(os, "EX_TEMPFAIL", 75)
@@ -46,21 +46,17 @@ class StopSignal:
     """
 
     def __init__(self) -> None:
-        self.is_asked = False
+        self.is_asked = self._is_installed = False
         self._before: Any = None
-        self._is_installed = False
         self._pid = 0
 
     def __enter__(self) -> StopSignal:
         self.is_asked, self._pid = False, os.getpid()
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
-            self._is_installed = True
+            self._before, self._is_installed = signal.signal(signal.SIGTERM, self._note), True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._is_installed:
             # None means that the handler was not installed from Python
             signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)

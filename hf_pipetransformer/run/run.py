@@ -11,6 +11,7 @@ The stock loop drives it, through the trainer's overrides and as a callback.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -22,6 +23,7 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from ..data.numbered_batches import NumberedLoader, TrainingBatches
+from ..errors import ONE_LINE
 from ..freezing.callback import LayerFreezeCallback, refuse_reentrant_checkpointing
 from ..freezing.policies import agreed_num_frozen
 from ..logs import log_once
@@ -30,9 +32,8 @@ from ..pipeline.elastic_pipeline import ElasticPipeline, unwrapped
 from ..planning.plan import PipelinePlan
 from ..randomness import generators_kept
 from ..resilience.checkpoint_folders import KEPT, STATE
-from ..resilience.exit import finishes, note_training
-from ..resilience.interruption import Interruption
-from ..resilience.watchdog import PROGRESS, Watchdog, watching
+from ..resilience.exit import SECONDS, note_training
+from ..resilience.watchdog import PROGRESS, Watchdog
 from ..token_slices.token_schedule import Slicing
 from .batches import BatchesInEpoch
 from .cache_control import OTHER_INPUTS, AutoCache
@@ -121,18 +122,14 @@ class PipelineRun(TrainerCallback):
             entered.push(self._close)
             entered.enter_context(exporting_state(job.trainer))
             entered.enter_context(self.log.recording(before=[self]))
-            interruption = entered.enter_context(Interruption(job.mesh.world_size > 1, self._tell_of_interruption))
             entered.enter_context(self.preemption.signal)
             self.watchdog = entered.enter_context(
-                watching(
+                Watchdog(
                     job.mesh.rank,
-                    job.mesh.world_size,
-                    job.args.local_process_index,
                     job.mesh.gather_objects,
                     job.args.watchdog_timeout,
                     limit=job.args.ddp_timeout,
                     has_accelerator=job.device.type != "cpu",
-                    is_interrupted=lambda: interruption.is_asked,
                 )
             )
             entered.enter_context(self._naming_writes_to_placeholders())
@@ -144,7 +141,9 @@ class PipelineRun(TrainerCallback):
     ) -> None:
         self._entered.__exit__(kind, error, traceback)
 
-    def _close(self, kind: type[BaseException] | None, *_: Any) -> None:
+    def _close(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self._tell_of_interruption(error)
         has_failed = kind is not None and issubclass(kind, Exception)
         note_training(has_failed)
         if kind is None:
@@ -154,7 +153,9 @@ class PipelineRun(TrainerCallback):
             has_ended = kind is None or (issubclass(kind, KeyboardInterrupt) and self._newest_checkpoint is None)
             close = partial(self.cache.close, has_ended=has_ended)
             if has_failed and self._job.device.type != "cpu":
-                finishes(close)  # its writer waits for the device, where a kernel may wait for other processes
+                closing = threading.Thread(target=close, daemon=True)
+                closing.start()
+                closing.join(SECONDS)  # its writer waits for the device, where a kernel may wait for other processes
             else:
                 close()
         if self.front is not None:
@@ -167,8 +168,8 @@ class PipelineRun(TrainerCallback):
         """The checkpoint from which this training would be resumed, if there is one."""
         return self.preemption.last_saved or self._checkpoint
 
-    def _tell_of_interruption(self) -> None:
-        """Say what is left of a training that was interrupted; another thread than the main one may call it.
+    def _tell_of_interruption(self, interrupt: KeyboardInterrupt) -> None:
+        """Say what is left of a training that was interrupted by Ctrl-C.
 
         Without a checkpoint the training cannot be resumed, and its cache is removed.
         """
@@ -180,6 +181,8 @@ class PipelineRun(TrainerCallback):
             logger.warning(
                 "Interrupted at step %d of %d. %s.%s", state.global_step, state.max_steps, resumed, of_cache
             )
+        if job.mesh.world_size > 1:
+            setattr(interrupt, ONE_LINE, "")  # a launcher passes the signal to all processes; one line is enough
 
     @contextmanager
     def _naming_writes_to_placeholders(self) -> Iterator[None]:
@@ -225,7 +228,7 @@ class PipelineRun(TrainerCallback):
             ValueError: another process does something else.
         """
         self.arrive()
-        if self.watchdog is None or not self.watchdog.has_store:
+        if self.watchdog is None or not self.watchdog.is_watching:
             return False
         self.watchdog.meet(doing)
         return True

@@ -19,10 +19,7 @@ from transformers import TrainerCallback
 from hf_pipetransformer import PipeTransformerTrainer, load_lazily
 from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
-from hf_pipetransformer.resilience.stores import SignedStore, keep_store
-from hf_pipetransformer.resilience.watchdog import watchdog
-from hf_pipetransformer.resilience.watchdog.progress import PROGRESS
-from hf_pipetransformer.resilience.watchdog.watchdog import EXIT_CODE, VERDICT, Watchdog
+from hf_pipetransformer.resilience.watchdog import EXIT_CODE, PROGRESS, Watchdog
 
 PATIENCE = 600.0
 """Timeout of all that waits: whoever waits for it fails the test by `SECONDS`."""
@@ -67,7 +64,7 @@ def assert_both_are_named(outcomes: list[RankOutcome], method: str, event: str, 
     assert type(outcomes[0].error) is ValueError and str(outcomes[0].error) == said, outcomes[0]
     for outcome in outcomes[1:]:
         assert isinstance(outcome.error, PeerFailedError) or outcome.exitcode == EXIT_CODE
-        assert f"[rank {outcome.rank}] {said}" in outcome.log  # by the watchdog, also if it can raise an error
+        assert said in f"{outcome.log}{outcome.error}"
 
 
 @pytest.mark.parametrize("layout", ["1F1B", *slow("DDP", "ZBV", "lazy")])
@@ -134,7 +131,7 @@ def test_alone_amid_what_all_do(case: str, said: str, tmp_path: Path) -> None:
 def watch(rank: int) -> Watchdog:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh = ProcessMesh(timedelta(seconds=60))
-    return Watchdog(rank, rank, mesh.gather_objects, PATIENCE, limit=PATIENCE)
+    return Watchdog(rank, mesh.gather_objects, PATIENCE, limit=PATIENCE)
 
 
 def meet(rank: int, world_size: int, calls: list[list[str | None]]) -> str:
@@ -182,49 +179,3 @@ def test_two_that_wait_in_different_rounds() -> None:
     for outcome in launch_ranks(gone_on, 2, timeout=60):
         assert type(outcome.error) is ValueError or isinstance(outcome.error, PeerFailedError)
         assert "rank 0 called evaluate(); rank 1 called save_model()." in str(outcome.error)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The store
-# ---------------------------------------------------------------------------------------------------------
-
-
-def test_what_a_stranger_writes_is_not_believed() -> None:
-    store = keep_store(timedelta(seconds=10), "127.0.0.1")
-    mine, other = SignedStore(store, b"the job's"), SignedStore(store, b"a guess")
-    store.set(VERDICT, "failed all is lost\x1b[2J")
-    other.write("beat 1", "7 30 in phase 'step'")
-    mine.write("beat 2", "8 \x1b]0;title\x07 text")
-    assert mine.read(VERDICT) is None and mine.read("beat 1") is None and mine.read("no such key") is None
-    assert mine.read_all(["beat 1", "beat 2"]) == [None, "8 ]0;title text"]
-    moved = store.get("beat 2")
-    store.set("beat 3", moved)  # a text of the job under another key
-    assert mine.read("beat 3") is None
-    assert mine.write_once(VERDICT, "failed rank 1 died") == "failed rank 1 died"
-    assert mine.write_once(VERDICT, "failed rank 2 died") == "failed rank 1 died" == mine.read(VERDICT)
-
-
-def keeps_training(rank: int, world_size: int) -> list[str]:
-    """Somebody who can reach the job's store writes whatever he likes into it."""
-    with watch(rank) as watchdog:
-        if rank == 0:
-            assert watchdog._kept is not None
-            stranger = dist.TCPStore(watchdog._kept.host, watchdog._kept.port, timeout=timedelta(seconds=5))
-            for key in (VERDICT, "waits", "beat 0", "beat 1", "round 1"):
-                stranger.set(key, "failed rank 0 called evaluate(); all is lost")
-        dist.all_reduce(torch.zeros(1))
-        time.sleep(1)
-        watchdog.meet("called evaluate()")
-        return [watchdog._everyone[0].store[0]]
-
-
-def test_a_stranger_cannot_end_a_job() -> None:
-    assert run_ranks(keeps_training, 2) == [["127.0.0.1"]] * 2
-
-
-def test_a_store_listens_on_the_jobs_address_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watchdog.keep_store is keep_store
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    for address in ("127.0.0.1", "localhost", "no-such-host.invalid"):
-        assert keep_store(timedelta(seconds=5), address).host == "127.0.0.1"
