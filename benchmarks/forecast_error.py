@@ -42,11 +42,10 @@ from rich.table import Table
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.forecast.command import ROWS_TO_TIME
 from hf_pipetransformer.forecast.device_table import CacheHost
-from hf_pipetransformer.forecast.forecast import Epoch, Job, Machine, forecast
-from hf_pipetransformer.forecast.inspection import build_placeholder_model
-from hf_pipetransformer.forecast.local_profile import profile_here
+from hf_pipetransformer.forecast.forecast import Job, Machine, Step, forecast
+from hf_pipetransformer.forecast.local_profile import ROWS_TO_TIME, Subject, profile_here
+from hf_pipetransformer.forecast.placeholder_model import build_placeholder_model
 from hf_pipetransformer.forecast.workload import Workload, measure_workload
 from hf_pipetransformer.freezing.policies import FreezePolicy, NeverFreeze, SchedulePolicy
 
@@ -79,16 +78,13 @@ def predict(arguments: argparse.Namespace, config: PreTrainedConfig, workload: W
     """Profile this machine and forecast each of the trainings. For one process only."""
     world, device = dist.get_world_size(), "cuda" if torch.cuda.is_available() else "cpu"
     rows = min(arguments.rows // world, ROWS_TO_TIME)
-    row_bytes = workload.cache_row_bytes(1)
-    profile = profile_here(
-        config, AutoModelForSequenceClassification, device, world, rows, arguments.tokens, row_bytes
-    )
+    profile = profile_here(Subject(config, AutoModelForSequenceClassification, device, rows, workload), world)
     machine = Machine(profile.times, None, world, CacheHost(profile.read_bytes_per_second, 1e9))
 
-    def step_ms(epoch: Epoch) -> float:
-        return 1e3 * epoch.step_seconds
+    def step_ms(step: Step) -> float:
+        return 1e3 * step.seconds
 
-    def epochs(k: int, m: int | None, policy: FreezePolicy, caches: bool) -> tuple[Epoch, ...]:
+    def epochs(k: int, m: int | None, policy: FreezePolicy, caches: bool) -> tuple[Step, ...]:
         job = Job(
             world, arguments.rows, cached_step.EPOCHS, arguments.rows * arguments.steps, policy, None, k,
             is_elastic=False, caches=caches, num_microbatches=m or "auto",

@@ -243,7 +243,7 @@ _LAYOUT = fields(
         "counted_as_cached": COUNT,
         "schedule?": TEXT,
         "virtual_stages?": SIZE,
-        "microbatches": each(each(_SETTLED), least=1),
+        "microbatches?": each(each(_SETTLED), least=1),  # of earlier versions, which tried several
     }
 )
 _GENERATORS = fields(

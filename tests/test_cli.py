@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 import hf_pipetransformer
 from hf_pipetransformer import __version__, cli
 from hf_pipetransformer.cli import app
-from hf_pipetransformer.forecast import command, inspection
+from hf_pipetransformer.forecast import command, placeholder_model
+from hf_pipetransformer.forecast.workload import measure_workload
 
 ROOT = Path(__file__).parent.parent  # for processes of their own: the package need not be installed
 
@@ -138,7 +139,7 @@ def test_errors_are_one_line(arguments: list[str], exit_code: int, message: str,
 def test_a_family_of_several_classes_for_a_task_is_inspected() -> None:
     """Its Auto class chooses by `architectures`, which a default configuration lacks."""
     levit = AutoConfig.for_model("levit")
-    assert inspection.model_class(levit).__name__ == "LevitForImageClassification"
+    assert placeholder_model.model_class(levit).__name__ == "LevitForImageClassification"
 
 
 @pytest.mark.parametrize("command_line", [["inspect"], ["plan", "--devices", "2", "--batch", "8", "--epochs", "2"]])
@@ -154,7 +155,7 @@ def test_name_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_found(name: str) -> None:
         raise OSError("We couldn't connect to the Hub.\nMore lines.")
 
-    monkeypatch.setattr(inspection.AutoConfig, "from_pretrained", not_found)
+    monkeypatch.setattr(placeholder_model.AutoConfig, "from_pretrained", not_found)
     result = run("inspect", "no/such-model")
     assert result.exit_code == 2
     assert "unknown model 'no/such-model': it is not a folder, a config.json or one of the " in result.stderr
@@ -215,8 +216,8 @@ TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num
 
 
 def test_placeholders_stay_tied_and_take_one_element() -> None:
-    model = inspection.build_placeholder_model(
-        LlamaConfig(**TINY, tie_word_embeddings=True), inspection.transformers.LlamaForCausalLM
+    model = placeholder_model.build_placeholder_model(
+        LlamaConfig(**TINY, tie_word_embeddings=True), placeholder_model.transformers.LlamaForCausalLM
     )
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for parameter in model.parameters():
@@ -232,7 +233,7 @@ def test_placeholder_products_equal_products(dtype: torch.dtype) -> None:
     bias = torch.randn(7, dtype=dtype)
     expected = torch.nn.functional.linear(left, placeholder.contiguous(), bias)
     batched = left @ placeholder.t().contiguous()
-    with inspection.GhostProducts(), FlopCounterMode(display=False) as counter:
+    with placeholder_model.GhostProducts(), FlopCounterMode(display=False) as counter:
         result = torch.nn.functional.linear(left, placeholder, bias)
         flops = counter.get_total_flops()
         torch.testing.assert_close(left @ placeholder.t(), batched)
@@ -244,10 +245,9 @@ def test_placeholder_products_equal_products(dtype: torch.dtype) -> None:
 
 def test_costs_of_placeholders_equal_those_of_real_weights() -> None:
     config = AutoConfig.for_model("bert", **TINY)
-    cls = inspection.model_class(config)
-    placeholders = inspection.measure(inspection.build_placeholder_model(config, cls))[1]
-    real = inspection.measure(cls.from_config(config))[1]
-    assert placeholders == real
+    cls = placeholder_model.model_class(config)
+    placeholders = placeholder_model.build_placeholder_model(config, cls)
+    assert measure_workload(placeholders, 8) == measure_workload(cls.from_config(config), 8)
 
 
 @pytest.mark.parametrize(
@@ -263,10 +263,10 @@ def test_costs_of_placeholders_equal_those_of_real_weights() -> None:
     ],
 )
 def test_default_task(model_type: str, name: str) -> None:
-    assert inspection.model_class(AutoConfig.for_model(model_type)).__name__ == name
+    assert placeholder_model.model_class(AutoConfig.for_model(model_type)).__name__ == name
 
 
 def test_unknown_architecture_falls_back_to_the_default_task() -> None:
     config = AutoConfig.for_model("llama")
     config.architectures = ["MyLlamaFromElsewhere"]
-    assert inspection.model_class(config).__name__ == "AutoModelForCausalLM"
+    assert placeholder_model.model_class(config).__name__ == "AutoModelForCausalLM"

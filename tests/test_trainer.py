@@ -43,7 +43,6 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.pipeline import microbatch_trials
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import UnitCost
 from hf_pipetransformer.planning.plan import PipelinePlan
@@ -276,37 +275,27 @@ def with_a_plan_that_has_come_about(run: Run, folder: str, **options: Any) -> Pi
     return trainer
 
 
-def resume_the_plan(rank: int, world_size: int, run: Run, folder: str) -> tuple[Outcome, Outcome, list[int], int]:
-    def promising(plan: PipelinePlan, rows: int, within: float = 0.0) -> tuple[int, ...]:
-        tried.append(rows)
-        return 4, 2
-
+def resume_the_plan(rank: int, world_size: int, run: Run, folder: str) -> tuple[Outcome, Outcome, int]:
     if rank:
         torch.get_num_threads = lambda: 7  # hosts may differ: it is the first process that decides
-    tried: list[int] = []
-    PipelinePlan.promising_microbatches = promising  # type: ignore[method-assign]
-    microbatch_trials.TRIES = 1
     whole = outcome_of(with_a_plan_that_has_come_about(run, folder, save_strategy="steps", save_steps=4))
-    tried.clear()
     trainer = with_a_plan_that_has_come_about(run, folder)
-    tries: list[int] = []
 
     class Note(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            tries.append(len(trainer.pipeline.placed._trials._tried))  # type: ignore[union-attr]
             self.stages = trainer.pipeline.num_stages  # type: ignore[union-attr]
 
     trainer.add_callback(note := Note())
     resumed = outcome_of(trainer, resume_from_checkpoint=f"{folder}/checkpoint-4")
-    return whole, resumed, tries, note.stages
+    return whole, resumed, note.stages
 
 
 @pytest.mark.slow
-def test_resuming_goes_on_with_the_plan_and_with_what_was_settled(tmp_path: Path) -> None:
-    """Both depend on how they came about, and with dropout the weights on them."""
-    run = Run("question-answering", samples=96)  # of one length, so that all is settled after four steps
-    for whole, resumed, tries, stages in run_ranks(resume_the_plan, WORLD, run, str(tmp_path)):
-        assert stages == 2 and tries == [0, 0]
+def test_resuming_goes_on_with_the_plan(tmp_path: Path) -> None:
+    """It depends on how it came about, and with dropout the weights on it."""
+    run = Run("question-answering", samples=96)
+    for whole, resumed, stages in run_ranks(resume_the_plan, WORLD, run, str(tmp_path)):
+        assert stages == 2
         assert largest_difference(whole.weights, resumed.weights)[0] == 0
 
 

@@ -17,10 +17,10 @@ from itertools import pairwise
 from .schedules import schedule_named
 
 MOST_MICROBATCHES_PER_STAGE = 6
-"""Upper bound on M / K when the fastest M is chosen from predictions by measured times."""
+"""Upper bound on M / K where more micro-batches are needed so that the stages fit."""
 
 MICROBATCHES_PER_STAGE = 2
-"""Upper bound on M / K when M is chosen without measurements. More micro-batches shorten the bubble,
+"""Upper bound on M / K where memory suffices. More micro-batches shorten the bubble,
 (K - 1) / (M + K - 1) < 1 / 3 at M = 2 K, but each adds the fixed time of a forward and backward, and small ones use a
 device badly."""
 
@@ -126,7 +126,7 @@ def balance_holders(bounds: Sequence[int], costs: Sequence[float], held: Sequenc
 
 
 def microbatch_candidates(rows: int, num_stages: int, schedule: str = "1f1b") -> tuple[int, ...]:
-    """Return the numbers of micro-batches worth comparing: divisors of `rows` from K to 6 K, in ascending order.
+    """Return the numbers of micro-batches to choose from: divisors of `rows` from K to 6 K, in ascending order.
 
     Fewer than K leave stages without work; more than 6 K shorten the bubble by less than 2% of a step. If no divisor
     lies in this range (fewer samples than stages, a prime number of samples), `choose_num_microbatches` decides.

@@ -45,9 +45,6 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 
-PLAN_BY = ("counts", "times")
-"""What choices may go by: counts, which are the same in every run, or measured times."""
-
 REPLICA_SHARDINGS = ("none", "optimizer", "full")
 """What the replicas of a stage may divide among them, from little to much: nothing, the optimizer's state (ZeRO-1), or
 parameters, gradients and optimizer state (`full_sharding`)."""
@@ -83,8 +80,6 @@ class PipelinePlan:
         times: Measured times of the model's parts on a device, or None if nothing has been measured.
         memory_budget_bytes: Bytes that a stage may take on a device; None if unknown. Only the number of micro-batches
             depends on it.
-        plan_by: `"counts"`: choices between plans and between numbers of micro-batches go by counts (FLOPs, bytes,
-            samples), which are the same in every run; `"times"`: by predictions from `times`.
         replica_sharding: What the replicas of a stage divide among them, one of `REPLICA_SHARDINGS`.
         virtual_pipeline_parallel_size: Virtual stages per stage as requested by the user; a plan has fewer
             (`num_virtual_stages`) if there are too few units for so many.
@@ -107,7 +102,6 @@ class PipelinePlan:
     num_cached_layers: int = 0
     rows_per_device: int = 1
     times: ModelTimes | None = field(default=None, repr=False, hash=False, compare=False)
-    plan_by: str = "counts"
     memory_budget_bytes: int | None = None
     replica_sharding: str = "none"
     virtual_pipeline_parallel_size: int = 1
@@ -147,8 +141,6 @@ class PipelinePlan:
                 f"stage_bounds is {bounds}, but {k} stages of {num_units} units need {k * most + 1} strictly"
                 f" increasing bounds from 0 to {num_units}. Use split_min_max(costs, {k * most})."
             )
-        if self.plan_by not in PLAN_BY:
-            raise ValueError(f"plan_by is {self.plan_by!r}, but must be one of {', '.join(map(repr, PLAN_BY))}.")
         _check_num_microbatches(self.num_microbatches)
         if self.rows_per_device < 1:
             raise ValueError(
@@ -259,45 +251,17 @@ class PipelinePlan:
         """Return the number of micro-batches M into which a pipeline's batch is split, a divisor of its samples.
 
         It is the requested number if there is one, otherwise it comes from a fixed rule (`choose_num_microbatches`),
-        and where stages do not fit with that number it is the smallest larger one with which they do. With
-        `plan_by="times"` it is the number with the shortest predicted step.
+        and where stages do not fit with that number it is the smallest larger one with which they do.
         """
-        return self.promising_microbatches(rows)[0]
-
-    def promising_microbatches(self, rows: int, within: float = 0.0) -> tuple[int, ...]:
-        """Return candidates for the number of micro-batches by predicted step time, the fastest first.
-
-        There is one candidate only, unless the plan goes by times.
-
-        Args:
-            rows: Number of samples of a pipeline's batch.
-            within: Omit candidates that are predicted to take longer than the best by more than this fraction.
-        """
-        k = self.pipeline_parallel_size
-        if self.num_microbatches is not None or k == 1:
-            return (choose_num_microbatches(rows, k, self.num_microbatches, self.runs_as),)
-        if not self.goes_by_times:
-            return (self._fitting_microbatches(rows),)
-        seconds = {m: self.predict(rows, m).seconds for m in microbatch_candidates(rows, k, self.runs_as)}
-        best = min(seconds.values())
-        return tuple(m for m in sorted(seconds, key=lambda m: (seconds[m], m)) if seconds[m] <= best * (1 + within))
-
-    def _fitting_microbatches(self, rows: int) -> int:
-        """Return the number by the fixed rule, or a larger one if only that makes the stages fit."""
         k, budget = self.pipeline_parallel_size, self.memory_budget_bytes
-        by_rule = choose_num_microbatches(rows, k, None, self.runs_as)
-        if budget is None:
+        by_rule = choose_num_microbatches(rows, k, self.num_microbatches, self.runs_as)
+        if self.num_microbatches is not None or k == 1 or budget is None:
             return by_rule
         larger = (m for m in microbatch_candidates(rows, k, self.runs_as) if m > by_rule)
         for m in (by_rule, *larger):
             if all(self.stage_bytes(stage, rows=rows, num_microbatches=m) <= budget for stage in range(k)):
                 return m
         return by_rule
-
-    @property
-    def goes_by_times(self) -> bool:
-        """Whether choices go by measured times, and may therefore differ between runs."""
-        return self.plan_by == "times" and self.times is not None
 
     # -- costs ---------------------------------------------------------------------------------------
 
@@ -413,10 +377,6 @@ class PipelinePlan:
     def parameter_bytes_of(self, stage: int) -> int:
         """Return the bytes of a stage's parameters; a parameter that several of its units need is counted once."""
         return parameter_bytes([self.unit_costs[unit] for unit in self.units_of(stage)])
-
-    def microbatches_in_flight(self, stage: int, num_microbatches: int) -> int:
-        """Return the number of micro-batches whose activations a stage keeps at once, summed over virtual stages."""
-        return self._largest_kept(stage, num_microbatches, [1] * self.num_virtual_stages)
 
     def _largest_kept(self, stage: int, num_microbatches: int, per_forward: Sequence[int]) -> int:
         """Return the largest sum of what a stage keeps from its forwards until their backwards.

@@ -376,9 +376,6 @@ class PipelineRun(TrainerCallback):
         pipeline.place(plan, self._steps.loss_of)
         self.log.begin(plan)
         data.reslice(plan.data_parallel_size, pipeline.replica_index)
-        if plan is again:
-            settled = kept["layout"]["microbatches"][pipeline.replica_index]
-            pipeline.settle_microbatches({(rows, elements): m for rows, elements, m in settled})
         if kept.get("order") and trainer.state.epoch % 1:
             data.keep_order(int(trainer.state.epoch), **kept["order"])
         if self.cache is not None and plan.num_frozen_layers:
@@ -644,8 +641,6 @@ class PipelineRun(TrainerCallback):
         """Return what a checkpoint stores at this point, in plain values for JSON. Collective over all processes."""
         memory: dict[str, Any] = {"step": self._job.trainer.state.global_step}
         pipeline = self._cut.pipeline if self._cut is not None and self._cut.pipeline.is_placed else None
-        mine = [(*shape, m) for shape, m in pipeline.settled_microbatches.items()] if pipeline is not None else []
-        settled = self._job.mesh.gather_objects(mine)
         if pipeline is None or self.data is None:
             return memory
         plan = pipeline.current_plan
@@ -656,7 +651,6 @@ class PipelineRun(TrainerCallback):
             "layout": {
                 "where": self._measured_on,
                 **self.planner.facts_of(plan),
-                "microbatches": [settled[rank] for rank in plan.ranks_of_stage(0)],
             },
         }
 

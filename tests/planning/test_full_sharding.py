@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 from test_plan import plan_of, times_of, unit
 
-from hf_pipetransformer.forecast.fsdp import fsdp_run
 from hf_pipetransformer.planning.costs import HeadCost
 from hf_pipetransformer.planning.full_sharding import Part, divide
 from hf_pipetransformer.planning.plan import PipelinePlan
 from hf_pipetransformer.planning.plan_choice import largest_bytes_with_whole_model
-from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
 
 SIZES = (100, 200, 400, 100)
 OUTSIDE = 50
@@ -133,15 +131,6 @@ def test_transfers_hide_behind_computing() -> None:
     assert seconds(dataclasses.replace(plan, replica_sharding="none"), 1) == pytest.approx(24 + 850 * (0.004 + 0.01))
 
 
-def test_one_stage_takes_what_plain_fsdp_takes() -> None:
-    ends = PartTimes(Seconds(1.0, 2.0), Seconds(3.0, 4.0))
-    for reduce in (0.004, 0.1):
-        times = ModelTimes(ends, times_of(4).units, ends, update_seconds_per_byte=0.01, reduce_seconds_per_byte=reduce)
-        fsdp, plan = fsdp_run(UNITS, times, 4, 2, 1, None), full(1, times=times)
-        assert seconds(plan, 1) == pytest.approx(fsdp.step_seconds)
-        assert plan.stage_bytes(0, rows=2, num_microbatches=1) == fsdp.largest_bytes
-
-
 def test_slow_transfers_of_one_stage() -> None:
     """A gather before each pass and a reduction after the backward; the last layer stays gathered for its backward."""
     slow = dataclasses.replace(times_of(4), reduce_seconds_per_byte=2.0)  # a second a byte, gathered or scattered
@@ -159,18 +148,6 @@ def test_the_head_of_a_frozen_unit_is_divided() -> None:
     assert not plan.gathers_by_layer
     assert seconds(plan, 1) == 4 * 2 + (30 + 2 * 30)
     assert plan.stage_bytes(0, rows=2, num_microbatches=1) == 850 - 30 + round(30 * 3 / 4) + 30 + 30 + 5 * 2
-
-
-def test_several_stages_gather_and_reduce_while_nothing_computes() -> None:
-    """Two replicas of four ranks: a ring of two sends 2/3 of the bytes of one of four."""
-    slow = dataclasses.replace(times_of(4), reduce_seconds_per_byte=3.0)  # two seconds a byte, one to gather
-    plan = full(2, times=slow)
-    none = dataclasses.replace(plan, replica_sharding="none")
-    assert plan.predict(4, 2).timeline == none.predict(4, 2).timeline
-    assert none.predict(4, 2).seconds_at_end == 2 * 500
-    assert plan.predict(4, 2).seconds_at_end == (2 + 1) * 500
-    frozen = full(2, times=slow, num_frozen_layers=2, num_cached_layers=2)  # units 0 1 2 | 3
-    assert frozen.stage_bounds == (0, 3, 4) and frozen.predict(4, 2).seconds_at_end == (2 + 1) * 400
 
 
 def test_it_prints_what_replicas_divide() -> None:

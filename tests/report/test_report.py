@@ -70,7 +70,6 @@ class Run:
             virtual_pipeline_parallel_size=virtual_stages_of(self.schedule, None),
             num_frozen_layers=frozen,
             times=times,
-            plan_by="times",
         )
         begins = kind in ("start", "resume")
         events_file.record(

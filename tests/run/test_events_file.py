@@ -24,7 +24,6 @@ def plan(stages: int, frozen: int = 0, times=None):
         memory_budget_bytes=None,
         num_frozen_layers=frozen,
         times=times,
-        plan_by="times",
     )
 
 
