@@ -29,7 +29,6 @@ from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.elastic_pipeline import ElasticPipeline, unwrapped
 from ..planning.plan import PipelinePlan
 from ..randomness import generators_kept
-from ..resilience.checkpoint_folders import KEPT, STATE
 from ..resilience.exit import finishes, note_training
 from ..resilience.interruption import Interruption
 from ..resilience.watchdog import PROGRESS, Watchdog, watching
@@ -552,14 +551,7 @@ class PipelineRun(TrainerCallback):
         layout = kept.get("layout")
         if layout is None or layout["where"] != self._measured_on:
             return None
-        plan = self.planner.again(layout, num_frozen)
-        if plan is not None and len(layout["microbatches"]) != plan.data_parallel_size:
-            raise ValueError(
-                f"{STATE}: stateful_callbacks.{KEPT}.attributes.memory.layout.microbatches has"
-                f" {len(layout['microbatches'])} entries, but the plan has {plan.data_parallel_size} pipelines. Resume"
-                " from another checkpoint."
-            )
-        return plan
+        return self.planner.again(layout, num_frozen)
 
     # ------------------------------------------------------------------------------------ between two steps
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
