@@ -63,7 +63,7 @@ from transformers.utils import logging as transformers_logging
 
 import hf_pipetransformer
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.planning.plan import step_flops
+from hf_pipetransformer.planning.costs import step_flops
 from hf_pipetransformer.run.events_file import FILE_NAME as EVENTS_FILE
 
 VARIANTS: dict[str, dict[str, Any]] = {

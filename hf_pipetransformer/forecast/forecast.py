@@ -19,12 +19,13 @@ from typing import Literal
 from ..freezing.policies import FreezePolicy
 from ..freezing.schedule_cost import frozen_in_epochs
 from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
-from ..planning.costs import UnitCost
+from ..planning.costs import UnitCost, step_flops
 from ..planning.elastic_policy import ElasticPolicy
-from ..planning.plan import PipelinePlan, StepPrediction, step_flops
+from ..planning.plan import PipelinePlan
 from ..planning.plan_choice import ScheduleChoice, choose_schedule, fits, lengths, make_plan
 from ..planning.schedules import AUTO_SCHEDULE
 from ..planning.sharding_choice import AUTO, ShardingChoice
+from ..planning.timeline import StepPrediction
 from ..planning.unit_times import ModelTimes
 from .device_table import CacheHost, Device
 from .workload import Workload

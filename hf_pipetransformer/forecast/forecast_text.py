@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from ..planning.plan import align
+from ..planning.tables import align
 from .advice import GIB, advise, duration
 from .forecast import FSDP, Forecast, Step
 

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from ..model.batch_statistics import normalised_by_batch
 from ..model.dummy_inputs import dummy_batch
 from ..planning.costs import UnitCost
-from ..planning.plan import MIB, PipelinePlan, align
+from ..planning.plan import MIB, PipelinePlan
 from ..planning.plan_choice import make_plan
+from ..planning.tables import align
 from .workload import measure_workload
 
 DEFAULT_TOKENS = 8

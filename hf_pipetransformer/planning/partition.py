@@ -25,6 +25,39 @@ MICROBATCHES_PER_STAGE = 2
 device badly."""
 
 
+def check_pipeline_size(world_size: int, k: int, num_units: int) -> None:
+    """Check that K divides the world size and that each stage gets a unit."""
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}, but at least 1 rank is needed.")
+    if num_units < 1:
+        raise ValueError("unit_costs is empty, but a plan needs at least 1 unit. Measure the model's costs first.")
+    if k < 1 or world_size % k:
+        divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
+        hint = ""
+        if world_size == 1:
+            hint = (
+                " Only one process was started. Launch several with torchrun --nproc_per_node, or accelerate launch "
+                "--multi_gpu (accelerate launch --cpu starts only one)."
+            )
+        raise ValueError(
+            f"pipeline_parallel_size is {k}, but must divide the world size {world_size}. "
+            f"Set it to one of {divisors}.{hint}"
+        )
+    if k > num_units:
+        raise ValueError(
+            f"pipeline_parallel_size is {k}, but the model has {num_units} unit{'' if num_units == 1 else 's'} and"
+            f" every stage needs at least one. Set it to at most {num_units}."
+        )
+
+
+def check_num_microbatches(num_microbatches: int | None) -> None:
+    """Check that a number of micro-batches is at least 1."""
+    if num_microbatches is not None and num_microbatches < 1:
+        raise ValueError(
+            f"num_microbatches is {num_microbatches}, but must be at least 1. Increase it, or set it to 'auto'."
+        )
+
+
 def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Split units into contiguous stages so that the most expensive stage costs as little as possible.
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+from .costs import step_flops
 from .full_sharding import (
     ADAM_BYTES_PER_PARAMETER_BYTE,
     SHARE_OF_A_REDUCTION,
@@ -33,10 +34,11 @@ from .full_sharding import (
     pass_seconds,
     state_bytes,
 )
-from .partition import choose_num_microbatches, microbatch_candidates
+from .partition import check_num_microbatches, check_pipeline_size, choose_num_microbatches, microbatch_candidates
 from .placement import Placement
 from .schedules import schedule_named, schedule_of_step
-from .timeline import Timeline, simulate
+from .tables import align
+from .timeline import StepPrediction, simulate
 
 if TYPE_CHECKING:
     from .costs import HeadCost, UnitCost
@@ -141,7 +143,7 @@ class PipelinePlan:
                 f"stage_bounds is {bounds}, but {k} stages of {num_units} units need {k * most + 1} strictly"
                 f" increasing bounds from 0 to {num_units}. Use split_min_max(costs, {k * most})."
             )
-        _check_num_microbatches(self.num_microbatches)
+        check_num_microbatches(self.num_microbatches)
         if self.rows_per_device < 1:
             raise ValueError(
                 f"rows_per_device is {self.rows_per_device}, but must be at least 1. Increase"
@@ -275,7 +277,7 @@ class PipelinePlan:
         Raises:
             ValueError: If nothing has been measured, or M is below 1.
         """
-        _check_num_microbatches(num_microbatches)
+        check_num_microbatches(num_microbatches)
         if self.times is None:
             raise ValueError("times is None, but a step can only be predicted from measured times. Pass times.")
         forward, backward = self.stage_seconds(rows / num_microbatches)
@@ -305,13 +307,6 @@ class PipelinePlan:
         else:
             forward, backward = map(sum, zip(*computing, strict=True))
         return prologue + forward, backward
-
-    def stage_flops(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the FLOPs of a sample's forward and backward in each virtual stage."""
-        flops = unit_flops(self.unit_costs, self.num_frozen_layers, self.num_cached_layers)
-        of_stages = [flops[start:stop] for start, stop in pairwise(self.stage_bounds)]
-        forward, backward = zip(*(map(sum, zip(*units, strict=True)) for units in of_stages), strict=True)
-        return forward, backward
 
     def _unit_seconds(self, unit: int, rows: float) -> tuple[float, float]:
         """Return the seconds that a unit computes in a micro-batch's forward and backward; the last one with the head.
@@ -387,7 +382,7 @@ class PipelinePlan:
             per_forward: What a micro-batch's forward adds to the sum in each of its virtual stages. `[V]`
         """
         self._checked("stage", stage, self.pipeline_parallel_size)
-        _check_num_microbatches(num_microbatches)
+        check_num_microbatches(num_microbatches)
         k, m, v = self.pipeline_parallel_size, num_microbatches, self.num_virtual_stages
         schedule = schedule_of_step(self.schedule, k, m, v)
         changes = (
@@ -413,7 +408,7 @@ class PipelinePlan:
         Raises:
             ValueError: If a number is below its minimum, or M does not divide the number of samples.
         """
-        _check_num_microbatches(num_microbatches)
+        check_num_microbatches(num_microbatches)
         if rows < 1 or rows % num_microbatches:
             raise ValueError(
                 f"rows is {rows} and num_microbatches is {num_microbatches}, but all micro-batches must have the same "
@@ -494,96 +489,6 @@ class PipelinePlan:
         if not 0 <= value < number:
             raise ValueError(f"{field_name} is {value}, but must be between 0 and {number - 1} in this plan.")
         return value
-
-
-@dataclass(frozen=True)
-class StepPrediction:
-    """The predicted time of a training step.
-
-    Attributes:
-        num_microbatches: Number of micro-batches M.
-        timeline: Simulated forward and backward passes of the pipeline.
-        seconds_at_end: Seconds of the gradient reduction and the optimizer step, in the stage where they take longest;
-            of weights that several stages gather for each batch, one gather is counted here.
-    """
-
-    num_microbatches: int
-    timeline: Timeline
-    seconds_at_end: float
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the whole step."""
-        return self.timeline.seconds + self.seconds_at_end
-
-
-def step_flops(unit_costs: Sequence[UnitCost], num_frozen_layers: int, num_cached_layers: int = 0) -> list[float]:
-    """Return the FLOPs of each unit in a training step, per sample."""
-    return [sum(both) for both in unit_flops(unit_costs, num_frozen_layers, num_cached_layers)]
-
-
-def unit_flops(
-    unit_costs: Sequence[UnitCost], num_frozen_layers: int, num_cached_layers: int = 0
-) -> list[tuple[float, float]]:
-    """Return the FLOPs of each unit's forward and of its backward in a training step, per sample.
-
-    A backward costs two forwards; a frozen unit has none, and a cached unit is not run. The head is always trained.
-    """
-    flops = []
-    for index, unit in enumerate(unit_costs):
-        forward = unit if index >= num_cached_layers else unit.head
-        backward = unit if index >= num_frozen_layers else unit.head
-        flops.append((forward.forward_flops, 2 * backward.forward_flops))
-    return flops
-
-
-def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Return the rows of a table as lines with aligned columns, with numbers to the right.
-
-    Args:
-        rows: Table cells, the header first; all rows have the same number of cells.
-        left: Indices of the columns that are aligned to the left.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def check_pipeline_size(world_size: int, k: int, num_units: int) -> None:
-    """Check that K divides the world size and that each stage gets a unit."""
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}, but at least 1 rank is needed.")
-    if num_units < 1:
-        raise ValueError("unit_costs is empty, but a plan needs at least 1 unit. Measure the model's costs first.")
-    if k < 1 or world_size % k:
-        divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
-        hint = ""
-        if world_size == 1:
-            hint = (
-                " Only one process was started. Launch several with torchrun --nproc_per_node, or accelerate launch "
-                "--multi_gpu (accelerate launch --cpu starts only one)."
-            )
-        raise ValueError(
-            f"pipeline_parallel_size is {k}, but must divide the world size {world_size}. "
-            f"Set it to one of {divisors}.{hint}"
-        )
-    if k > num_units:
-        raise ValueError(
-            f"pipeline_parallel_size is {k}, but the model has {num_units} unit{_s(num_units)} and every stage needs "
-            f"at least one. Set it to at most {num_units}."
-        )
-
-
-def _check_num_microbatches(num_microbatches: int | None) -> None:
-    if num_microbatches is not None and num_microbatches < 1:
-        raise ValueError(
-            f"num_microbatches is {num_microbatches}, but must be at least 1. Increase it, or set it to 'auto'."
-        )
 
 
 def _named(units: range) -> str:

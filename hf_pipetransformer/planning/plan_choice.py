@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from .partition import balance_holders, split_min_max
-from .plan import MIB, PipelinePlan, check_pipeline_size, step_flops
+from .costs import step_flops, unit_flops
+from .partition import balance_holders, check_pipeline_size, split_min_max
+from .plan import MIB, PipelinePlan
 from .schedules import AUTO_SCHEDULE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_V, schedule_named
 from .timeline import simulate
 
@@ -281,5 +283,9 @@ def predicted_flops(plan: PipelinePlan) -> float:
     """Simulate a step on a full batch, in FLOPs instead of seconds, with the number of micro-batches it has."""
     m = plan.num_microbatches_for(plan.rows_per_pipeline)
     rows = plan.rows_per_pipeline / m
-    forward, backward = ([rows * flops for flops in of_stages] for of_stages in plan.stage_flops())
+    flops = unit_flops(plan.unit_costs, plan.num_frozen_layers, plan.num_cached_layers)
+    forward, backward = (
+        [rows * sum(each[start:stop]) for start, stop in pairwise(plan.stage_bounds)]
+        for each in zip(*flops, strict=True)
+    )
     return simulate(forward, backward, m, plan.schedule, plan.num_virtual_stages).seconds

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from hf_pipetransformer.planning.costs import HeadCost, UnitCost
-from hf_pipetransformer.planning.plan import MIB, PipelinePlan, step_flops
+from hf_pipetransformer.planning.costs import HeadCost, UnitCost, step_flops
+from hf_pipetransformer.planning.plan import MIB, PipelinePlan
 from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
 
