@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import pytest
 from test_plan import plan_of, times_of, unit
 
 from hf_pipetransformer.planning.costs import HeadCost
@@ -54,15 +53,6 @@ def test_one_stage_holds_its_part_two_gathered_layers_and_two_gradients() -> Non
     whole = (400 + 200 + OUTSIDE) + (2 * 400 + OUTSIDE)
     assert state_of(full(1), 0) == 850 * (1 + 1 + 2) // 4 + whole
     assert state_of(full(1, 1), 0) == 850 * 4, "nobody to divide with"
-
-
-def test_a_stage_of_several_needs_more_than_if_only_the_optimizer_state_is_divided() -> None:
-    """Parameters and gradients are whole during a batch, and the part that is left between the steps is there, too."""
-    plan = full(2)  # units 0 1 | 2 3, two replicas
-    assert [state_of(plan, stage) for stage in range(2)] == [size * (1 + 2) // 2 + size * 2 for size in (350, 500)]
-    optimizer = dataclasses.replace(plan, replica_sharding="optimizer")
-    assert [state_of(plan, stage) - state_of(optimizer, stage) for stage in range(2)] == [350 // 2, 500 // 2]
-    assert [state_of(full(4), stage) for stage in range(4)] == [600, 800, 1600, 400], "one replica"
 
 
 def test_one_stage_that_cannot_gather_layers_holds_what_a_stage_of_several_does() -> None:
@@ -123,23 +113,6 @@ def seconds(plan: PipelinePlan, m: int) -> float:
     return plan.predict(plan.rows_per_pipeline, m).seconds
 
 
-def test_transfers_hide_behind_computing() -> None:
-    """All but those of the embeddings and the first gather, at half of an all-reduce of all ranks."""
-    times = dataclasses.replace(times_of(4), reduce_seconds_per_byte=0.004, update_seconds_per_byte=0.01)
-    plan = full(1, times=times)
-    assert seconds(plan, 1) == pytest.approx(4 * 3 * 2 + 0.5 * 0.004 * (50 + 100 + 50) + 850 * 0.01 / 4)
-    assert seconds(dataclasses.replace(plan, replica_sharding="none"), 1) == pytest.approx(24 + 850 * (0.004 + 0.01))
-
-
-def test_slow_transfers_of_one_stage() -> None:
-    """A gather before each pass and a reduction after the backward; the last layer stays gathered for its backward."""
-    slow = dataclasses.replace(times_of(4), reduce_seconds_per_byte=2.0)  # a second a byte, gathered or scattered
-    assert seconds(full(1, times=slow), 1) == (50 + 100 + 50) + 800 + (2 * 700 + 100)
-    frozen = full(1, times=slow, num_frozen_layers=2)
-    assert seconds(frozen, 1) == 400 + (2 + 2 + 400 + 100) + (2 * 400 + 100)
-    assert seconds(dataclasses.replace(frozen, num_cached_layers=2), 1) == 400 + (400 + 100) + (2 * 400 + 100)
-
-
 def test_the_head_of_a_frozen_unit_is_divided() -> None:
     """It is gathered and reduced once for each batch, as there is no layer to gather."""
     units = (*UNITS[:3], dataclasses.replace(UNITS[3], head=HeadCost(0.5, 5, 30)))
@@ -148,11 +121,3 @@ def test_the_head_of_a_frozen_unit_is_divided() -> None:
     assert not plan.gathers_by_layer
     assert seconds(plan, 1) == 4 * 2 + (30 + 2 * 30)
     assert plan.stage_bytes(0, rows=2, num_microbatches=1) == 850 - 30 + round(30 * 3 / 4) + 30 + 30 + 5 * 2
-
-
-def test_it_prints_what_replicas_divide() -> None:
-    whole = "replicas divide parameters, gradients and optimizer state"
-    assert f"{whole} (layer by layer)" in str(full(1))
-    for plan in (full(2), full(1, runs_layers_in_order=False)):
-        assert f"{whole} (all weights are gathered for a step, which needs more memory than 'optimizer')" in str(plan)
-    assert "divide" not in str(full(4))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from test_plan import UNITS, plan_of, times_of, unit
+from test_plan import UNITS, plan_of, unit
 
 from hf_pipetransformer.planning.costs import UnitCost
 from hf_pipetransformer.planning.plan import MIB, PipelinePlan
@@ -17,19 +17,6 @@ def needed(k: int, units: tuple[UnitCost, ...] = UNITS) -> int:
 def test_auto_takes_the_smallest_pipeline_that_fits(k: int) -> None:
     plan = make_plan(UNITS, 8, "auto", rows_per_device=4, memory_budget_bytes=needed(k))
     assert (plan.pipeline_parallel_size, plan.data_parallel_size) == (k, 8 // k)
-
-
-def test_auto_without_a_budget_is_one_stage() -> None:
-    plan = make_plan(UNITS, 8, "auto", rows_per_device=4, memory_budget_bytes=None)
-    assert plan.pipeline_parallel_size == 1
-
-
-def test_auto_never_has_more_stages_than_units() -> None:
-    units = UNITS[:3]
-    plan = make_plan(units, 8, "auto", rows_per_device=4, memory_budget_bytes=needed(2, units))
-    assert plan.pipeline_parallel_size == 2
-    with pytest.raises(ValueError, match="with 2 stages"):
-        make_plan(units, 8, "auto", rows_per_device=4, memory_budget_bytes=1)
 
 
 def test_auto_says_what_is_missing() -> None:
@@ -49,11 +36,6 @@ def test_frozen_units_cost_a_third_in_the_split() -> None:
     plan = make_plan(UNITS, 4, 2, rows_per_device=4, memory_budget_bytes=None, num_frozen_layers=3)
     assert plan.stage_bounds == (0, 5, 8)  # 3 x 1 + 2 x 3 = 9 = 3 x 3
     assert "3 frozen" in str(plan)
-
-
-def test_a_stage_may_hold_frozen_units_only() -> None:
-    plan = make_plan(UNITS, 4, 4, rows_per_device=4, memory_budget_bytes=None, num_frozen_layers=6)
-    assert plan.stage_bounds == (0, 3, 6, 7, 8)
 
 
 def test_compression_takes_the_shortest_pipeline_that_fits() -> None:
@@ -120,11 +102,6 @@ def test_virtual_stages_come_back_in_a_shorter_pipeline() -> None:
     shorter = replan(plan, 1, 10**9)
     assert (plan.num_virtual_stages, shorter.num_virtual_stages) == (2, 1)  # one stage
     assert replan(plan, 1, largest_stage_bytes(plan) * 2).num_virtual_stages == 3
-
-
-def test_cached_layers_are_not_in_the_prediction() -> None:
-    plan = plan_of(1, world_size=1, times=times_of(8), num_frozen_layers=5)
-    assert replan(plan, 5, 0, num_cached_layers=5).predict(4, 1).seconds == 4 * 3 * 3
 
 
 def test_more_micro_batches_where_only_that_makes_the_stages_fit() -> None:

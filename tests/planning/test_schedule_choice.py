@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -82,11 +81,6 @@ def test_too_few_units(units: int, expected: list[tuple[str, int]]) -> None:
     assert [of(each.plan) for each in choice_of(4, EVEN[:units], m=4).considered] == expected
 
 
-def test_one_stage_has_no_schedule() -> None:
-    choice = choice_of(1)
-    assert [of(each.plan) for each in choice.considered] == [ONE_F_ONE_B] and steps(choice) == [1.0]
-
-
 def test_what_does_not_fit_is_not_chosen() -> None:
     """The first stage keeps 5 passes of half a stage with V = 2, and 2 of a whole one with 1F1B."""
     units = tuple(unit(i, activation_bytes=1000) for i in range(8))
@@ -98,15 +92,6 @@ def test_what_does_not_fit_is_not_chosen() -> None:
     nothing = choice_of(2, units, m=4, memory_budget_bytes=plain // 2)
     assert not any(each.fits for each in nothing.considered)
     assert of(nothing.chosen.plan) == ONE_F_ONE_B
-
-
-def test_the_schedule_is_chosen_with_stages_and_sharding() -> None:
-    """Two replicas of two stages do not fit without sharding; the shortest pipeline is one stage."""
-    units = tuple(unit(i) for i in range(8))
-    policy = ElasticPolicy("auto", 4, True, 1300, "auto", num_microbatches=2, replica_sharding="auto")
-    assert policy.first(units, 4, None).pipeline_parallel_size == 1
-    first = dataclasses.replace(policy, pipeline_parallel_size=2).first(units, 4, None)
-    assert (of(first), first.replica_sharding) == (V2, "optimizer")
 
 
 def test_later_plans_keep_what_was_chosen() -> None:

@@ -196,15 +196,6 @@ def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
     assert any("40 steps were done again" in problem for problem in training.problems)
 
 
-def test_several_trainings_are_told_apart(tmp_path: Path) -> None:
-    Run(tmp_path).event("start", 0, 4).steps(0, 30, 0.2).end(30)
-    Run(tmp_path, SECOND).event("start", 0, 2).steps(0, 20, 0.2).end(20)
-    assert [(t.name, t.last_step) for t in read_trainings(tmp_path)] == [(FIRST, 30), (SECOND, 20)]
-    page = page_of(tmp_path)
-    assert "Trainings in this folder" in page.text and "2026-01-01 10:00:00" in page.text
-    assert page.figures["loss"]["data"][0]["x"] == [10, 20]
-
-
 def test_an_evaluation_after_the_training_is_not_one_of_it(tmp_path: Path) -> None:
     """It may be of the best checkpoint's weights, or of MNLI's second set: the same names at the last step."""
     run = Run(tmp_path).event("start", 0, 4).steps(0, 20, 0.2).line("log", 20, values={"eval_accuracy": 0.8}).end(20)
@@ -237,12 +228,6 @@ def test_the_trainers_own_state_stands_in(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert set(page.figures) == {"loss"}
     assert "time and memory are not known" in page.text and "layouts and frozen layers are not known" in page.text
-
-
-def test_the_state_tells_what_was_before_a_resume_into_a_new_folder(tmp_path: Path) -> None:
-    write_state(tmp_path / "checkpoint-100", 100)
-    Run(tmp_path).event("resume", 50, 4).steps(50, 100, 0.2).end(100)
-    assert the_training(tmp_path).curve("loss")[0] == [*range(5, 60, 5), *range(60, 101, 10)]
 
 
 def test_events_of_an_early_version(tmp_path: Path) -> None:
