@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from hf_pipetransformer.forecast.command import ROWS_TO_TIME
 from hf_pipetransformer.forecast.device_table import CacheHost
-from hf_pipetransformer.forecast.forecast import Epoch, Job, Machine, forecast
-from hf_pipetransformer.forecast.inspection import build_placeholder_model
-from hf_pipetransformer.forecast.local_profile import profile_here
+from hf_pipetransformer.forecast.forecast import Job, Machine, Step, forecast
+from hf_pipetransformer.forecast.local_profile import ROWS_TO_TIME, Subject, profile_here
+from hf_pipetransformer.forecast.placeholder_model import build_placeholder_model
 from hf_pipetransformer.forecast.workload import Workload, measure_workload
 from hf_pipetransformer.freezing.policies import FreezePolicy, NeverFreeze, SchedulePolicy
 
@@ -42,13 +41,12 @@ def predict(options: argparse.Namespace, workload: Workload) -> Figures:
     if harness.PartialState().is_main_process:
         config, world = harness.load_config(options.model), harness.num_processes()
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        rows, row_bytes = min(options.rows // world, ROWS_TO_TIME), workload.cache_row_bytes(1)
-        profile = profile_here(
-            config, AutoModelForSequenceClassification, device, world, rows, options.tokens, row_bytes
-        )
+        rows = min(options.rows // world, ROWS_TO_TIME)
+        subject = Subject(config, AutoModelForSequenceClassification, device, rows, workload)
+        profile = profile_here(subject, world)
         machine = Machine(profile.times, None, world, CacheHost(profile.read_bytes_per_second, 1e9))
 
-        def epochs(k: int, policy: FreezePolicy, caches: bool) -> tuple[Epoch, ...]:
+        def epochs(k: int, policy: FreezePolicy, caches: bool) -> tuple[Step, ...]:
             job = Job(
                 world, options.rows, cached_step.EPOCHS, options.rows * options.steps, policy, None, k,
                 is_elastic=False, caches=caches, num_microbatches=options.microbatches if k > 1 else "auto",
@@ -62,7 +60,7 @@ def predict(options: argparse.Namespace, workload: Workload) -> Figures:
         for f in options.frozen:
             course = epochs(1, SchedulePolicy({1: f}), True)
             steps[f"f={f}, filling"], steps[f"f={f}, cached"] = course[FILLING], course[READING]
-        found = {name: 1e3 * epoch.step_seconds for name, epoch in steps.items()}
+        found = {name: 1e3 * step.seconds for name, step in steps.items()}
     return harness.everyone(found)[0]
 
 

@@ -61,7 +61,7 @@ def inspect(
 ) -> None:
     """Print a model's units, its shared parameters, and how it would be split into stages."""
     from .errors import UnsupportedModelError
-    from .forecast import inspection, workload
+    from .forecast import inspection, placeholder_model
 
     try:
         numbers = [int(number) for number in stages.split(",")]
@@ -72,21 +72,20 @@ def inspect(
 
     _check_task(task)
     try:
-        config = inspection.load_config(model_or_config)
-        cls = inspection.model_class(config, task)
-    except inspection.UnknownModelError as error:
+        config = placeholder_model.load_config(model_or_config)
+        cls = placeholder_model.model_class(config, task)
+    except placeholder_model.UnknownModelError as error:
         _fail(2, str(error))
     try:
-        model = inspection.build_placeholder_model(config, cls)
-        batch, units = inspection.measure(model) if seq is None else workload.measure_sample(model, seq)
+        model = placeholder_model.build_placeholder_model(config, cls)
+        report, text = inspection.inspect(model, seq or inspection.DEFAULT_TOKENS, numbers)
     except UnsupportedModelError as error:
         _fail(1, str(error))
     except (ImportError, ValueError) as error:  # a package is missing, or the model rejects its configuration or batch
         _fail(1, f"{model_or_config} cannot be inspected: {error}")
     except Exception as error:  # the code of the model's class fails, with whatever error
         _fail(1, f"{model_or_config} cannot be inspected: {_failure_of_class(cls.__name__, error)}")
-    report = inspection.make_report(model, batch, units, [number for number in numbers if number <= len(units)])
-    typer.echo(json.dumps(report, indent=2) if as_json else inspection.as_text(report, units))
+    typer.echo(json.dumps(report, indent=2) if as_json else text)
 
 
 @app.command()
@@ -96,7 +95,7 @@ def plan(
     batch: Annotated[int, typer.Option(help="Samples of the global batch, over all devices.")],
     epochs: Annotated[int, typer.Option(help="Epochs; layers freeze at each one's begin.")],
     seq: Annotated[int | None, typer.Option(help=SEQ_HELP)] = None,
-    samples: Annotated[int | None, typer.Option(help="Samples of an epoch.")] = None,
+    samples: Annotated[int, typer.Option(help="Samples of an epoch.")] = 100_000,
     profile: Annotated[
         str,
         typer.Option(help="analytic: by --device; cpu, or the type of this machine's accelerator: time the parts."),
@@ -124,12 +123,6 @@ def plan(
         int | None, typer.Option(help="Virtual stages per stage of interleaved1f1b (zbv has 2).", show_default="2")
     ] = None,
     num_microbatches: Annotated[str, typer.Option(help="Micro-batches M of a pipeline's batch, or auto.")] = "auto",
-    plan_by: Annotated[
-        str, typer.Option(help="counts or times: what K, the schedule and M go by where auto.")
-    ] = "counts",
-    token_slices: Annotated[
-        str, typer.Option(help="off, or auto: cut sequences of causal language models along their tokens as well.")
-    ] = "off",
     replica_sharding: Annotated[
         str, typer.Option(help="What the replicas of a stage divide: none, optimizer (state), or auto.")
     ] = "none",
@@ -141,37 +134,31 @@ def plan(
 ) -> None:
     """Predict a whole training: stages, memory, time and speed-up in each epoch. Nothing is launched."""
     from .errors import UnsupportedModelError
-    from .forecast import command, forecast_text
+    from .forecast import command
+    from .forecast.forecast import Job
+    from .forecast.forecast_text import as_text
+    from .planning.schedules import virtual_stages_of
 
     _check_task(task)
     try:
-        request = command.Request(
-            devices=devices,
+        job = Job(
+            num_devices=devices,
             batch=batch,
-            seq=seq,
-            epochs=epochs,
-            samples=samples,
-            profile=profile,
-            device=device,
-            efficiency=efficiency,
-            memory_gib=memory_gib,
-            disk_gib=disk_gib,
-            alpha=alpha,
-            freeze_schedule=freeze_schedule,
-            freezes=freeze,
+            num_epochs=epochs,
+            num_samples=samples,
+            freeze_policy=command.policy_of(freeze, alpha, freeze_schedule),
             max_frozen_layers=max_frozen_layers,
-            pipeline_parallel_size=pipeline_parallel_size,
-            pipeline_schedule=pipeline_schedule,
-            virtual_pipeline_parallel_size=virtual_pipeline_parallel_size,
-            num_microbatches=num_microbatches,
-            caches=cache,
+            pipeline_parallel_size=command.number_or_auto("pipeline_parallel_size", pipeline_parallel_size),
             is_elastic=elastic,
-            token_slices=token_slices,
-            plan_by=plan_by,
+            caches=cache,
+            schedule=pipeline_schedule,
+            num_microbatches=command.number_or_auto("num_microbatches", num_microbatches),
             replica_sharding=replica_sharding,
+            virtual_pipeline_parallel_size=virtual_stages_of(pipeline_schedule, virtual_pipeline_parallel_size),
             gradient_accumulation_steps=gradient_accumulation_steps,
         )
-        answer = command.answer(model_or_config, task, request)
+        machine = command.MachineOptions(profile, device, efficiency, memory_gib, disk_gib)
+        title, values = command.answer(model_or_config, task, seq, job, machine)
     except UnsupportedModelError as error:
         _fail(1, str(error))
     except ImportError as error:
@@ -180,11 +167,7 @@ def plan(
         _fail(2, str(error))
     except Exception as error:  # the code of the model's class fails, with whatever error
         _fail(1, f"{model_or_config} cannot be planned: {_failure_of_class('its class', error)}")
-    if as_json:
-        values = forecast_text.as_values(answer.forecast, answer.model, profile, answer.assumed)
-        typer.echo(json.dumps(values, indent=2))
-    else:
-        typer.echo(forecast_text.as_text(answer.forecast, answer.title, answer.assumed))
+    typer.echo(json.dumps(values, indent=2) if as_json else as_text(values, title))
 
 
 @app.command()
@@ -206,7 +189,7 @@ def report(
 
 def _check_task(task: str) -> None:
     """Exit with an error if there is no such task."""
-    from .forecast.inspection import TASKS
+    from .forecast.placeholder_model import TASKS
 
     if task != "auto" and task not in TASKS:
         _fail(2, f"--task is {task!r}, but must be one of auto, {', '.join(TASKS)}.")

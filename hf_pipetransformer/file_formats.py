@@ -228,10 +228,6 @@ FREEZE_STATE = one_or_many(fields({"attributes": fields({"memory": _FREEZING})})
 PREVIOUS_NORMS = fields({"previous?": maybe(each(NUMBER))})
 """What the policy "autofreeze" keeps."""
 
-_SETTLED = both(
-    row(SIZE, COUNT, SIZE),
-    _value("[samples, elements, micro-batches], where the last divides the first", lambda v: v[0] % v[2] == 0),
-)
 _LAYOUT = fields(
     {
         "where": MAPPING,
@@ -243,7 +239,6 @@ _LAYOUT = fields(
         "counted_as_cached": COUNT,
         "schedule?": TEXT,
         "virtual_stages?": SIZE,
-        "microbatches": each(each(_SETTLED), least=1),
     }
 )
 _GENERATORS = fields(

@@ -21,7 +21,7 @@ from transformers.training_args import OptimizerNames
 from .errors import refuse_wrong_order, show_errors_briefly
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .logs import follow_transformers
-from .planning.plan import PLAN_BY, REPLICA_SHARDINGS
+from .planning.plan import REPLICA_SHARDINGS
 from .planning.schedules import AUTO_SCHEDULE, ONE_F_ONE_B, schedule_names, virtual_stages_of
 from .planning.sharding_choice import AUTO
 from .resilience.exit import end_at_exit
@@ -140,14 +140,14 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         pipeline_parallel_size (`int` or `"auto"`, *optional*, defaults to 1):
             Number of pipeline stages K that the model is split into, with one process per stage. It must divide the
             number of processes; the remaining factor, world size / K, is the number of data-parallel pipelines.
-            `"auto"` selects the smallest number of stages that fits the devices' memory (see `plan_by`).
+            `"auto"` selects the smallest number of stages that fits the devices' memory.
         pipeline_schedule (`str`, *optional*, defaults to `"1f1b"`):
             Order in which the forwards and backwards of the micro-batches run: `"1f1b"`, `"gpipe"`,
             `"interleaved1f1b"`, which gives each process several parts of the model and so shortens the time in which
             the pipeline fills and empties, for more messages, or `"zbv"`, which gives each process two parts, laid out
             there and back, and computes gradients of linear layers' weights when the process would otherwise wait.
             `"auto"` chooses `"1f1b"`, `"interleaved1f1b"` with two or three parts, or `"zbv"` before training, by
-            predicted steps with nothing frozen (see `plan_by`), among those that fit the devices' memory. Each must be
+            predicted steps with nothing frozen (by FLOPs), among those that fit the devices' memory. Each must be
             predicted to be 10% faster than the one before. With token slices `"auto"` means `"1f1b"`.
         virtual_pipeline_parallel_size (`int`, *optional*):
             With `pipeline_schedule="interleaved1f1b"`, the number of parts of the model on each process (virtual
@@ -157,7 +157,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         num_microbatches (`int` or `"auto"`, *optional*, defaults to `"auto"`):
             Number of micro-batches that each pipeline's batch is split into. All micro-batches have the same size, so
             the largest divisor of the number of samples in the batch up to this value is used. `"auto"` uses the
-            largest divisor up to twice the number of stages (see `plan_by`). `"interleaved1f1b"`
+            largest divisor up to twice the number of stages. `"interleaved1f1b"`
             runs multiples of the number of stages, all numbers below twice it, and a few others.
         pipeline_layers (`list[str]`, *optional*):
             Names of the `nn.ModuleList` or `nn.Sequential` modules whose members are the model's layers and run in
@@ -170,13 +170,6 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             pipeline's whole batch and calls the model as often and on whatever it likes; the replicas' losses are
             averaged, as under DDP. A declared loss runs on micro-batches, so that all schedules can be used, and
             replicas give the loss of the whole batch. The losses of transformers' own models need no declaration.
-        plan_by (`str`, *optional*, defaults to `"counts"`):
-            What the automatic choices are based on: K, the schedule and the number of micro-batches where they are
-            `"auto"`, and when a pipeline becomes shorter after a freeze. `"counts"` uses FLOPs, bytes and numbers of
-            samples, which are the same in every run, so the same command and seed give the same training. `"times"`
-            uses times measured on this machine: it may use more stages if that is predicted to be at least 15%
-            faster, and tries the numbers of micro-batches that are predicted to be fast in the first training steps.
-            That can be faster, but two runs may choose differently, and their results then differ by rounding.
         token_slices (`str`, `int` or `list[int]`, *optional*, defaults to `"off"`):
             Whether to split the micro-batches of a causal language model along the sequence dimension as well, which
             keeps a pipeline busy when a batch has only a few long sequences (TeraPipe, ICML 2021). An `int` sets
@@ -297,13 +290,6 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             "choices": list(LOSS_REDUCTIONS),
         },
     )
-    plan_by: str = field(
-        default="counts",
-        metadata={
-            "help": "Automatic choices by 'counts', alike in every run, or by measured 'times'.",
-            "choices": list(PLAN_BY),
-        },
-    )
     token_slices: SlicesOrName = field(
         default="off",
         metadata={"help": "Slices along the tokens of a sequence: 'off', 'auto', a number, or lengths as JSON."},
@@ -388,7 +374,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         self.make_freeze_policy()  # raises if a value is out of range
         check_when(self.freeze_strategy, self.freeze_steps, self.max_frozen_layers)
         self._check_slices()
-        self._check_plan_by()
+        self._check_loss_reduction()
         if self.uses_pipeline:
             self._refuse_what_excludes_a_pipeline()
             known = dist.is_available() and dist.is_initialized()
@@ -494,20 +480,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 " activation_cache='off' or token_slices='off'."
             )
 
-    def _check_plan_by(self) -> None:
+    def _check_loss_reduction(self) -> None:
         if self.loss_reduction not in (None, *LOSS_REDUCTIONS):
             raise ValueError(
                 f"loss_reduction={self.loss_reduction!r} is not supported. Set it to one of"
                 f" {', '.join(map(repr, LOSS_REDUCTIONS))}, or leave it out."
-            )
-        if self.plan_by not in PLAN_BY:
-            raise ValueError(
-                f"plan_by={self.plan_by!r} is not supported. Set it to one of {', '.join(map(repr, PLAN_BY))}."
-            )
-        if self.plan_by == "times" and self.full_determinism:
-            raise ValueError(
-                "plan_by='times' cannot be combined with full_determinism=True, because measured times differ between"
-                " runs. Set plan_by='counts'."
             )
 
     def _check_sharding(self) -> None:

@@ -70,7 +70,6 @@ FIELDS: dict[str, Values] = {
         (None,), ("", "bert.encoder.layer", 0, 1.5, True, NAN, [], {}, [1], [""], [None], ["a", "a"], {"a": 1})
     ),
     "loss_reduction": Values(("sum", "mean", None), tuple(name for name in NO_NAMES if name is not None)),
-    "plan_by": Values(("counts", "times"), NO_NAMES),
     "token_slices": Values(
         ("off", "auto", 1, 2, "3", [4], [8, 8], (5, 9), "[6, 6]", 1000, [1000]),
         ("", "on", 0, -1, "0", 1.5, NAN, INF, True, None, [], [4, 0], [[4]], [NAN], {}, "{}", '"two"', "NaN", DIGITS),

@@ -10,9 +10,6 @@ import torch
 from distributed import run_ranks
 from training_runs import Outcome, Run, outcome_of, pipeline_trainer
 
-from hf_pipetransformer import PipeTransformerTrainingArguments
-from hf_pipetransformer.planning import plan as plans
-
 # of different lengths, and some twice: what the cache finds must not depend on how fast it was written
 RUN = Run(epochs=5, samples=48, accumulation=1).with_options(
     freeze_policy="schedule", freeze_schedule={1: 1, 3: 3}, learning_rate=1e-3
@@ -65,11 +62,3 @@ def test_the_same_command_twice(tmp_path: Path) -> None:
     assert all(torch.equal(one.weights[name], two.weights[name]) for name in one.weights)
     assert said == again and max(entry.get("cache_layers_skipped", 0) for entry in said) > 0
     assert {entry["pipeline_parallel_size"] for entry in said if "pipeline_parallel_size" in entry} == {1, 2}
-
-
-def test_what_goes_by_times_is_asked_for(tmp_path: Path) -> None:
-    assert PipeTransformerTrainingArguments(str(tmp_path)).plan_by == plans.PLAN_BY[0] == "counts"
-    with pytest.raises(ValueError, match="plan_by='times' cannot be combined with full_determinism"):
-        PipeTransformerTrainingArguments(str(tmp_path), plan_by="times", full_determinism=True)
-    with pytest.raises(ValueError, match="plan_by='clock' is not supported"):
-        PipeTransformerTrainingArguments(str(tmp_path), plan_by="clock")

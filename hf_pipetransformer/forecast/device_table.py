@@ -54,8 +54,6 @@ class Device:
         efficiency: fraction of the peak that a layer reaches. An estimate.
         seconds_per_unit: fixed cost of one unit's forward, for launching its kernels. An estimate.
         devices_per_node: usual number of devices in a node.
-        flat_tokens: number of tokens below which a layer takes no less time. An estimate, from a layer with a hidden
-            size of 2,048 on a V100 (TeraPipe, figure 3).
         host: resources for the cache. An estimate.
     """
 
@@ -69,7 +67,6 @@ class Device:
     seconds_per_unit: float = 1.2e-4
     devices_per_node: int = 8
     host: CacheHost = CacheHost(20 * GB, 5 * GB, 800 * GB)
-    flat_tokens: int = 256
 
     def times(self, unit_costs: Sequence[UnitCost], world_size: int) -> ModelTimes:
         """Predict how long the parts of a model take on this device, from their FLOPs.

@@ -1,37 +1,38 @@
 """Forecast of a whole training, before anything is launched.
 
     freeze policy -> f in each epoch
-    AutoCache     -> c in each epoch      number of these f layers that come from the cache
-    planner       -> plan of each epoch   make_plan at the start, replan where f or c changes, as the trainer does
+    cache         -> c in each epoch      number of these f layers that come from the cache
+    planner       -> plan of each epoch   the first, and another where f or c changes, as the trainer makes them
     plan.predict  -> step                 plus the time to load what is cached
-    choose_slices -> step                 instead, where sequences are cut along their tokens and that is faster
 
-The forecast is compared with static layouts, in which nothing is frozen, and with the bound from the counted FLOPs.
+The forecast is compared with static layouts and FSDP, in which nothing is frozen, and with the bound from the counted
+FLOPs. All of them are plans (`planning.plan`), and their steps and memory are what plans predict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 from typing import Literal
 
 from ..freezing.policies import FreezePolicy
 from ..freezing.schedule_cost import frozen_in_epochs
 from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
-from ..planning.costs import UnitCost
+from ..planning.costs import UnitCost, step_flops
 from ..planning.elastic_policy import ElasticPolicy
-from ..planning.plan import PipelinePlan, StepPrediction, step_flops
-from ..planning.plan_choice import ScheduleChoice, choose_schedule
+from ..planning.plan import PipelinePlan
+from ..planning.plan_choice import ScheduleChoice, choose_schedule, fits, lengths, make_plan
 from ..planning.schedules import AUTO_SCHEDULE
 from ..planning.sharding_choice import AUTO, ShardingChoice
+from ..planning.timeline import StepPrediction
 from ..planning.unit_times import ModelTimes
-from ..token_slices.slice_planning import RowSlices, whole_rows
-from ..token_slices.slice_timeline import choose_slices, seconds_of_slices
 from .device_table import CacheHost, Device
-from .fsdp import FsdpRun, fsdp_run
-from .workload import Workload, frozen_latency, stage_latencies
+from .fully_sharded import FullyShardedPlan
+from .workload import Workload
+
+BEST, DDP, PIPELINE, FSDP = "best static layout", "plain DDP", "static pipeline", "plain FSDP"
+"""Names of the trainings without freezing that a forecast is compared with."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +42,19 @@ class Job:
     Args:
         num_devices: number of devices, with one process each.
         batch: number of samples in the global batch; each device contributes an equal part.
-        gradient_accumulation_steps: number of batches, run one after the other, in which the global batch is run.
         num_epochs: number of epochs; freezing is decided at the start of each.
         num_samples: number of samples in an epoch.
         freeze_policy: a policy that needs no gradients.
         max_frozen_layers: the user's upper bound on the number of frozen layers.
         pipeline_parallel_size: K, or "auto".
         is_elastic: whether the layers are repacked into fewer stages after a freeze.
-        caches: whether frozen layers' outputs are cached; not if sequences are split, as the cache stores
-            whole samples.
-        token_slices: "auto" splits the sequences of a causal language model along their tokens as well.
-        plan_by: "counts", or "times" to choose K and M by predicted steps, as the training argument of this name.
-        replica_sharding: what the replicas of a stage divide among them, or "auto" to choose it by memory and K, where
-            that is "auto" as well, by predicted steps; nothing in the comparison with plain DDP.
-        schedule: name of the schedule, or "auto" to choose it as the training does, by what `plan_by` says.
+        caches: whether frozen layers' outputs are cached.
+        schedule: name of the schedule, or "auto".
+        num_microbatches: M, or "auto".
+        replica_sharding: what the replicas of a stage divide among them, or "auto"; nothing in the comparison with
+            plain DDP.
         virtual_pipeline_parallel_size: virtual stages per stage of an interleaved schedule.
+        gradient_accumulation_steps: number of batches, run one after the other, in which the global batch is run.
 
     Raises:
         ValueError: a number is too small, or the batch cannot be divided equally.
@@ -72,8 +71,6 @@ class Job:
     caches: bool = True
     schedule: str = "1f1b"
     num_microbatches: int | Literal["auto"] = "auto"
-    token_slices: Literal["off", "auto"] = "off"
-    plan_by: str = "counts"
     replica_sharding: str = "none"
     virtual_pipeline_parallel_size: int = 1
     gradient_accumulation_steps: int = 1
@@ -104,23 +101,13 @@ class Job:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Number of steps in an epoch."""
         return -(-self.num_samples // self.batch)
 
-    def num_frozen(self, num_layers: int, max_frozen: int) -> list[int]:
-        """f in each epoch.
-
-        Args:
-            num_layers: L.
-            max_frozen: the largest number of layers that can be frozen while something is left to train.
-        """
-        return frozen_in_epochs(
-            self.freeze_policy,
-            num_layers,
-            max_frozen,
-            self.num_epochs,
-            self.steps_per_epoch,
-            self.max_frozen_layers,
-        )
+    def num_frozen(self, workload: Workload) -> list[int]:
+        """Return f in each epoch."""
+        num_layers, most, bound = len(workload.unit_costs), workload.max_frozen, self.max_frozen_layers
+        return frozen_in_epochs(self.freeze_policy, num_layers, most, self.num_epochs, self.steps_per_epoch, bound)
 
 
 @dataclass(frozen=True)
@@ -133,7 +120,6 @@ class Machine:
         devices_per_node: number of devices that share a cache.
         host: resources of a node for the cache.
         device: the device from whose table entry `times` was derived; None if it was measured.
-        flat_tokens: number of tokens below which a slice takes no less time.
     """
 
     times: ModelTimes
@@ -141,121 +127,88 @@ class Machine:
     devices_per_node: int
     host: CacheHost
     device: Device | None = None
-    flat_tokens: int = 1
 
     def with_devices(self, num_devices: int, unit_costs: Sequence[UnitCost]) -> Machine:
-        """The same machine with another number of devices."""
-        if self.device is None:
-            return self
-        return replace(self, times=self.device.times(unit_costs, num_devices))
+        """Return the same machine with another number of devices."""
+        return self if self.device is None else replace(self, times=self.device.times(unit_costs, num_devices))
 
     def num_nodes(self, num_devices: int) -> int:
+        """Return the number of nodes that have so many devices."""
         return -(-num_devices // self.devices_per_node)
 
 
 @dataclass(frozen=True)
-class SlicedStep:
-    """Forward and backward of a step whose batch `choose_slices` splits along tokens, or into other groups of samples.
+class Step:
+    """What a step takes under a plan.
 
     Attributes:
-        parts: the parts of a pipeline's batch, and the slices of each.
-        seconds: time until the last stage has finished.
-        busy_seconds: part of this time in which a device computes, averaged over the stages.
-        frozen_seconds: part of this time spent on frozen layers.
+        plan: the plan.
+        num_batches: number of batches of the step, run one after the other; gradients are reduced, and the optimizer
+            runs, once after them.
+        load_seconds: time to load cached outputs.
+        num_cached: number of the frozen layers whose output comes from the cache; the plan may count fewer.
+        puts: number of layers whose output is stored in the cache; 0 if nothing is stored.
     """
 
-    parts: tuple[RowSlices, ...]
-    seconds: float
-    busy_seconds: float
-    frozen_seconds: float
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """One epoch, counted from 1.
-
-    Attributes:
-        num_frozen: f.
-        num_cached: number of the frozen layers whose output comes from the cache.
-        puts: number of layers whose output is stored in the cache during this epoch; 0 if nothing is stored.
-        plan: the plan in effect.
-        prediction: prediction for a step with whole sequences, without loading.
-        load_seconds: time to load cached outputs in a step.
-        num_steps: number of steps in the epoch.
-        sliced: prediction for a step that the dynamic program splits along tokens; None if it splits no sequence
-            because that saves too little, or if splitting is off.
-        num_batches: number of batches of a step, run one after the other; `prediction` and `sliced` are for one.
-    """
-
-    number: int
-    num_frozen: int
-    num_cached: int
-    puts: int
     plan: PipelinePlan
-    prediction: StepPrediction
-    load_seconds: float
-    num_steps: int
-    sliced: SlicedStep | None = None
     num_batches: int = 1
+    load_seconds: float = 0.0
+    num_cached: int = 0
+    puts: int = 0
 
-    @property
-    def step_seconds(self) -> float:
-        computing = self.prediction.timeline.seconds if self.sliced is None else self.sliced.seconds
-        return self.num_batches * computing + self.prediction.seconds_at_end + self.load_seconds
-
-    @property
-    def uncut_step_seconds(self) -> float:
-        """Time of a step with whole sequences."""
-        return _seconds_of_batches(self.prediction, self.num_batches) + self.load_seconds
+    @cached_property
+    def prediction(self) -> StepPrediction:
+        """Prediction for one of the batches, without loading."""
+        return self.plan.predict(self.plan.rows_per_pipeline, self.num_microbatches)
 
     @property
     def num_microbatches(self) -> int:
         """Number of parts of a pipeline's batch."""
-        return self.prediction.num_microbatches if self.sliced is None else len(self.sliced.parts)
+        return self.plan.num_microbatches_for(self.plan.rows_per_pipeline)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        prediction = self.prediction
+        return self.num_batches * prediction.timeline.seconds + prediction.seconds_at_end + self.load_seconds
 
     @property
     def stage_bytes(self) -> list[int]:
         """Memory of each stage."""
-        return _stage_bytes(self.plan, self.prediction.num_microbatches, self.sliced)
+        plan, m = self.plan, self.num_microbatches
+        stages = range(plan.pipeline_parallel_size)
+        return [plan.stage_bytes(stage, rows=plan.rows_per_pipeline, num_microbatches=m) for stage in stages]
 
     @property
-    def bubble(self) -> float:
-        """Fraction of forward and backward in which a device waits, 0 to 1."""
-        if self.sliced is None:
-            return self.prediction.timeline.bubble
-        return 1 - self.sliced.busy_seconds / self.sliced.seconds
-
-    @property
-    def seconds(self) -> float:
-        return self.step_seconds * self.num_steps
+    def fits(self) -> bool:
+        """Whether the largest stage fits a device."""
+        return fits(self.plan)
 
     @property
     def samples_per_second(self) -> float:
-        return self.num_batches * self.plan.rows_per_device * self.plan.world_size / self.step_seconds
+        """Samples of the global batch per second."""
+        return self.num_batches * self.plan.rows_per_device * self.plan.world_size / self.seconds
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """Fractions of a step's time by activity, averaged over the stages; they add up to 1."""
-        plan, times, m = self.plan, self.plan.times, self.prediction.num_microbatches
-        assert times is not None
-        k, timeline = plan.pipeline_parallel_size, self.prediction.timeline
-        if self.sliced is not None:
-            computing, busy, frozen = self.sliced.seconds, self.sliced.busy_seconds, self.sliced.frozen_seconds
-        else:
-            computing, busy = timeline.seconds, sum(span.end - span.start for span in timeline.spans) / k
-            frozen_units = range(self.plan.num_cached_layers, self.num_frozen)
-            frozen = m * sum(times.units[unit].forward.of(plan.rows_per_pipeline / m) for unit in frozen_units) / k
+        """Fractions of the time by activity, averaged over the stages; they add up to 1."""
+        plan, timeline, m = self.plan, self.prediction.timeline, self.num_microbatches
+        assert plan.times is not None
+        k, rows = plan.pipeline_parallel_size, plan.rows_per_pipeline / m
+        busy = sum(span.end - span.start for span in timeline.spans) / k
+        frozen_units = plan.times.units[plan.num_cached_layers : plan.num_frozen_layers]
+        frozen = m * sum(unit.forward.of(rows) for unit in frozen_units) / k
         of_batch = {
             "active layers": busy - frozen,
             "frozen layers": frozen,
-            "waiting": computing - busy,
+            "waiting": timeline.seconds - busy,
         }
         seconds = {
             **{part: self.num_batches * value for part, value in of_batch.items()},
             "reduction, optimizer": self.prediction.seconds_at_end,
             "loading": self.load_seconds,
         }
-        return {part: value / self.step_seconds for part, value in seconds.items()}
+        return {part: value / self.seconds for part, value in seconds.items()}
 
     @property
     def limit(self) -> str:
@@ -264,39 +217,14 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class StaticRun:
-    """A training in one layout in which nothing is frozen.
-
-    Attributes:
-        plan: the plan of this layout.
-        seconds: time of the training; infinite if the plan does not fit.
-        missing_bytes: memory that the largest stage needs beyond the device's; 0 if it fits.
-        num_microbatches: number of parts of a pipeline's batch.
-        largest_bytes: memory of the largest stage.
-    """
-
-    plan: PipelinePlan
-    seconds: float
-    missing_bytes: int
-    num_microbatches: int
-    largest_bytes: int
-
-    @property
-    def fits(self) -> bool:
-        return self.missing_bytes == 0
-
-
-@dataclass(frozen=True)
 class Forecast:
     """Forecast of the whole training.
 
     Attributes:
-        epochs: the epochs in order.
-        ddp: plain DDP, K = 1.
-        best_static: the fastest of all static layouts that fit.
-        static_pipeline: a static pipeline with K > 1: the requested K, or that of the first epoch, or else the
-            smallest possible; None if no K > 1 is possible.
-        fsdp: plain FSDP over all devices; None if there is one device.
+        epochs: a step of each epoch in order.
+        plain: name -> step of a training in which nothing is frozen: the fastest static layout that fits; plain DDP,
+            K = 1; a static pipeline of the requested K, or of that of the first epoch, or else of the smallest one
+            above 1; and FSDP in as few micro-batches as fit. What is not possible is left out.
         sharding_choice: what the sharding and the first plan were chosen from; None if the sharding was given.
         flop_bound: FLOPs of the training without freezing divided by those with freezing.
         cache_bytes: size of the largest generation on a node; 0 if nothing is cached.
@@ -307,11 +235,8 @@ class Forecast:
     job: Job
     workload: Workload
     machine: Machine
-    epochs: tuple[Epoch, ...]
-    ddp: StaticRun
-    best_static: StaticRun
-    static_pipeline: StaticRun | None
-    fsdp: FsdpRun | None
+    epochs: tuple[Step, ...]
+    plain: Mapping[str, Step]
     sharding_choice: ShardingChoice | None
     flop_bound: float
     cache_bytes: float
@@ -320,11 +245,18 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        return sum(epoch.seconds for epoch in self.epochs)
+        """Seconds of the training."""
+        return self.job.steps_per_epoch * sum(step.seconds for step in self.epochs)
 
     @property
     def first(self) -> PipelinePlan:
+        """The plan that the training begins with."""
         return self.epochs[0].plan
+
+    @property
+    def freezes(self) -> bool:
+        """Whether a layer freezes."""
+        return self.epochs[-1].plan.num_frozen_layers > 0
 
     @property
     def schedule_choice(self) -> ScheduleChoice | None:
@@ -333,28 +265,25 @@ class Forecast:
         return choose_schedule(self.first, k) if self.job.schedule == AUTO_SCHEDULE and k > 1 else None
 
     @property
-    def periods(self) -> list[tuple[Epoch, ...]]:
-        """Groups of consecutive epochs with the same configuration."""
-
-        def alike(epoch: Epoch) -> tuple[int, ...]:
-            return (epoch.num_frozen, epoch.num_cached, epoch.puts, epoch.plan.pipeline_parallel_size)
-
-        return [tuple(epochs) for _, epochs in groupby(self.epochs, alike)]
-
-    @property
-    def fastest_plain(self) -> StaticRun | FsdpRun:
+    def fastest_plain(self) -> str:
         """What is fastest without freezing: a static layout, or FSDP where the best layout is a pipeline.
 
         Where DDP is possible, FSDP would only look faster: DDP's all-reduce is counted as if nothing hid it.
         """
-        fsdp, static = self.fsdp, self.best_static
-        if fsdp is None or static.plan.pipeline_parallel_size == 1:
-            return static
-        return fsdp if fsdp.seconds < static.seconds else static
+        best, fsdp = self.plain[BEST], self.plain.get(FSDP)
+        if fsdp is None or best.plan.pipeline_parallel_size == 1 or not fsdp.fits:
+            return BEST
+        return FSDP if not best.fits or fsdp.seconds < best.seconds else BEST
 
-    def speed_up_over(self, plain: StaticRun | FsdpRun) -> float | None:
-        """Speed-up over a training without freezing; None if that does not fit."""
-        return plain.seconds / self.seconds if plain.fits else None
+    def seconds_of(self, name: str) -> float | None:
+        """Return the seconds of a training without freezing; None if it does not fit."""
+        step = self.plain[name]
+        return step.seconds * self.job.steps_per_epoch * self.job.num_epochs if step.fits else None
+
+    def speed_up_over(self, name: str) -> float | None:
+        """Return the speed-up over a training without freezing; None if that does not fit."""
+        plain = self.seconds_of(name)
+        return None if plain is None else plain / self.seconds
 
 
 def forecast(job: Job, workload: Workload, machine: Machine) -> Forecast:
@@ -364,35 +293,78 @@ def forecast(job: Job, workload: Workload, machine: Machine) -> Forecast:
         ValueError: no plan is possible, as in `make_plan`.
     """
     epochs, cache_off = _Course(job, workload, machine).run()
-    costs = workload.unit_costs
-    lengths = [k for k in range(1, min(job.num_devices, len(costs)) + 1) if job.num_devices % k == 0]
-    statics = {k: _static_run(job, workload, machine, k) for k in lengths}
-    asked = job.pipeline_parallel_size
-    longer = asked if isinstance(asked, int) and asked > 1 else epochs[0].plan.pipeline_parallel_size
-    if longer == 1:
-        longer = next((k for k in lengths if k > 1), 1)
-    frozen = [step_flops(costs, epoch.num_frozen, epoch.plan.num_cached_layers) for epoch in epochs]
+    costs, plans = workload.unit_costs, [step.plan for step in epochs]
+    frozen = [step_flops(costs, plan.num_frozen_layers, plan.num_cached_layers) for plan in plans]
     with_freezing, without = sum(map(sum, frozen)), len(epochs) * sum(step_flops(costs, 0))
+    choose = _elastic_policy(job, machine).choose_sharding
     node_rows = job.num_samples / machine.num_nodes(job.num_devices)
-    sizes = {f: workload.cache_row_bytes(f) * node_rows for f in {epoch.puts for epoch in epochs} if f}
-    live = [
-        sum(sizes.get(f, 0.0) for f in {epoch.puts, epoch.num_cached}) for epoch in epochs
-    ]  # the generation that is read is kept until the next one is complete
+    sizes = {f: workload.cache_row_bytes(f) * node_rows for f in {step.puts for step in epochs} if f}
+    # the generation that is read is kept until the next one is complete
+    live = [sum(sizes.get(f, 0.0) for f in {step.puts, step.num_cached}) for step in epochs]
     return Forecast(
         job,
         workload,
         machine,
         tuple(epochs),
-        _static_run(replace(job, replica_sharding="none"), workload, machine, 1),
-        min(statics.values(), key=lambda static: (not static.fits, static.seconds)),
-        statics[longer] if longer > 1 else None,
-        _fsdp_run(job, workload, machine) if job.num_devices > 1 else None,
-        _choose_sharding(job, workload, machine) if job.replica_sharding == AUTO else None,
+        _plain_steps(job, workload, machine, plans[0].pipeline_parallel_size),
+        choose(costs, job.num_devices, machine.times) if job.replica_sharding == AUTO else None,
         without / with_freezing if with_freezing else 1.0,
         max(sizes.values(), default=0.0),
         max(live),
         cache_off,
     )
+
+
+def forecast_seconds(job: Job, workload: Workload, machine: Machine) -> float | None:
+    """Predict the seconds of a training, without the comparisons; None if it does not fit.
+
+    Raises:
+        ValueError: no plan is possible, as in `make_plan`.
+    """
+    steps = _Course(job, workload, machine.with_devices(job.num_devices, workload.unit_costs)).run()[0]
+    return job.steps_per_epoch * sum(step.seconds for step in steps) if steps[0].fits else None
+
+
+def _plain_steps(job: Job, workload: Workload, machine: Machine, k: int) -> dict[str, Step]:
+    """Return the trainings without freezing, as in `Forecast.plain`, beside one that begins with K stages."""
+    costs, devices, parts = workload.unit_costs, job.num_devices, job.gradient_accumulation_steps
+
+    def static(k: int, **changes: str) -> Step:
+        changed = replace(job, pipeline_parallel_size=k, **changes)  # type: ignore[arg-type]
+        return Step(_elastic_policy(changed, machine).first(costs, devices, machine.times), parts)
+
+    statics = {k: static(k) for k in lengths(devices, min(devices, len(costs)))}
+    asked = job.pipeline_parallel_size
+    longer = asked if isinstance(asked, int) and asked > 1 else k
+    if longer == 1:
+        longer = next((k for k in statics if k > 1), 1)
+    found = {
+        BEST: min(statics.values(), key=lambda step: (not step.fits, step.seconds)),
+        DDP: static(1, replica_sharding="none"),
+    }
+    if longer > 1:
+        found[PIPELINE] = statics[longer]
+    if devices > 1:
+        rows = job.batch // devices
+        in_parts = [
+            Step(
+                FullyShardedPlan.of(
+                    make_plan(
+                        costs,
+                        devices,
+                        1,
+                        rows_per_device=rows // m,
+                        memory_budget_bytes=machine.memory_budget_bytes,
+                        times=machine.times,
+                    )
+                ),
+                m,
+            )
+            for m in range(1, rows + 1)
+            if rows % m == 0
+        ]
+        found[FSDP] = next((step for step in in_parts if step.fits), in_parts[-1])
+    return found
 
 
 class _Course:
@@ -401,44 +373,30 @@ class _Course:
     def __init__(self, job: Job, workload: Workload, machine: Machine) -> None:
         self._job, self._workload, self._machine = job, workload, machine
         self._policy = _elastic_policy(job, machine)
-        self.first = plan_at_start(job, workload, machine)
+        self.first = self._policy.first(workload.unit_costs, job.num_devices, machine.times)
         self._boundary = 0  # number of layers whose output is in the store, or is being stored
         self._refused = 0  # number of layers whose output is not worth caching
         self._off: str | None = None if job.caches else "switched off"
-        if job.caches and job.token_slices != "off":
-            self._off = f"token_slices={job.token_slices!r} cuts sequences, and the cache keeps whole samples"
 
-    def run(self) -> tuple[list[Epoch], str | None]:
-        job, costs = self._job, self._workload.unit_costs
-        plan, cached, epochs = self.first, 0, list[Epoch]()
-        prediction, sliced = predict_step(job, self._workload, self._machine, plan)
-        for index, frozen in enumerate(job.num_frozen(len(costs), self._workload.max_frozen)):
+    def run(self) -> tuple[list[Step], str | None]:
+        """Return a step of each epoch, and why nothing is cached or no longer."""
+        job = self._job
+        plan, cached, epochs = self.first, 0, list[Step]()
+        for index, frozen in enumerate(job.num_frozen(self._workload)):
             before = (plan.num_frozen_layers, cached)
             if self._boundary > cached:  # the previous epoch has filled the cache
                 cached = self._boundary if self._pays(plan) else 0
             if (frozen, cached) != before:
                 plan = self._policy.next(plan, self.first, frozen, cached)
                 self._fill(plan)
-                prediction, sliced = predict_step(job, self._workload, self._machine, plan)
             writes = self._off is None and self._boundary > cached and index + 1 < job.num_epochs
-            epochs.append(
-                Epoch(
-                    index + 1,
-                    frozen,
-                    cached,
-                    self._boundary if writes else 0,
-                    plan,
-                    prediction,
-                    self._load_seconds(cached, self._boundary if writes else 0),
-                    job.steps_per_epoch,
-                    sliced,
-                    job.gradient_accumulation_steps,
-                )
-            )
+            puts = self._boundary if writes else 0
+            loading = self._load_seconds(cached, puts)
+            epochs.append(Step(plan, job.gradient_accumulation_steps, loading, cached, puts))
         return epochs, self._off
 
     def _fill(self, plan: PipelinePlan) -> None:
-        """Choose the boundary whose outputs are stored from now on, as `AutoCache.freeze` does."""
+        """Choose the boundary whose outputs are stored from now on, as the training's cache does."""
         if self._off is not None and not self._refused:
             return
         nodes = [str(rank // self._machine.devices_per_node) for rank in range(plan.world_size)]
@@ -458,7 +416,7 @@ class _Course:
                 self._boundary = boundary
 
     def _pays(self, plan: PipelinePlan) -> bool:
-        """Whether loading a sample is faster than computing it by the margin that `AutoCache` requires.
+        """Whether loading a sample is faster than computing it by the margin that the training's cache requires.
 
         The first stages of a node read at the same time, so each of them has its samples when all have been loaded.
         """
@@ -476,10 +434,8 @@ class _Course:
         return False
 
     def _node_bytes(self, boundary: int) -> float:
-        if not boundary:
-            return 0.0
         nodes = self._machine.num_nodes(self._job.num_devices)
-        return self._workload.cache_row_bytes(boundary) * self._job.num_samples / nodes
+        return self._workload.cache_row_bytes(boundary) * self._job.num_samples / nodes if boundary else 0.0
 
     def _load_seconds(self, cached: int, puts: int = 0) -> float:
         """Loading time of a step, for all samples of a node, whose first stages read at the same time.
@@ -495,38 +451,6 @@ class _Course:
         return self._workload.cache_row_bytes(cached) * self._job.batch / nodes / speed
 
 
-def plan_at_start(job: Job, workload: Workload, machine: Machine) -> PipelinePlan:
-    """The plan at the start of the training.
-
-    Raises:
-        ValueError: as `make_plan`.
-    """
-    if job.replica_sharding == AUTO:
-        return _choose_sharding(job, workload, machine).plan
-    return _elastic_policy(job, machine).first(workload.unit_costs, job.num_devices, machine.times)
-
-
-def _choose_sharding(job: Job, workload: Workload, machine: Machine) -> ShardingChoice:
-    """Choose what replicas divide; K by predicted steps, even where the plans go by counts.
-
-    What is chosen here is set in the training by the user, so no training depends on these times.
-    """
-    return _elastic_policy(job, machine).choose_sharding(
-        workload.unit_costs, job.num_devices, machine.times, lambda plan: plain_step_seconds(job, plan)
-    )
-
-
-def plain_step_seconds(job: Job, plan: PipelinePlan) -> float:
-    """Predict the seconds of a step under a plan, without loading and slices of sequences."""
-    rows = plan.rows_per_pipeline
-    return _seconds_of_batches(plan.predict(rows, plan.num_microbatches_for(rows)), job.gradient_accumulation_steps)
-
-
-def _seconds_of_batches(prediction: StepPrediction, num_batches: int) -> float:
-    """Seconds of a step of several batches, after which gradients are reduced and the optimizer runs once."""
-    return num_batches * prediction.timeline.seconds + prediction.seconds_at_end
-
-
 def _elastic_policy(job: Job, machine: Machine) -> ElasticPolicy:
     return ElasticPolicy(
         job.pipeline_parallel_size,
@@ -535,62 +459,6 @@ def _elastic_policy(job: Job, machine: Machine) -> ElasticPolicy:
         machine.memory_budget_bytes,
         job.schedule,
         job.num_microbatches,
-        job.plan_by,
         job.replica_sharding,
         job.virtual_pipeline_parallel_size,
     )
-
-
-def predict_step(
-    job: Job, workload: Workload, machine: Machine, plan: PipelinePlan
-) -> tuple[StepPrediction, SlicedStep | None]:
-    """Predict a step with whole sequences, and a step as the trainer splits its batch, if that is a different one."""
-    rows = plan.rows_per_pipeline
-    m = plan.num_microbatches_for(rows)
-    whole = plan.predict(rows, m)
-    if job.token_slices == "off" or plan.pipeline_parallel_size == 1:
-        return whole, None
-    stages = stage_latencies(plan, workload, machine.flat_tokens)
-    parts, seconds = choose_slices(stages, rows, workload.tokens, m, chooses_parts=plan.num_microbatches is None)
-    if parts == whole_rows(rows, workload.tokens, m):
-        return whole, None
-    k, frozen = len(stages), frozen_latency(plan, workload, machine.flat_tokens)
-    busy = sum(sum(seconds_of_slices(stage.both, parts).values()) for stage in stages) / k
-    return whole, SlicedStep(parts, seconds, busy, sum(seconds_of_slices(frozen, parts).values()) / k)
-
-
-def _stage_bytes(plan: PipelinePlan, num_microbatches: int, sliced: SlicedStep | None) -> list[int]:
-    """Memory of each stage. With slices, stage s keeps all slices of the first K - s parts."""
-    k = plan.pipeline_parallel_size
-    if sliced is None:
-        return [plan.stage_bytes(s, rows=plan.rows_per_pipeline, num_microbatches=num_microbatches) for s in range(k)]
-    kept = [sum(part.rows for part in sliced.parts[: k - stage]) for stage in range(k)]  # the largest parts come first
-    return [plan.stage_bytes(stage, rows=rows, num_microbatches=1) for stage, rows in enumerate(kept)]
-
-
-def _static_run(job: Job, workload: Workload, machine: Machine, k: int) -> StaticRun:
-    plan = plan_at_start(replace(job, pipeline_parallel_size=k), workload, machine)
-    prediction, sliced = predict_step(job, workload, machine, plan)
-    parts = job.gradient_accumulation_steps
-    epoch = Epoch(1, 0, 0, 0, plan, prediction, 0.0, job.steps_per_epoch, sliced, parts)
-    largest, budget = max(epoch.stage_bytes), machine.memory_budget_bytes
-    missing = 0 if budget is None else max(largest - budget, 0)
-    seconds = float("inf") if missing else epoch.seconds * job.num_epochs
-    return StaticRun(plan, seconds, missing, epoch.num_microbatches, largest)
-
-
-def _fsdp_run(job: Job, workload: Workload, machine: Machine) -> FsdpRun:
-    return fsdp_run(
-        workload.unit_costs,
-        machine.times,
-        job.num_devices,
-        job.batch // job.num_devices,
-        job.steps_per_epoch * job.num_epochs,
-        machine.memory_budget_bytes,
-    )
-
-
-def forecast_seconds(job: Job, workload: Workload, machine: Machine) -> float:
-    """Predicted seconds of a training, without the comparison with static layouts. Raises the same as `forecast`."""
-    machine = machine.with_devices(job.num_devices, workload.unit_costs)
-    return sum(epoch.seconds for epoch in _Course(job, workload, machine).run()[0])

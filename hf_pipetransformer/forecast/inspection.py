@@ -1,323 +1,100 @@
-"""Inspection of a model as a pipeline, from its configuration alone.
-
-    load_config -> model_class -> build_placeholder_model -> measure -> make_report -> as_text
-
-No weights are loaded or created: each parameter is a *placeholder*, one element of memory in the shape of the real
-parameter, so a laptop can inspect a model with billions of parameters.
-"""
+"""`hf-pipetransformer inspect`: a model's units, its shared parameters, and how it would be split into stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from os.path import commonpath
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
-import transformers
-from accelerate import init_empty_weights
-from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..model.batch_statistics import normalised_by_batch
 from ..model.dummy_inputs import dummy_batch
-from ..model.layer_stack import LayerStack
-from ..model.placeholders import ParameterTable, placeholder
-from ..planning.costs import UnitCost, measure_costs
-from ..planning.plan import MIB, PipelinePlan, align
+from ..planning.costs import UnitCost
+from ..planning.plan import MIB, PipelinePlan
 from ..planning.plan_choice import make_plan
+from ..planning.tables import align
+from .workload import measure_workload
 
-PLACEHOLDER_VALUE = 0.01
-"""Value of all placeholders. It is not zero, because CLIP divides by the norm of its embeddings."""
-
-LARGE_BYTES = 64 * MIB
-"""Tensors of at least this size are parameters, not buffers."""
-
+DEFAULT_TOKENS = 8
 SINGLE_MICRO_BATCH = (
     "{}. With several stages, the batch of a pipeline is not divided, so that the stages work one after the other;"
     " replicas and accumulated batches have statistics of their own, as under plain DDP."
 )
 """Note about a model whose samples depend on one another, with the reason."""
 
-TASKS: Mapping[str, str] = {
-    "causal-lm": "AutoModelForCausalLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-    "question-answering": "AutoModelForQuestionAnswering",
-    "multiple-choice": "AutoModelForMultipleChoice",
-    "image-classification": "AutoModelForImageClassification",
-    "video-classification": "AutoModelForVideoClassification",
-    "audio-classification": "AutoModelForAudioClassification",
-    "ctc": "AutoModelForCTC",
-    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
-    "image-text-to-text": "AutoModelForImageTextToText",
-    "base": "AutoModel",
-}
-"""Name of a task -> the Auto class that builds its model."""
 
-# Many families are in several mappings (BART in five), so the order decides, from the narrow mapping to the wide
-# one: encoder-decoders first, because BART is also listed as a masked and a causal language model; then encoders,
-# recognized by masked-language modeling and fine-tuned as classifiers, because BERT is also listed as a causal
-# model; then decoders, because Llama is also listed as a classifier. The rest do not overlap with text.
-_TASK_ORDER = (
-    "speech-seq2seq",
-    "seq2seq-lm",
-    "sequence-classification",  # only for families that are in masked-lm as well
-    "causal-lm",
-    "image-classification",
-    "video-classification",
-    "audio-classification",
-    "image-text-to-text",
-    "masked-lm",
-    "ctc",
-    "base",
-)
-
-
-class UnknownModelError(ValueError):
-    """Raised if no configuration is found under the given name, or none that fits the task."""
-
-
-def load_config(name: str) -> PreTrainedConfig:
-    """Load the configuration that a name refers to.
-
-    The name is looked up as a path first, then as a model type (with its default configuration), then as a name on
-    the Hub. Code that comes with a model is never run.
+def inspect(model: PreTrainedModel, tokens: int, stages: Sequence[int]) -> tuple[dict[str, Any], str]:
+    """Return what `inspect` says of a model: as plain values for JSON, and as text.
 
     Args:
-        name: Folder, config.json, model type, or name on the Hub.
+        model: the model, of placeholders or with weights.
+        tokens: number of tokens of a text sample.
+        stages: numbers of stages to propose; those above the number of units are left out.
 
     Raises:
-        UnknownModelError: There is no such configuration.
+        UnsupportedModelError: the model cannot be split into stages.
+        ValueError: the sample is longer than the model's positions.
     """
-    path = Path(name)
-    is_path = path.is_file() or (path / "config.json").is_file()
-    if not is_path and name in CONFIG_MAPPING:
-        try:
-            return AutoConfig.for_model(name)
-        except Exception as error:  # its class does not accept its own default values, with whatever error
-            raise UnknownModelError(
-                f"model type {name!r} has no default configuration ({_first_line(error)}). Pass a folder or a"
-                " config.json with the values of a real model."
-            ) from error
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if is_path:
-            reason = f"its configuration cannot be read ({_first_line(error)})"
-        elif path.exists():
-            reason = "the folder has no config.json"
-        else:
-            reason = (
-                f"it is not a folder, a config.json or one of the {len(list(CONFIG_MAPPING.keys()))} model types, "
-                f"and it could not be loaded from the Hugging Face Hub ({_first_line(error)})"
-            )
-            similar = get_close_matches(name, list(CONFIG_MAPPING.keys()), n=3)
-            if similar:
-                reason += f". Model types of a similar name: {', '.join(similar)}"
-        raise UnknownModelError(f"unknown model {name!r}: {reason}.") from error
-    return config
-
-
-def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
-    """Return the class that builds a configuration's model: an architecture of transformers or an Auto class.
-
-    Without a task, the configuration's own `architectures` decides; a configuration without `architectures` gets the
-    task that its family is mostly fine-tuned for (encoders: sequence classification; decoders: causal language
-    modeling).
-
-    Args:
-        config: The configuration.
-        task: A key of `TASKS`, or `"auto"`.
-
-    Returns:
-        A class with the class method `from_config` or `_from_config`.
-
-    Raises:
-        UnknownModelError: No class accepts the configuration.
-    """
-
-    def takes(task_name: str) -> bool:
-        return type(config) in getattr(transformers, TASKS[task_name])._model_mapping
-
-    if task != "auto":
-        if not takes(task):
-            raise UnknownModelError(
-                f"transformers has no {task} model for {type(config).__name__}. Pass another --task."
-            )
-        return _class_of_task(config, task)
-    for name in config.architectures or ():
-        if isinstance(getattr(transformers, name, None), type):
-            return _class(name)
-    for candidate in _TASK_ORDER:
-        if takes(candidate) and (candidate != "sequence-classification" or takes("masked-lm")):
-            return _class_of_task(config, candidate)
-    raise UnknownModelError(f"transformers has no model for {type(config).__name__}.")
-
-
-def build_placeholder_model(config: PreTrainedConfig, cls: type) -> PreTrainedModel:
-    """Build a model in which each parameter occupies the memory of a single element.
-
-    Buffers are real, because models compute with them. Tied parameters stay tied, and every parameter is trainable.
-
-    Args:
-        config: The configuration.
-        cls: A model class or an Auto class of transformers.
-    """
-    build = getattr(cls, "from_config", None) or cls._from_config  # type: ignore[attr-defined]
-    config._experts_implementation = (
-        "eager"  # the grouped kernel does not accept stride-0 weights, and its FLOPs are not counted
-    )
-    with _LargeTensorsOnMeta(), init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = build(config)
-    model.tie_weights()  # moving to the meta device has untied the parameters
-    table = ParameterTable(model)
-    for name in table.names:
-        empty = placeholder(table[name], PLACEHOLDER_VALUE, torch.device("cpu"))
-        table[name] = nn.Parameter(empty, requires_grad=empty.is_floating_point())
-    return model
-
-
-class _LargeTensorsOnMeta(TorchFunctionMode):
-    """Mode in which `torch.empty` creates large tensors on the meta device.
-
-    `init_empty_weights` first allocates each parameter, and a mixture of experts has single parameters of 30 GB.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.empty:
-            on_meta = func(*args, **{**kwargs, "device": "meta"})
-            if on_meta.nbytes >= LARGE_BYTES:
-                return on_meta
-        return func(*args, **kwargs)
-
-
-class GhostProducts(TorchDispatchMode):
-    """Mode in which a matrix product with a placeholder is computed from row sums, without expanding the placeholder.
-
-    The kernels would first copy a stride-0 matrix to its full size: 26 GB for one forward of a 7B model. Results equal
-    the product up to rounding, and have its size. Enter it before a `FlopCounterMode`, which then still counts the
-    product.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        aten = torch.ops.aten
-        if func is aten.mm.default and _is_placeholder_matrix(args[1]):
-            return _times_placeholder(*args)
-        if func is aten.addmm.default and not kwargs and len(args) == 3 and _is_placeholder_matrix(args[2]):
-            return _times_placeholder(args[1], args[2]).add_(args[0])
-        if func is aten.bmm.default and _is_placeholder_matrix(args[1]):
-            return _times_placeholder(*args)
-        return func(*args, **(kwargs or {}))
-
-
-def _is_placeholder_matrix(matrix: torch.Tensor) -> bool:
-    return matrix.numel() > 1 and not any(matrix.stride())
-
-
-def _times_placeholder(left: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-    """Return `left @ empty` for a placeholder of one value. `[..., N, K] @ [..., K, M]`"""
-    row_sums = left.sum(-1, keepdim=True) * empty.as_strided((), ())
-    return row_sums.expand(*left.shape[:-1], empty.shape[-1]).clone(memory_format=torch.contiguous_format)
-
-
-def make_report(
-    model: PreTrainedModel, batch: Mapping[str, Any], units: Sequence[UnitCost], stages: Sequence[int]
-) -> dict[str, Any]:
-    """Return the report of `inspect`, as plain values for JSON.
-
-    Args:
-        model: The model, for the names and sizes of its parameters.
-        batch: The batch with which the costs were measured.
-        units: The costs of its units.
-        stages: Numbers of stages to propose, each at most the number of units.
-    """
+    units = measure_workload(model, tokens).unit_costs
     number_of = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
     needed_by: dict[str, list[int]] = {}
-    coupled = normalised_by_batch(model.train())
     for index, unit in enumerate(units):
         for name in unit.parameters:
             needed_by.setdefault(name, []).append(index)
-    return {
+    coupled = normalised_by_batch(model.train())
+    plans = {
+        k: make_plan(
+            units, k, k, num_microbatches="auto" if coupled is None else 1, rows_per_device=1, memory_budget_bytes=None
+        )
+        for k in stages
+        if k <= len(units)
+    }
+    sample = dummy_batch(model, 1, tokens=tokens)
+    report = {
         "model": type(model).__name__,
-        "sample": {name: list(value.shape[1:]) for name, value in batch.items()},
+        "sample": {name: list(value.shape[1:]) for name, value in sample.items()},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "bytes": sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
-        "units": [
-            {
-                "name": unit.name,
-                "parameters": sum(number_of[name] for name in unit.parameters),
-                "bytes": sum(unit.parameters.values()),
-                "forward_flops_per_sample": unit.forward_flops,
-                "activation_bytes_per_sample": unit.activation_bytes,
-                "boundary_bytes_per_sample": unit.boundary_bytes,
-            }
-            for unit in units
-        ],
+        "units": [_values_of(unit, number_of) for unit in units],
         "shared_parameters": {name: where for name, where in needed_by.items() if len(where) > 1},
         # with several stages, training does not divide the batch of a pipeline
         "single_micro_batch": coupled,
-        "stages": {
-            str(k): [
-                {
-                    "first_unit": plan.units_of(stage)[0],
-                    "last_unit": plan.units_of(stage)[-1],
-                    "parameter_bytes": plan.parameter_bytes_of(stage),
-                    "forward_flops_per_sample": plan.forward_flops_of(stage),
-                }
-                for stage in range(k)
-            ]
-            for k, plan in ((k, _plan(units, k, coupled is not None)) for k in stages)
-        },
+        "stages": {str(k): _stages_of(plan) for k, plan in plans.items()},
+    }
+    return report, _as_text(report, plans.values())
+
+
+def _values_of(unit: UnitCost, number_of: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "name": unit.name,
+        "parameters": sum(number_of[name] for name in unit.parameters),
+        "bytes": sum(unit.parameters.values()),
+        "forward_flops_per_sample": unit.forward_flops,
+        "activation_bytes_per_sample": unit.activation_bytes,
+        "boundary_bytes_per_sample": unit.boundary_bytes,
     }
 
 
-def measure(model: PreTrainedModel) -> tuple[dict[str, Any], tuple[UnitCost, ...]]:
-    """Find the units and measure their costs on the smallest batch: one sample, few tokens."""
-    batch = dummy_batch(model, rows=1)
-    with GhostProducts():
-        return batch, measure_costs(LayerStack.discover(model, batch), batch)
-
-
-def _plan(units: Sequence[UnitCost], k: int, in_one_micro_batch: bool) -> PipelinePlan:
-    """Return the plan of one pipeline of K stages."""
-    m: int | Literal["auto"] = 1 if in_one_micro_batch else "auto"
-    return make_plan(units, k, k, num_microbatches=m, rows_per_device=1, memory_budget_bytes=None)
-
-
-def as_text(report: Mapping[str, Any], units: Sequence[UnitCost]) -> str:
-    """Return the report as tables."""
-    is_coupled = report["single_micro_batch"] is not None
-    sample = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in report["sample"].items())
-    header = ("unit", "name", "parameters", "MiB", "MFLOPs/sample", "boundary KiB/sample")
-    table = [(index, name, *costs) for index, name, costs in _equal_units(report["units"])]
-    shared = [("shared parameters", "needed by units"), *_equal_shares(report["shared_parameters"])]
-    parts = [
-        f"{report['model']}: {report['parameters']:,} parameters, {report['bytes'] / MIB:,.1f} MiB, "
-        f"{len(units)} units; one sample: {sample}",
-        "\n".join(align([header, *table], left=(1,))),
-        "\n".join(align(shared, left=(0, 1))) if len(shared) > 1 else "no shared parameters",
-        *([SINGLE_MICRO_BATCH.format(report["single_micro_batch"])] if is_coupled else []),
-        *(str(_plan(units, int(k), is_coupled)) for k in report["stages"]),
+def _stages_of(plan: PipelinePlan) -> list[dict[str, Any]]:
+    return [
+        {
+            "first_unit": plan.units_of(stage)[0],
+            "last_unit": plan.units_of(stage)[-1],
+            "parameter_bytes": plan.parameter_bytes_of(stage),
+            "forward_flops_per_sample": plan.forward_flops_of(stage),
+        }
+        for stage in range(plan.pipeline_parallel_size)
     ]
-    return "\n\n".join(parts)
 
 
-def _equal_units(units: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Return index, name and costs of the units, with consecutive units of equal costs combined."""
+def _as_text(report: Mapping[str, Any], plans: Iterable[PipelinePlan]) -> str:
+    """Return the report as tables; consecutive units of equal costs are one row, as are parameters of the same."""
+    units, shared = report["units"], report["shared_parameters"]
 
-    def costs(unit: Mapping[str, Any]) -> tuple[str, ...]:
+    def costs(index: int) -> tuple[str, ...]:
+        unit = units[index]
         return (
             f"{unit['parameters']:,}",
             f"{unit['bytes'] / MIB:,.1f}",
@@ -325,50 +102,34 @@ def _equal_units(units: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, tup
             f"{unit['boundary_bytes_per_sample'] / 1024:,.1f}",
         )
 
-    rows = []
-    for shown, group in groupby(enumerate(units), key=lambda pair: costs(pair[1])):
-        (first, unit), *others = group
-        last, last_unit = others[-1] if others else (first, unit)
-        is_one = last_unit["name"] == unit["name"]  # of ALBERT, all of them
-        name = unit["name"] if is_one else f"{unit['name']} ... {last_unit['name'].rpartition('.')[2]}"
-        rows.append((_ranges(range(first, last + 1)), name, shown))
-    return rows
-
-
-def _equal_shares(shared: Mapping[str, Sequence[int]]) -> list[tuple[str, str]]:
-    """Return names and units of shared parameters, with consecutive parameters of the same units combined."""
-    rows = []
-    for where, group in groupby(shared, key=lambda name: shared[name]):
-        names = list(group)
+    rows: list[tuple[str, ...]] = [("unit", "name", "parameters", "MiB", "MFLOPs/sample", "boundary KiB/sample")]
+    for shown, group in groupby(range(len(units)), key=costs):
+        alike = list(group)
+        first, last = units[alike[0]]["name"], units[alike[-1]]["name"]
+        name = first if first == last else f"{first} ... {last.rpartition('.')[2]}"  # of ALBERT, all are one
+        rows.append((_ranges(alike), name, *shown))
+    shares = [("shared parameters", "needed by units")]
+    for where, group_of in groupby(shared, key=lambda name: shared[name]):
+        names = list(group_of)
         common = commonpath([name.replace(".", "/") for name in names]).replace("/", ".")
-        name = names[0] if len(names) == 1 else f"{len(names)} parameters" + (f" in {common}" if common else "")
-        rows.append((name, _ranges(where)))
-    return rows
+        several = f"{len(names)} parameters" + (f" in {common}" if common else "")
+        shares.append((names[0] if len(names) == 1 else several, _ranges(where)))
+    sample = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in report["sample"].items())
+    coupled = report["single_micro_batch"]
+    parts = [
+        f"{report['model']}: {report['parameters']:,} parameters, {report['bytes'] / MIB:,.1f} MiB, "
+        f"{len(units)} units; one sample: {sample}",
+        "\n".join(align(rows, left=(1,))),
+        "\n".join(align(shares, left=(0, 1))) if shared else "no shared parameters",
+        *([] if coupled is None else [SINGLE_MICRO_BATCH.format(coupled)]),
+        *map(str, plans),
+    ]
+    return "\n\n".join(parts)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return sorted numbers with consecutive ones combined: 0-3, 7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][-1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def _class_of_task(config: PreTrainedConfig, task: str) -> type:
-    """Return the Auto class of a task; of several classes for one configuration (LeViT), the first."""
-    auto = _class(TASKS[task])
-    found = auto._model_mapping[type(config)]  # type: ignore[attr-defined]
-    # an Auto class would look for the architectures that a configuration of a mere type does not name
-    return found[0] if isinstance(found, (tuple, list)) and not config.architectures else auto
-
-
-def _class(name: str) -> type:
-    cls: type = getattr(transformers, name)
-    return cls
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    runs = [
+        [number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    ]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

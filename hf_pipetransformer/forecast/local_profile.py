@@ -28,11 +28,15 @@ from ..model.layer_stack import LayerStack, loss_outputs, output_tensors
 from ..pipeline.devices import free_and_total
 from ..pipeline.mesh import ProcessMesh
 from ..planning.unit_times import ModelTimes, measure_times, slowest
+from .device_table import GIB
+from .workload import Workload
 
 TIMEOUT = timedelta(minutes=10)
 MEMORY_FOR_WEIGHTS = 0.5
 """Fraction of the free memory that the processes' copies of the weights may use; gradients and activations of a unit
 need memory in addition."""
+ROWS_TO_TIME = 8
+"""Number of samples that are timed, as in the trainer."""
 READ_REPETITIONS = 5
 
 
@@ -51,74 +55,69 @@ class LocalProfile:
     processes: int
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What is timed.
+
+    Attributes:
+        config: configuration of the model.
+        model_class: a class or Auto class of transformers.
+        device_type: "cpu", or `accelerator_type()`.
+        rows: number of samples with which the parts are timed.
+        workload: the model's costs, of which the sizes of samples are taken.
+    """
+
+    config: PreTrainedConfig
+    model_class: Any
+    device_type: str
+    rows: int
+    workload: Workload
+
+
 def accelerator_type() -> str:
     """The type of this machine's accelerator; "cuda" if torch is built for none."""
     kind = torch.accelerator.current_accelerator()
     return kind.type if kind is not None else "cuda"
 
 
-def processes_here(device_type: str, num_devices: int) -> int:
-    """Number of the training's processes that this machine can run."""
-    here = os.cpu_count() or 1 if device_type == "cpu" else torch.accelerator.device_count()
-    return min(num_devices, here)
-
-
-def profile_here(
-    config: PreTrainedConfig,
-    model_class: type,
-    device_type: str,
-    num_devices: int,
-    rows: int,
-    tokens: int,
-    row_bytes: int,
-) -> LocalProfile:
+def profile_here(subject: Subject, num_devices: int) -> LocalProfile:
     """Time a model's parts on this machine.
 
     Args:
-        config: configuration of the model.
-        model_class: a class or Auto class of transformers.
-        device_type: "cpu", or `accelerator_type()`.
+        subject: what is timed.
         num_devices: number of processes of the training; no more are started than there are cores, or devices.
-        rows: number of samples with which the parts are timed.
-        tokens: number of tokens per sample.
-        row_bytes: size of a sample in the activation cache.
 
     Raises:
         ValueError: there is no such device, or the processes' weights do not fit into this machine's memory.
     """
-    if device_type != "cpu" and not torch.accelerator.is_available():
+    kind = subject.device_type
+    if kind != "cpu" and not torch.accelerator.is_available():
         raise ValueError(
-            f"profile is {device_type!r}, but no {device_type.upper()} device is available. Set profile='analytic' and"
-            " device."
+            f"profile is {kind!r}, but no {kind.upper()} device is available. Set profile='analytic' and device."
         )
-    processes = processes_here(device_type, num_devices)
+    here = os.cpu_count() or 1 if kind == "cpu" else torch.accelerator.device_count()
+    processes = min(num_devices, here)
+    _refuse_too_large(subject.workload.weight_bytes, kind, processes)
     with tempfile.TemporaryDirectory() as folder:
         threads = int(os.environ.get("OMP_NUM_THREADS", max((os.cpu_count() or 1) // processes, 1)))
-        arguments = (processes, folder, threads, config, model_class, device_type, rows, tokens, row_bytes)
-        multiprocessing.spawn(_measure, arguments, nprocs=processes)
+        multiprocessing.spawn(_measure, (processes, Path(folder), threads, subject), nprocs=processes)
         times, speed = torch.load(Path(folder, "profile"), weights_only=False)  # our own processes have written it
     return LocalProfile(times, speed, processes)
 
 
-def refuse_too_large(weight_bytes: int, device_type: str, num_devices: int) -> None:
-    """Refuse a model whose weights do not fit into this machine's memory, with one copy for each process.
-
-    Raises:
-        ValueError: the weights do not fit; the message names the memory that is needed and that is free.
-    """
-    if device_type != "cpu" and (memory := free_and_total(torch.device(device_type))) is not None:
-        copies, free = 1, memory[0]
-    else:
-        copies, free = processes_here("cpu", num_devices), psutil.virtual_memory().available
+def _refuse_too_large(weight_bytes: int, device_type: str, processes: int) -> None:
+    """Refuse a model whose weights do not fit into memory: a device's, or this machine's with a copy a process."""
+    memory = free_and_total(torch.device(device_type)) if device_type != "cpu" else None
+    copies, free = (1, memory[0]) if memory is not None else (processes, psutil.virtual_memory().available)
     if copies * weight_bytes > free * MEMORY_FOR_WEIGHTS:
         raise ValueError(
-            f"profile={device_type!r} needs {copies} × {weight_bytes / 2**30:,.1f} GiB for the model's weights, but"
-            f" this machine has {free / 2**30:,.1f} GiB free, of which at most {MEMORY_FOR_WEIGHTS:.0%} may be used"
+            f"profile={device_type!r} needs {copies} × {weight_bytes / GIB:,.1f} GiB for the model's weights, but"
+            f" this machine has {free / GIB:,.1f} GiB free, of which at most {MEMORY_FOR_WEIGHTS:.0%} may be used"
             " for weights. Set profile='analytic', or use fewer devices."
         )
 
 
-def labelled_batch(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, Any]:
+def _labelled_batch(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, Any]:
     """A batch with labels, if the model's output shows which ones fit, so that the loss is timed as well."""
     batch: dict[str, Any] = dummy_batch(model, rows, tokens=tokens)
     with torch.no_grad():
@@ -140,21 +139,10 @@ def labelled_batch(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, 
     return {**batch, "labels": labels} if has_loss else batch
 
 
-def _measure(
-    rank: int,
-    processes: int,
-    folder: str,
-    threads: int,
-    config: PreTrainedConfig,
-    model_class: Any,
-    device_type: str,
-    rows: int,
-    tokens: int,
-    row_bytes: int,
-) -> None:
+def _measure(rank: int, processes: int, folder: Path, threads: int, subject: Subject) -> None:
     """Measure in one process. Collective over all of them."""
     torch.set_num_threads(threads)
-    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank)
+    device = torch.device("cpu") if subject.device_type == "cpu" else torch.device(subject.device_type, rank)
     backend = "cpu:gloo"
     if device.type != "cpu":
         torch.accelerator.set_device_index(rank)
@@ -165,17 +153,19 @@ def _measure(
         )
     try:
         torch.manual_seed(0)
-        build = getattr(model_class, "from_config", None) or model_class._from_config
-        model: PreTrainedModel = build(config).to(device).train()
-        batch = labelled_batch(model, rows, tokens)
+        build = getattr(subject.model_class, "from_config", None) or subject.model_class._from_config
+        model: PreTrainedModel = build(subject.config).to(device).train()
+        tokens = subject.workload.tokens
+        batch = _labelled_batch(model, subject.rows, tokens)
         stack = LayerStack.discover(model, dummy_batch(model, 2, tokens=min(tokens, 8)))
         mesh = ProcessMesh(TIMEOUT, device)
         per_byte = mesh.seconds_per_reduced_byte(device)
         mesh.gather_objects(None)  # so that all start at the same time
         times = slowest(mesh.gather_objects(measure_times(stack, batch, per_byte)))
-        speeds = mesh.gather_objects(_read_speed(Path(folder, f"store-{rank}"), row_bytes, rows))
+        row_bytes = max(unit.boundary_bytes for unit in subject.workload.unit_costs) or 1
+        speeds = mesh.gather_objects(_read_speed(folder / f"store-{rank}", row_bytes, subject.rows))
         if rank == 0:
-            torch.save((times, min(speeds) * processes), Path(folder, "profile"))
+            torch.save((times, min(speeds) * processes), folder / "profile")
         mesh.gather_objects(None)  # so that no process exits before all have answered
     finally:
         if dist.is_initialized():
@@ -186,9 +176,8 @@ def _read_speed(folder: Path, row_bytes: int, rows: int) -> float:
     """Bandwidth, in bytes per second, of reading a batch that is in the page cache."""
     store = FileStore(folder)
     keys = [number.to_bytes(16, "little") for number in range(rows)]
-    written = [memoryview(bytearray(row_bytes)) for _ in keys]
     writer = store.writer(1, "profile")
-    writer.put(keys, written)
+    writer.put(keys, [memoryview(bytearray(row_bytes)) for _ in keys])
     writer.close()
     reader = store.reader(1, "profile")
     seconds = []

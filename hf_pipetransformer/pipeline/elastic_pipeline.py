@@ -586,15 +586,6 @@ class ElasticPipeline(nn.Module):
         if self._optimizer is not None and self._gradients_synchronise and self.computes_loss and replicas is not None:
             self._optimizer.average_outside(replicas)
 
-    @property
-    def settled_microbatches(self) -> dict[tuple[int, int], int]:
-        """The micro-batch counts M settled by trials under this plan: (samples, elements per sample) -> M."""
-        return self._current.settled_microbatches
-
-    def settle_microbatches(self, settled: Mapping[tuple[int, int], int]) -> None:
-        """Resume with the micro-batch counts that an earlier job has settled under this plan."""
-        self._current.settle_microbatches(settled)
-
     def clip_grad_norm(
         self, max_norm: float, unscale: Callable[[], None] | None = None, loss_scale: float = 1.0
     ) -> torch.Tensor:

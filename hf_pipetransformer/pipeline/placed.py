@@ -5,23 +5,21 @@ An `ElasticPipeline` lives as long as the model. A `PlacedPipeline` is built for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..model.micro_batch import Batch
+from ..model.micro_batch import Batch, batch_rows
 from ..planning.plan import PipelinePlan
 from .calls_apart import CallsApart
-from .devices import synchronise
 from .gradients import ReplicatedParameters, SharedParameters, StageGradients
 from .mesh import ProcessMesh
 from .messages import PipelineMessages
-from .microbatch_trials import WORTH_A_TRIAL, MicrobatchTrials
 from .schedule import PipelineScheduler
 from .served_calls import ServedCalls
 from .shared_batch import BatchChannel
@@ -134,7 +132,7 @@ class PlacedPipeline:
         self._sparse_embeddings: SparseEmbeddings | None = None
         self._token_scheduler: SliceSchedule | None = None
         self._scheduler: PipelineScheduler | None = None
-        self._trials: MicrobatchTrials | None = None
+        self._num_microbatches = cache(plan.num_microbatches_for)
         self._served: ServedCalls | None = None
         self._apart: CallsApart | None = None
         if groups.pipeline is None:
@@ -166,11 +164,6 @@ class PlacedPipeline:
             books,
             plan.schedule,
         )
-        self._trials = MicrobatchTrials(
-            lambda rows: plan.promising_microbatches(rows // stage.stack.rows_per_sample, within=WORTH_A_TRIAL),
-            self.messages.largest,
-            partial(synchronise, stage.device),
-        )
 
     def close(self) -> None:
         """Undo the changes that this plan made to the model's modules, and free the buckets of DDP."""
@@ -183,16 +176,6 @@ class PlacedPipeline:
             # traceback that waits for Python's garbage collector) would keep them; the logger refers to the reducer.
             for part in DDP_PARTS:
                 vars(self.wrapped).pop(part, None)
-
-    @property
-    def settled_microbatches(self) -> dict[tuple[int, int], int]:
-        """The micro-batch counts M that trials have settled for this pipeline: (samples, elements per sample) -> M."""
-        return self._trials.settled if self._trials is not None else {}
-
-    def settle_microbatches(self, settled: Mapping[tuple[int, int], int]) -> None:
-        """Resume with the micro-batch counts that an earlier job has settled under this plan."""
-        if self._trials is not None:
-            self._trials.settle(settled)
 
     # ------------------------------------------------------------------------------------ steps
     def share(self, mine: Any) -> Any:
@@ -272,9 +255,8 @@ class PlacedPipeline:
         if self._token_scheduler is not None:
             self._token_scheduler.step(batch)
         elif self._scheduler is not None:
-            assert self._trials is not None
-            with self._trials.number_for(batch) as count:
-                self._scheduler.step(batch, count, gradients_synchronise)
+            samples = batch_rows(batch) // self.stage.stack.rows_per_sample
+            self._scheduler.step(batch, self._num_microbatches(samples), gradients_synchronise)
         else:
             self._step_alone(batch, gradients_synchronise)
         self._complete_gradients(gradients_synchronise)

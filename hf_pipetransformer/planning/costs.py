@@ -133,6 +133,43 @@ def cost_of_whole(stack: LayerStack) -> UnitCost:
     return UnitCost(type(stack.model).__name__, 0.0, 0, 0, parameters, trainable)
 
 
+def parameter_bytes(units: Sequence[UnitCost]) -> int:
+    """Return the bytes of the units' parameters; a parameter that several of them need is counted once."""
+    return sum({name: size for unit in units for name, size in unit.parameters.items()}.values())
+
+
+def copied_bytes(units: Sequence[UnitCost], num_frozen: int) -> int:
+    """Return the bytes of the 16-bit copies of weights that autocast has made when a forward of the units ends.
+
+    Args:
+        units: the units in execution order.
+        num_frozen: number of units, from the first one on, that are frozen; of a last one the head is still trained.
+    """
+    costs: list[UnitCost | HeadCost] = [*(unit.head for unit in units[:num_frozen]), *units[num_frozen:]]
+    copies = {name: size for cost in costs for name, size in cost.copies.items()}
+    return sum(copies.values()) + sum(cost.untrained_copies_bytes for cost in costs)
+
+
+def step_flops(unit_costs: Sequence[UnitCost], num_frozen_layers: int, num_cached_layers: int = 0) -> list[float]:
+    """Return the FLOPs of each unit in a training step, per sample."""
+    return [sum(both) for both in unit_flops(unit_costs, num_frozen_layers, num_cached_layers)]
+
+
+def unit_flops(
+    unit_costs: Sequence[UnitCost], num_frozen_layers: int, num_cached_layers: int = 0
+) -> list[tuple[float, float]]:
+    """Return the FLOPs of each unit's forward and of its backward in a training step, per sample.
+
+    A backward costs two forwards; a frozen unit has none, and a cached unit is not run. The head is always trained.
+    """
+    flops = []
+    for index, unit in enumerate(unit_costs):
+        forward = unit if index >= num_cached_layers else unit.head
+        backward = unit if index >= num_frozen_layers else unit.head
+        flops.append((forward.forward_flops, 2 * backward.forward_flops))
+    return flops
+
+
 def _grouped_mm_flops(rows: Sequence[int], experts: Sequence[int], *_: Any, **__: Any) -> int:
     """FLOPs of the experts' matrix product: [T, K] x [E, K, N], where each row of the first uses one expert."""
     return 2 * rows[0] * rows[1] * experts[-1]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from .plan import PipelinePlan
-from .plan_choice import SecondsOf, largest_stage_bytes, make_plan, predicted_seconds, replan
+from .plan_choice import largest_stage_bytes, make_plan, replan
 from .sharding_choice import AUTO, ShardingChoice, choose_sharding
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ class ElasticPolicy:
         schedule: name of the schedule, or "auto", with which it and the number of virtual stages are chosen once, for
             the first plan, and kept by the plans that follow (`plan_choice.choose_schedule`).
         num_microbatches: micro-batches per step and pipeline, or "auto".
-        plan_by: "counts", or "times" to choose by predicted steps (`PipelinePlan.plan_by`).
         replica_sharding: what the replicas of a stage divide among them, or "auto", with which it is chosen once, for
             the first plan, and kept by the plans that follow (`sharding_choice`).
         virtual_pipeline_parallel_size: virtual stages per stage of an interleaved schedule.
@@ -44,7 +43,6 @@ class ElasticPolicy:
     memory_budget_bytes: int | None
     schedule: str = "1f1b"
     num_microbatches: int | Literal["auto"] = "auto"
-    plan_by: str = "counts"
     replica_sharding: str = "none"
     virtual_pipeline_parallel_size: int = 1
     autocasts: bool = False
@@ -61,9 +59,7 @@ class ElasticPolicy:
             ValueError: under the same conditions as `make_plan`.
         """
         if self.replica_sharding == AUTO:
-            by_times = self.plan_by == "times" and times is not None
-            seconds = predicted_seconds if by_times else None
-            return self.choose_sharding(unit_costs, world_size, times, seconds).plan
+            return self.choose_sharding(unit_costs, world_size, times).plan
         return make_plan(
             unit_costs,
             world_size,
@@ -73,7 +69,7 @@ class ElasticPolicy:
         )
 
     def choose_sharding(
-        self, unit_costs: Sequence[UnitCost], world_size: int, times: ModelTimes | None, seconds: SecondsOf | None
+        self, unit_costs: Sequence[UnitCost], world_size: int, times: ModelTimes | None
     ) -> ShardingChoice:
         """Choose what replicas divide, whatever `replica_sharding` says, and the number of stages if that is "auto".
 
@@ -81,13 +77,11 @@ class ElasticPolicy:
             unit_costs: costs of the model's units.
             world_size: number of devices.
             times: times of the model's parts; None if there are none.
-            seconds: predicts a plan's step; None to choose by counts. As for `sharding_choice.choose_sharding`.
 
         Raises:
             ValueError: under the same conditions as there.
         """
-        k, arguments = self.pipeline_parallel_size, self._arguments(times)
-        return choose_sharding(unit_costs, world_size, k, seconds=seconds, **arguments)
+        return choose_sharding(unit_costs, world_size, self.pipeline_parallel_size, **self._arguments(times))
 
     def _arguments(self, times: ModelTimes | None) -> dict[str, Any]:
         return {
@@ -96,7 +90,6 @@ class ElasticPolicy:
             "rows_per_device": self.rows_per_device,
             "memory_budget_bytes": self.memory_budget_bytes,
             "times": times,
-            "plan_by": self.plan_by,
             "virtual_pipeline_parallel_size": self.virtual_pipeline_parallel_size,
             "autocasts": self.autocasts,
         }

@@ -17,12 +17,45 @@ from itertools import pairwise
 from .schedules import schedule_named
 
 MOST_MICROBATCHES_PER_STAGE = 6
-"""Upper bound on M / K when the fastest M is chosen from predictions by measured times."""
+"""Upper bound on M / K where more micro-batches are needed so that the stages fit."""
 
 MICROBATCHES_PER_STAGE = 2
-"""Upper bound on M / K when M is chosen without measurements. More micro-batches shorten the bubble,
+"""Upper bound on M / K where memory suffices. More micro-batches shorten the bubble,
 (K - 1) / (M + K - 1) < 1 / 3 at M = 2 K, but each adds the fixed time of a forward and backward, and small ones use a
 device badly."""
+
+
+def check_pipeline_size(world_size: int, k: int, num_units: int) -> None:
+    """Check that K divides the world size and that each stage gets a unit."""
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}, but at least 1 rank is needed.")
+    if num_units < 1:
+        raise ValueError("unit_costs is empty, but a plan needs at least 1 unit. Measure the model's costs first.")
+    if k < 1 or world_size % k:
+        divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
+        hint = ""
+        if world_size == 1:
+            hint = (
+                " Only one process was started. Launch several with torchrun --nproc_per_node, or accelerate launch "
+                "--multi_gpu (accelerate launch --cpu starts only one)."
+            )
+        raise ValueError(
+            f"pipeline_parallel_size is {k}, but must divide the world size {world_size}. "
+            f"Set it to one of {divisors}.{hint}"
+        )
+    if k > num_units:
+        raise ValueError(
+            f"pipeline_parallel_size is {k}, but the model has {num_units} unit{'' if num_units == 1 else 's'} and"
+            f" every stage needs at least one. Set it to at most {num_units}."
+        )
+
+
+def check_num_microbatches(num_microbatches: int | None) -> None:
+    """Check that a number of micro-batches is at least 1."""
+    if num_microbatches is not None and num_microbatches < 1:
+        raise ValueError(
+            f"num_microbatches is {num_microbatches}, but must be at least 1. Increase it, or set it to 'auto'."
+        )
 
 
 def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -126,7 +159,7 @@ def balance_holders(bounds: Sequence[int], costs: Sequence[float], held: Sequenc
 
 
 def microbatch_candidates(rows: int, num_stages: int, schedule: str = "1f1b") -> tuple[int, ...]:
-    """Return the numbers of micro-batches worth comparing: divisors of `rows` from K to 6 K, in ascending order.
+    """Return the numbers of micro-batches to choose from: divisors of `rows` from K to 6 K, in ascending order.
 
     Fewer than K leave stages without work; more than 6 K shorten the bubble by less than 2% of a step. If no divisor
     lies in this range (fewer samples than stages, a prime number of samples), `choose_num_microbatches` decides.

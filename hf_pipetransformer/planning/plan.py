@@ -24,20 +24,22 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from .full_sharding import ADAM_BYTES_PER_PARAMETER_BYTE, SHARE_OF_A_REDUCTION, copied_bytes, parameter_bytes
-from .partition import choose_num_microbatches, microbatch_candidates
+from .costs import copied_bytes, parameter_bytes, step_flops
+from .partition import check_num_microbatches, check_pipeline_size, choose_num_microbatches, microbatch_candidates
 from .placement import Placement
 from .schedules import schedule_named, schedule_of_step
-from .timeline import Timeline, simulate
+from .tables import align
+from .timeline import StepPrediction, simulate
 
 if TYPE_CHECKING:
     from .costs import HeadCost, UnitCost
     from .unit_times import ModelTimes
 
 MIB = 2**20
-
-PLAN_BY = ("counts", "times")
-"""What choices may go by: counts, which are the same in every run, or measured times."""
+ADAM_BYTES_PER_PARAMETER_BYTE = 2.0
+"""Adam keeps two moments in the parameter's own precision (fp32 parameters: 8 bytes of state per 4 bytes)."""
+SHARE_OF_A_REDUCTION = 0.5
+"""A gather, or a reduction that scatters, takes this share of an all-reduce of as many bytes in a ring."""
 
 REPLICA_SHARDINGS = ("none", "optimizer")
 """What the replicas of a stage may divide among them: nothing, or the optimizer's state (ZeRO-1)."""
@@ -65,8 +67,6 @@ class PipelinePlan:
         times: Measured times of the model's parts on a device, or None if nothing has been measured.
         memory_budget_bytes: Bytes that a stage may take on a device; None if unknown. Only the number of micro-batches
             depends on it.
-        plan_by: `"counts"`: choices between plans and between numbers of micro-batches go by counts (FLOPs, bytes,
-            samples), which are the same in every run; `"times"`: by predictions from `times`.
         replica_sharding: What the replicas of a stage divide among them, one of `REPLICA_SHARDINGS`.
         virtual_pipeline_parallel_size: Virtual stages per stage as requested by the user; a plan has fewer
             (`num_virtual_stages`) if there are too few units for so many.
@@ -87,7 +87,6 @@ class PipelinePlan:
     num_cached_layers: int = 0
     rows_per_device: int = 1
     times: ModelTimes | None = field(default=None, repr=False, hash=False, compare=False)
-    plan_by: str = "counts"
     memory_budget_bytes: int | None = None
     replica_sharding: str = "none"
     virtual_pipeline_parallel_size: int = 1
@@ -126,9 +125,7 @@ class PipelinePlan:
                 f"stage_bounds is {bounds}, but {k} stages of {num_units} units need {k * most + 1} strictly"
                 f" increasing bounds from 0 to {num_units}. Use split_min_max(costs, {k * most})."
             )
-        if self.plan_by not in PLAN_BY:
-            raise ValueError(f"plan_by is {self.plan_by!r}, but must be one of {', '.join(map(repr, PLAN_BY))}.")
-        _check_num_microbatches(self.num_microbatches)
+        check_num_microbatches(self.num_microbatches)
         if self.rows_per_device < 1:
             raise ValueError(
                 f"rows_per_device is {self.rows_per_device}, but must be at least 1. Increase"
@@ -217,45 +214,17 @@ class PipelinePlan:
         """Return the number of micro-batches M into which a pipeline's batch is split, a divisor of its samples.
 
         It is the requested number if there is one, otherwise it comes from a fixed rule (`choose_num_microbatches`),
-        and where stages do not fit with that number it is the smallest larger one with which they do. With
-        `plan_by="times"` it is the number with the shortest predicted step.
+        and where stages do not fit with that number it is the smallest larger one with which they do.
         """
-        return self.promising_microbatches(rows)[0]
-
-    def promising_microbatches(self, rows: int, within: float = 0.0) -> tuple[int, ...]:
-        """Return candidates for the number of micro-batches by predicted step time, the fastest first.
-
-        There is one candidate only, unless the plan goes by times.
-
-        Args:
-            rows: Number of samples of a pipeline's batch.
-            within: Omit candidates that are predicted to take longer than the best by more than this fraction.
-        """
-        k = self.pipeline_parallel_size
-        if self.num_microbatches is not None or k == 1:
-            return (choose_num_microbatches(rows, k, self.num_microbatches, self.runs_as),)
-        if not self.goes_by_times:
-            return (self._fitting_microbatches(rows),)
-        seconds = {m: self.predict(rows, m).seconds for m in microbatch_candidates(rows, k, self.runs_as)}
-        best = min(seconds.values())
-        return tuple(m for m in sorted(seconds, key=lambda m: (seconds[m], m)) if seconds[m] <= best * (1 + within))
-
-    def _fitting_microbatches(self, rows: int) -> int:
-        """Return the number by the fixed rule, or a larger one if only that makes the stages fit."""
         k, budget = self.pipeline_parallel_size, self.memory_budget_bytes
-        by_rule = choose_num_microbatches(rows, k, None, self.runs_as)
-        if budget is None:
+        by_rule = choose_num_microbatches(rows, k, self.num_microbatches, self.runs_as)
+        if self.num_microbatches is not None or k == 1 or budget is None:
             return by_rule
         larger = (m for m in microbatch_candidates(rows, k, self.runs_as) if m > by_rule)
         for m in (by_rule, *larger):
             if all(self.stage_bytes(stage, rows=rows, num_microbatches=m) <= budget for stage in range(k)):
                 return m
         return by_rule
-
-    @property
-    def goes_by_times(self) -> bool:
-        """Whether choices go by measured times, and may therefore differ between runs."""
-        return self.plan_by == "times" and self.times is not None
 
     # -- costs ---------------------------------------------------------------------------------------
 
@@ -269,7 +238,7 @@ class PipelinePlan:
         Raises:
             ValueError: If nothing has been measured, or M is below 1.
         """
-        _check_num_microbatches(num_microbatches)
+        check_num_microbatches(num_microbatches)
         if self.times is None:
             raise ValueError("times is None, but a step can only be predicted from measured times. Pass times.")
         forward, backward = self.stage_seconds(rows / num_microbatches)
@@ -294,13 +263,6 @@ class PipelinePlan:
         units = range(*self.stage_bounds[virtual_stage : virtual_stage + 2])
         forward, backward = map(sum, zip(*(self._unit_seconds(unit, rows) for unit in units), strict=True))
         return times.prologue.forward.of(rows) + forward, backward
-
-    def stage_flops(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the FLOPs of a sample's forward and backward in each virtual stage."""
-        flops = unit_flops(self.unit_costs, self.num_frozen_layers, self.num_cached_layers)
-        of_stages = [flops[start:stop] for start, stop in pairwise(self.stage_bounds)]
-        forward, backward = zip(*(map(sum, zip(*units, strict=True)) for units in of_stages), strict=True)
-        return forward, backward
 
     def _unit_seconds(self, unit: int, rows: float) -> tuple[float, float]:
         """Return the seconds that a unit computes in a micro-batch's forward and backward; the last one with the head.
@@ -354,10 +316,6 @@ class PipelinePlan:
         """Return the bytes of a stage's parameters; a parameter that several of its units need is counted once."""
         return parameter_bytes([self.unit_costs[unit] for unit in self.units_of(stage)])
 
-    def microbatches_in_flight(self, stage: int, num_microbatches: int) -> int:
-        """Return the number of micro-batches whose activations a stage keeps at once, summed over virtual stages."""
-        return self._largest_kept(stage, num_microbatches, [1] * self.num_virtual_stages)
-
     def _largest_kept(self, stage: int, num_microbatches: int, per_forward: Sequence[int]) -> int:
         """Return the largest sum of what a stage keeps from its forwards until their backwards.
 
@@ -367,7 +325,7 @@ class PipelinePlan:
             per_forward: What a micro-batch's forward adds to the sum in each of its virtual stages. `[V]`
         """
         self._checked("stage", stage, self.pipeline_parallel_size)
-        _check_num_microbatches(num_microbatches)
+        check_num_microbatches(num_microbatches)
         k, m, v = self.pipeline_parallel_size, num_microbatches, self.num_virtual_stages
         schedule = schedule_of_step(self.schedule, k, m, v)
         changes = (
@@ -392,7 +350,7 @@ class PipelinePlan:
         Raises:
             ValueError: If a number is below its minimum, or M does not divide the number of samples.
         """
-        _check_num_microbatches(num_microbatches)
+        check_num_microbatches(num_microbatches)
         if rows < 1 or rows % num_microbatches:
             raise ValueError(
                 f"rows is {rows} and num_microbatches is {num_microbatches}, but all micro-batches must have the same "
@@ -471,96 +429,6 @@ class PipelinePlan:
         if not 0 <= value < number:
             raise ValueError(f"{field_name} is {value}, but must be between 0 and {number - 1} in this plan.")
         return value
-
-
-@dataclass(frozen=True)
-class StepPrediction:
-    """The predicted time of a training step.
-
-    Attributes:
-        num_microbatches: Number of micro-batches M.
-        timeline: Simulated forward and backward passes of the pipeline.
-        seconds_at_end: Seconds of the gradient reduction and the optimizer step, in the stage where they take longest;
-            of weights that several stages gather for each batch, one gather is counted here.
-    """
-
-    num_microbatches: int
-    timeline: Timeline
-    seconds_at_end: float
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the whole step."""
-        return self.timeline.seconds + self.seconds_at_end
-
-
-def step_flops(unit_costs: Sequence[UnitCost], num_frozen_layers: int, num_cached_layers: int = 0) -> list[float]:
-    """Return the FLOPs of each unit in a training step, per sample."""
-    return [sum(both) for both in unit_flops(unit_costs, num_frozen_layers, num_cached_layers)]
-
-
-def unit_flops(
-    unit_costs: Sequence[UnitCost], num_frozen_layers: int, num_cached_layers: int = 0
-) -> list[tuple[float, float]]:
-    """Return the FLOPs of each unit's forward and of its backward in a training step, per sample.
-
-    A backward costs two forwards; a frozen unit has none, and a cached unit is not run. The head is always trained.
-    """
-    flops = []
-    for index, unit in enumerate(unit_costs):
-        forward = unit if index >= num_cached_layers else unit.head
-        backward = unit if index >= num_frozen_layers else unit.head
-        flops.append((forward.forward_flops, 2 * backward.forward_flops))
-    return flops
-
-
-def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Return the rows of a table as lines with aligned columns, with numbers to the right.
-
-    Args:
-        rows: Table cells, the header first; all rows have the same number of cells.
-        left: Indices of the columns that are aligned to the left.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def check_pipeline_size(world_size: int, k: int, num_units: int) -> None:
-    """Check that K divides the world size and that each stage gets a unit."""
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}, but at least 1 rank is needed.")
-    if num_units < 1:
-        raise ValueError("unit_costs is empty, but a plan needs at least 1 unit. Measure the model's costs first.")
-    if k < 1 or world_size % k:
-        divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
-        hint = ""
-        if world_size == 1:
-            hint = (
-                " Only one process was started. Launch several with torchrun --nproc_per_node, or accelerate launch "
-                "--multi_gpu (accelerate launch --cpu starts only one)."
-            )
-        raise ValueError(
-            f"pipeline_parallel_size is {k}, but must divide the world size {world_size}. "
-            f"Set it to one of {divisors}.{hint}"
-        )
-    if k > num_units:
-        raise ValueError(
-            f"pipeline_parallel_size is {k}, but the model has {num_units} unit{_s(num_units)} and every stage needs "
-            f"at least one. Set it to at most {num_units}."
-        )
-
-
-def _check_num_microbatches(num_microbatches: int | None) -> None:
-    if num_microbatches is not None and num_microbatches < 1:
-        raise ValueError(
-            f"num_microbatches is {num_microbatches}, but must be at least 1. Increase it, or set it to 'auto'."
-        )
 
 
 def _named(units: range) -> str:

@@ -9,22 +9,20 @@ All are pure functions: the same arguments give the same plan on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from .partition import balance_holders, split_min_max
-from .plan import MIB, PipelinePlan, check_pipeline_size, step_flops
+from .costs import step_flops, unit_flops
+from .partition import balance_holders, check_pipeline_size, split_min_max
+from .plan import MIB, PipelinePlan
 from .schedules import AUTO_SCHEDULE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_V, schedule_named
 from .timeline import simulate
 
 if TYPE_CHECKING:
     from .costs import UnitCost
     from .unit_times import ModelTimes
-
-WORTH_A_LONGER_PIPELINE = 0.15
-"""Fraction by which a longer pipeline must be predicted to be faster than a shorter one. Predictions are about this
-accurate, and less can go wrong in a short pipeline."""
 
 SCHEDULES_TO_CHOOSE_FROM = (
     (ONE_F_ONE_B.name, 1),
@@ -52,7 +50,6 @@ def make_plan(
     num_frozen_layers: int = 0,
     num_cached_layers: int = 0,
     times: ModelTimes | None = None,
-    plan_by: str = "counts",
     replica_sharding: str = "none",
     virtual_pipeline_parallel_size: int = 1,
     autocasts: bool = False,
@@ -60,8 +57,7 @@ def make_plan(
     """Make the plan: choose K if that is requested, and split the units by their cost in a step.
 
     With `"auto"`, the planner considers the pipelines whose largest stage fits the memory of a device, and takes the
-    shortest one: it idles least and leaves most replicas. With `plan_by="times"` it takes the shortest one that is
-    predicted to be about as fast as the fastest. Without a known budget every pipeline is assumed to fit.
+    shortest one: it idles least and leaves most replicas. Without a known budget every pipeline is assumed to fit.
 
     Args:
         unit_costs: Cost of each unit in execution order.
@@ -74,7 +70,6 @@ def make_plan(
         num_frozen_layers: f, the number of units at the bottom that are frozen.
         num_cached_layers: c <= f, the number of these whose outputs are cached.
         times: Times measured on this machine, used to predict steps.
-        plan_by: `"counts"`, or `"times"` to choose by predicted steps (`PipelinePlan.plan_by`).
         replica_sharding: what the replicas of a stage divide among them.
         virtual_pipeline_parallel_size: Virtual stages per stage V of an interleaved schedule, if there are units for
             so many.
@@ -97,7 +92,6 @@ def make_plan(
         num_cached_layers=num_cached_layers,
         rows_per_device=rows_per_device,
         times=times,
-        plan_by=plan_by,
         memory_budget_bytes=memory_budget_bytes,
         replica_sharding=replica_sharding,
         virtual_pipeline_parallel_size=virtual_pipeline_parallel_size,
@@ -110,9 +104,9 @@ def make_plan(
     if pipeline_parallel_size != "auto":
         return in_stages(pipeline_parallel_size)
     candidates = [in_stages(k) for k in lengths(world_size, min(world_size, len(units)))]
-    fitting = [plan for plan in candidates if fits(plan)]
-    if fitting:
-        return shortest_fast(fitting, predicted_seconds if whole.goes_by_times else None)
+    shortest = next(filter(fits, candidates), None)
+    if shortest is not None:
+        return shortest
     assert memory_budget_bytes is not None
     raise ValueError(
         f"pipeline_parallel_size is 'auto', but no pipeline fits: with {candidates[-1].pipeline_parallel_size} stages"
@@ -157,11 +151,10 @@ def choose_schedule(plan: PipelinePlan, k: int) -> ScheduleChoice:
     """Choose the schedule, and with it the number of virtual stages per stage, for a pipeline of K stages.
 
     It is the one with the least weighed step of those that fit, or the first where none fits. Steps are simulated with
-    the number of micro-batches that each plan has: with measured seconds if the plan goes by times, otherwise with
-    FLOPs, which are the same in every run.
+    the number of micro-batches that each plan has, by FLOPs, which are the same in every run.
 
     Steps are weighed because the simulation leaves out what further virtual stages cost: messages, splitting a
-    backward, and with FLOPs the calls of each part. On two CPU processes (MiniLM-L6, M = 4; medians of
+    backward, and the calls of each part. On two CPU processes (MiniLM-L6, M = 4; medians of
     docs/benchmarks.md, which scatter by about 0.05) a step took, in relation to 1F1B:
 
                     predicted by FLOPs   measured   chosen if predicted below
@@ -174,16 +167,15 @@ def choose_schedule(plan: PipelinePlan, k: int) -> ScheduleChoice:
         k: Number of stages K.
     """
     whole = _in_one_stage(plan)
-    step_of = predicted_seconds if plan.goes_by_times else predicted_flops
     considered: list[ConsideredSchedule] = []
     first = 0.0
     for simpler, (schedule, v) in enumerate(SCHEDULES_TO_CHOOSE_FROM):
         each = _with_stages(replace(whole, schedule=schedule, virtual_pipeline_parallel_size=v), k)
         if each.num_virtual_stages < v:
             continue  # too few units
-        seconds = step_of(each)
-        first = first or seconds
-        step = seconds / first if first else 1.0
+        flops = predicted_flops(each)
+        first = first or flops
+        step = flops / first if first else 1.0
         weighed = round(step * (1 + WORTH_A_FURTHER_SCHEDULE) ** simpler, 9)  # so that rounding decides nothing
         considered.append(ConsideredSchedule(each, fits(each), step, weighed))
     fitting = [each for each in considered if each.fits] or considered[:1]
@@ -200,8 +192,7 @@ def replan(
 ) -> PipelinePlan:
     """Make the plan that follows `plan` when more layers are frozen: pipeline compression, then the split.
 
-    K never grows. Every shorter pipeline whose largest stage fits is considered. The shortest one is taken, or, if the
-    plan goes by times, the shortest one that is predicted to be about as fast as the fastest.
+    K never grows. Of the shorter pipelines whose largest stage fits, the shortest one is taken.
 
     Args:
         plan: The plan in force.
@@ -219,9 +210,8 @@ def replan(
     same_length = _with_stages(frozen, plan.pipeline_parallel_size)
     if not is_elastic:
         return same_length
-    shorter = [_with_stages(frozen, k) for k in lengths(plan.world_size, plan.pipeline_parallel_size - 1)]
-    fitting = [candidate for candidate in shorter if largest_stage_bytes(candidate) <= memory_budget_bytes]
-    return shortest_fast([*fitting, same_length], predicted_seconds if plan.goes_by_times else None)
+    shorter = (_with_stages(frozen, k) for k in lengths(plan.world_size, plan.pipeline_parallel_size - 1))
+    return next((each for each in shorter if largest_stage_bytes(each) <= memory_budget_bytes), same_length)
 
 
 def largest_stage_bytes(plan: PipelinePlan) -> int:
@@ -286,28 +276,13 @@ def lengths(world_size: int, longest: int) -> list[int]:
     return [k for k in range(1, longest + 1) if world_size % k == 0]
 
 
-def predicted_seconds(plan: PipelinePlan) -> float:
-    """Predict the seconds of a step on a full batch from the plan's times, with the number of micro-batches it has."""
-    rows = plan.rows_per_pipeline
-    return plan.predict(rows, plan.num_microbatches_for(rows)).seconds
-
-
 def predicted_flops(plan: PipelinePlan) -> float:
-    """Predict a step's time as `predicted_seconds` does, with FLOPs in place of measured seconds."""
+    """Simulate a step on a full batch, in FLOPs instead of seconds, with the number of micro-batches it has."""
     m = plan.num_microbatches_for(plan.rows_per_pipeline)
     rows = plan.rows_per_pipeline / m
-    forward, backward = ([rows * flops for flops in of_stages] for of_stages in plan.stage_flops())
+    flops = unit_flops(plan.unit_costs, plan.num_frozen_layers, plan.num_cached_layers)
+    forward, backward = (
+        [rows * sum(each[start:stop]) for start, stop in pairwise(plan.stage_bounds)]
+        for each in zip(*flops, strict=True)
+    )
     return simulate(forward, backward, m, plan.schedule, plan.num_virtual_stages).seconds
-
-
-SecondsOf = Callable[[PipelinePlan], float]
-"""Predicts the seconds of a plan's step."""
-
-
-def shortest_fast(candidates: Sequence[PipelinePlan], seconds_of: SecondsOf | None) -> PipelinePlan:
-    """Return the first (shortest) plan; by predictions, the first that is about as fast as the fastest."""
-    if seconds_of is None:
-        return candidates[0]
-    seconds = [seconds_of(plan) for plan in candidates]
-    limit = min(seconds) * (1 + WORTH_A_LONGER_PIPELINE)
-    return next(plan for plan, predicted in zip(candidates, seconds, strict=True) if predicted <= limit)

@@ -1,12 +1,12 @@
 """`replica_sharding="auto"`: how many stages, and whether their replicas divide the optimizer state.
 
     K = 1   none | optimizer ─┐
-    K = 2   none | optimizer ─┤   of each K the least sharding    of these the shortest pipeline,
-    K = 4   none | optimizer ─┤   that fits                       or the shortest of the fast ones
+    K = 2   none | optimizer ─┤   of each K the least sharding    of these the shortest pipeline
+    K = 4   none | optimizer ─┤   that fits
     K = 8   one replica: none ┘
 
-Of the same K, memory decides and not time: sharding moves as much and saves no time but that of the optimizer, and
-predictions count DDP's reduction as if nothing hid it.
+Memory decides and not time: sharding moves as much and saves no time but that of the optimizer, and predictions count
+DDP's reduction as if nothing hid it.
 
 The choice is made once, for the plan that a training begins with. When layers freeze and K falls, the replicas that
 are added divide the same (`replan` leaves `replica_sharding` as it is). One replica has nothing to divide, so `"none"`
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from .plan import MIB, REPLICA_SHARDINGS, PipelinePlan
-from .plan_choice import SecondsOf, fits, largest_stage_bytes, lengths, make_plan, shortest_fast
+from .plan_choice import fits, largest_stage_bytes, lengths, make_plan
 
 if TYPE_CHECKING:
     from .costs import UnitCost
@@ -47,24 +47,14 @@ def choose_sharding(
     unit_costs: Sequence[UnitCost],
     world_size: int,
     pipeline_parallel_size: int | Literal["auto"],
-    *,
-    memory_budget_bytes: int | None,
-    seconds: SecondsOf | None,
     **arguments: Any,
 ) -> ShardingChoice:
-    """Choose what the replicas of a stage divide, and the number of stages if that is `"auto"` as well.
-
-    Pure: the same arguments give the same choice on every process and in every run. Times that are measured differ
-    from run to run, and with them the choice may.
+    """Choose what replicas divide, and the number of stages if that is "auto".
 
     Args:
         unit_costs: costs of the model's units.
         world_size: number of ranks.
         pipeline_parallel_size: number of stages K, or "auto".
-        memory_budget_bytes: bytes that a stage may take on a device; None if unknown, and then every stage fits.
-        seconds: predicts a plan's step, `plan_choice.predicted_seconds` or better. Of the pipelines that fit, the
-            shortest one is taken that is about as fast as the fastest (`plan_choice.WORTH_A_LONGER_PIPELINE`); with
-            None, the shortest one.
         **arguments: as for `make_plan`, which makes the plans.
 
     Raises:
@@ -72,39 +62,24 @@ def choose_sharding(
     """
     auto = pipeline_parallel_size == "auto"
     ks = lengths(world_size, min(world_size, len(unit_costs))) if auto else (pipeline_parallel_size,)
-    arguments["memory_budget_bytes"] = memory_budget_bytes
     considered = tuple(_least_sharding(unit_costs, world_size, k, **arguments) for k in ks)
-    fitting = [plan for plan in considered if fits(plan)]
-    if fitting:
-        return ShardingChoice(shortest_fast(fitting, seconds), considered)
-    if not auto:
-        return ShardingChoice(considered[0], considered)
-    assert memory_budget_bytes is not None
+    shortest = next(filter(fits, considered), None if auto else considered[0])
+    if shortest is not None:
+        return ShardingChoice(shortest, considered)
     smallest = min(considered, key=largest_stage_bytes)
+    assert smallest.memory_budget_bytes is not None
     raise ValueError(
         "pipeline_parallel_size and replica_sharding are 'auto', but no pipeline fits: the smallest, with"
         f" {smallest.pipeline_parallel_size} stages and replica_sharding={smallest.replica_sharding!r}, still needs"
-        f" {largest_stage_bytes(smallest) / MIB:,.0f} MiB, but a device has {memory_budget_bytes / MIB:,.0f} MiB. Use"
-        f" more devices, reduce per_device_train_batch_size (now {smallest.rows_per_device}), enable gradient"
-        " checkpointing, or freeze parameters."
+        f" {largest_stage_bytes(smallest) / MIB:,.0f} MiB, but a device has"
+        f" {smallest.memory_budget_bytes / MIB:,.0f} MiB. Use more devices, reduce per_device_train_batch_size (now"
+        f" {smallest.rows_per_device}), enable gradient checkpointing, or freeze parameters."
     )
 
 
 def _least_sharding(
-    unit_costs: Sequence[UnitCost],
-    world_size: int,
-    k: int | Literal["auto"],
-    *,
-    memory_budget_bytes: int | None,
-    **arguments: Any,
+    unit_costs: Sequence[UnitCost], world_size: int, k: int | Literal["auto"], **arguments: Any
 ) -> PipelinePlan:
     """Return the plan of K stages with the least sharding that fits, or the one that needs least memory."""
-    plans = []
-    for sharding in REPLICA_SHARDINGS:
-        plan = make_plan(
-            unit_costs, world_size, k, replica_sharding=sharding, memory_budget_bytes=memory_budget_bytes, **arguments
-        )
-        if fits(plan):
-            return plan
-        plans.append(plan)
-    return min(plans, key=largest_stage_bytes)
+    plans = [make_plan(unit_costs, world_size, k, replica_sharding=each, **arguments) for each in REPLICA_SHARDINGS]
+    return next(filter(fits, plans), min(plans, key=largest_stage_bytes))

@@ -47,6 +47,27 @@ class Timeline:
         return 1 - sum(span.end - span.start for span in self.spans) / offered if offered else 0.0
 
 
+@dataclass(frozen=True)
+class StepPrediction:
+    """The predicted time of a training step.
+
+    Attributes:
+        num_microbatches: Number of micro-batches M.
+        timeline: Simulated forward and backward passes of the pipeline.
+        seconds_at_end: Seconds of the gradient reduction and the optimizer step, in the stage where they take longest;
+            of weights that several stages gather for each batch, one gather is counted here.
+    """
+
+    num_microbatches: int
+    timeline: Timeline
+    seconds_at_end: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole step."""
+        return self.timeline.seconds + self.seconds_at_end
+
+
 def simulate(
     forward: Sequence[float],
     backward: Sequence[float],

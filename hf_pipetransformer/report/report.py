@@ -9,15 +9,17 @@ import base64
 import gzip
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from ..own_files import replace_file
 from ..planning.plan import MIB
-from .report_data import Layout, Training, read_trainings
+from .report_data import Layout, Line, Training, read_trainings
 from .report_words import GLOSSARY, changes, final_quality, verdict
 
 FILE_NAME = "report.html"
@@ -66,25 +68,20 @@ def page(trainings: Sequence[Training], folder: Path) -> str:
     from . import report_figures
 
     training = trainings[-1]
-    facts = training.facts
-    drawings = report_figures.all_drawings(training)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
     text: str = environment.get_template(TEMPLATE).render(
-        title=str(facts.get("model", folder.resolve().name)),
+        title=str(training.facts.get("model", folder.resolve().name)),
         subtitle=" · ".join(_subtitle(training, folder)),
-        tiles=[{"value": value, "label": label} for value, label in _tiles(training)],
+        tiles=_tiles(training),
         verdict=verdict(training),
         notes=training.problems,
-        drawings=drawings,
+        drawings=report_figures.all_drawings(training),
         json_of=_json_of,
-        layouts=_layout_table(training.layouts),
+        tables=[table for table in _tables(trainings) if len(table.rows) > 1],
         changes=changes(training),
-        glossary=GLOSSARY,
-        slices=_slice_table(training.layouts),
-        arguments=_arguments(facts),
-        trainings=_training_table(trainings) if len(trainings) > 1 else [],
+        lists=[("arguments", "Run", _arguments(training.facts)), ("glossary", "Terms", GLOSSARY)],
         version=sys.modules[__name__.partition(".")[0]].__version__,
         written=datetime.now().strftime("%Y-%m-%d %H:%M"),
         plotly_version=get_plotlyjs_version(),
@@ -130,90 +127,137 @@ def _tiles(training: Training) -> list[tuple[str, str]]:
         tiles.append((_duration(total), f"for {training.last_step:,} steps, all in"))
     layouts = [layout for layout in training.layouts if layout.last_step > layout.first_step]
     if layouts:
-        shapes = [layout.shape for k, layout in enumerate(layouts) if k == 0 or layout.shape != layouts[k - 1].shape]
-        shown = shapes if len(shapes) <= 4 else [shapes[0], "…", shapes[-1]]
-        tiles.append((" → ".join(shown), "stages × replicas"))
-        frozen, number = layouts[-1].num_frozen, layouts[-1].event["num_layers"]
-        if frozen:
-            tiles.append((f"{frozen} of {number}", "layers frozen"))
+        shapes = [shape for shape, _ in groupby(layout.shape for layout in layouts)]
+        tiles.append((" → ".join(shapes if len(shapes) <= 4 else [shapes[0], "…", shapes[-1]]), "stages × replicas"))
+        if layouts[-1].num_frozen:
+            tiles.append((f"{layouts[-1].num_frozen} of {layouts[-1].event['num_layers']}", "layers frozen"))
     speeds = [layout.samples_per_second for layout in layouts if layout.samples_per_second is not None]
     if speeds:
-        is_elastic = len(speeds) > 1
-        label = "samples/s"
-        if is_elastic:
-            label += f" (× {speeds[-1] / speeds[0]:.2f})"
-        tiles.append(
-            (" → ".join(f"{speed:,.0f}" for speed in ((speeds[0], speeds[-1]) if is_elastic else speeds)), label)
-        )
+        gain = f" (× {speeds[-1] / speeds[0]:.2f})" if len(speeds) > 1 else ""
+        tiles.append((" → ".join(f"{speed:,.0f}" for speed in {speeds[0]: 0, speeds[-1]: 0}), f"samples/s{gain}"))
     hits = training.curve("cache_hit_rate")[1]
     if any(hits):
         tiles.append((f"{max(hits):.0%}", "of samples cached, at best"))
-    quality = final_quality(training)
+    quality, losses = final_quality(training), training.curve("loss")[1]
     if quality is not None:
         tiles.append((f"{quality[1]:.4g}", f"{quality[0]} at the end"))
-    losses = training.curve("loss")[1]
-    if losses and quality is None:
+    elif losses:
         tiles.append((f"{losses[-1]:.4g}", "training loss, last entry"))
     return tiles
 
 
-def _layout_table(layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
-    """The header and a row for each layout; empty without layouts."""
-    if not layouts:
-        return []
-    head = ("event", "steps", "K × R", "stages from layer", "frozen", "cached", "M", "samples/s", "ms a step")
-    # on a CPU the whole process is measured, with which the prediction for the stage's tensors does not compare
-    on_cpu = any(layout.usage and not layout.usage.get("device_peak_bytes") for layout in layouts)
-    of_memory = ("MiB of the process",) if on_cpu else ("MiB measured", "MiB predicted")
-    more = ("ms predicted", *of_memory, "change, s", "MiB moved")
-    rows: list[tuple[str, ...]] = [(*head, *more)]
-    for layout in layouts:
-        event, prediction, usage = layout.event, layout.prediction, layout.usage
-        peaks = (usage.get("device_peak_bytes") or usage["resident_bytes"]) if usage else []
-        predicted = event.get("predicted", {}).get("memory_bytes", [])
-        speed = layout.samples_per_second
-        is_change = event["event"] not in ("start", "resume", "cache")
-        rows.append(
-            (
-                str(event["event"]),
-                f"{layout.first_step + 1:,}–{layout.last_step:,}" if layout.last_step > layout.first_step else "none",
-                layout.shape,
-                ", ".join(str(bound) for bound in event["stage_bounds"][:-1]),
-                f"{layout.num_frozen} of {event['num_layers']}",
-                str(layout.num_cached),
-                str(layout.num_microbatches),
-                f"{speed:,.1f}" if speed is not None else "",
-                f"{1e3 * layout.seconds / layout.steps:,.1f}" if layout.steps else "",
-                f"{1e3 * prediction['seconds']:,.1f}" if prediction is not None else "",
-                f"{max(peaks) / MIB:,.0f}" if peaks else "",
-                *([] if on_cpu else [f"{max(predicted) / MIB:,.1f}" if predicted else ""]),
-                f"{event['seconds']:.3f}" if is_change else "",
-                f"{event['bytes_moved'] / MIB:,.1f}" if is_change else "",
-            )
-        )
-    return rows
+# ---------------------------------------------------------------------------------------- tables
+@dataclass(frozen=True)
+class Table:
+    """A table of the page, which is left out if it has no rows.
+
+    Attributes:
+        name: name of its element on the page.
+        title: what it shows.
+        caption: how to read it.
+        rows: the header, and the rows.
+    """
+
+    name: str
+    title: str
+    caption: str
+    rows: list[tuple[str, ...]]
 
 
-def _slice_table(layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
-    """The header and a row for each shape of batch that was split along its tokens; empty if there is none."""
-    rows = [
-        (
-            layout.shape,
-            f"{layout.num_frozen} of {layout.event['num_layers']}",
-            f"{cut['rows']} × {cut['tokens']:,}",
-            str(len(cut["parts"])),
-            "; ".join(dict.fromkeys(f"{part} × ({' + '.join(map(str, lengths))})" for part, lengths in cut["parts"])),
-            f"{1e3 * cut['predicted_seconds']:,.1f}" if cut["predicted_seconds"] is not None else "",
-        )
-        for layout in layouts
-        for cut in layout.slices
-    ]
-    head = ("K × R", "frozen", "samples × tokens", "parts", "samples of a part × (slices, in tokens)", "ms predicted")
-    return [head, *rows] if rows else []
+def _tables(trainings: Sequence[Training]) -> tuple[Table, ...]:
+    layouts = trainings[-1].layouts
+    return (
+        Table(
+            "layouts",
+            "Layouts",
+            "M as used, where that was recorded; a step's time on average, by the main process; memory of the process"
+            " (on an accelerator: of its tensors) with most, beside what was predicted for its stage's tensors.",
+            [
+                (
+                    *("event", "steps", "K × R", "stages from layer", "frozen", "cached", "M", "samples/s"),
+                    *("ms a step", "ms predicted", "MiB", "MiB predicted", "change, s", "MiB moved"),
+                ),
+                *map(_layout_row, layouts),
+            ],
+        ),
+        Table(
+            "slices",
+            "Slices along the tokens",
+            "How the first shapes of batches were cut on the first replica; predicted is forward and backward of one"
+            " step.",
+            [
+                (
+                    "K × R",
+                    "frozen",
+                    "samples × tokens",
+                    "parts",
+                    "samples of a part × (slices, in tokens)",
+                    "ms predicted",
+                ),
+                *(_slice_row(layout, cut) for layout in layouts for cut in layout.slices),
+            ],
+        ),
+        Table(
+            "trainings",
+            "Trainings in this folder",
+            "This report is of the last one.",
+            [
+                ("began", "model", "steps", "calls of train()", "time", "last loss", "state"),
+                *(map(_training_row, trainings) if len(trainings) > 1 else ()),
+            ],
+        ),
+    )
 
 
-def _arguments(facts: Any) -> list[tuple[str, str]]:
-    """The recorded facts and arguments of the run, as text."""
+def _layout_row(layout: Layout) -> tuple[str, ...]:
+    event, prediction, usage, speed = layout.event, layout.prediction, layout.usage, layout.samples_per_second
+    peaks = (usage.get("device_peak_bytes") or usage["resident_bytes"]) if usage else []
+    predicted = event.get("predicted", {}).get("memory_bytes", [])
+    is_change = event["event"] not in ("start", "resume", "cache")
+    return (
+        str(event["event"]),
+        f"{layout.first_step + 1:,}–{layout.last_step:,}" if layout.last_step > layout.first_step else "none",
+        layout.shape,
+        ", ".join(str(bound) for bound in event["stage_bounds"][:-1]),
+        f"{layout.num_frozen} of {event['num_layers']}",
+        str(layout.num_cached),
+        str(layout.num_microbatches),
+        f"{speed:,.1f}" if speed is not None else "",
+        f"{1e3 * layout.seconds / layout.steps:,.1f}" if layout.steps else "",
+        f"{1e3 * prediction['seconds']:,.1f}" if prediction is not None else "",
+        f"{max(peaks) / MIB:,.0f}" if peaks else "",
+        f"{max(predicted) / MIB:,.1f}" if predicted else "",
+        f"{event['seconds']:.3f}" if is_change else "",
+        f"{event['bytes_moved'] / MIB:,.1f}" if is_change else "",
+    )
+
+
+def _slice_row(layout: Layout, cut: Line) -> tuple[str, ...]:
+    return (
+        layout.shape,
+        f"{layout.num_frozen} of {layout.event['num_layers']}",
+        f"{cut['rows']} × {cut['tokens']:,}",
+        str(len(cut["parts"])),
+        "; ".join(dict.fromkeys(f"{part} × ({' + '.join(map(str, lengths))})" for part, lengths in cut["parts"])),
+        f"{1e3 * cut['predicted_seconds']:,.1f}" if cut["predicted_seconds"] is not None else "",
+    )
+
+
+def _training_row(training: Training) -> tuple[str, ...]:
+    losses, total = training.curve("loss")[1], sum(training.seconds.values())
+    return (
+        training.name[:19].replace("T", " "),
+        str(training.facts.get("model", "")),
+        f"{training.last_step:,}",
+        str(training.calls),
+        _duration(total) if total else "",
+        f"{losses[-1]:.4g}" if losses else "",
+        {True: "ended", False: "interrupted or running", None: "not known"}[training.is_complete],
+    )
+
+
+def _arguments(facts: Line) -> list[tuple[str, str]]:
+    """The recorded facts and arguments of the run, as text; arguments with their default values are left out."""
     if not facts:
         return []
     name = facts.get("name_or_path")
@@ -227,32 +271,11 @@ def _arguments(facts: Any) -> list[tuple[str, str]]:
         *((package, str(number)) for package, number in facts["versions"].items()),
     ]
     for argument, value in facts["arguments"].items():
-        is_default = value == DEFAULTS[argument] if argument in DEFAULTS else value is False
-        if value is not None and not is_default:
+        if value is not None and value != DEFAULTS.get(argument, False):
             if isinstance(value, dict):
                 value = ", ".join(f"{key} → {item}" for key, item in value.items())
             words.append((argument, f"{value:g}" if isinstance(value, float) else str(value)))
     return words
-
-
-def _training_table(trainings: Sequence[Training]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("began", "model", "steps", "calls of train()", "time", "last loss", "state")]
-    for training in trainings:
-        losses = training.curve("loss")[1]
-        total = sum(training.seconds.values())
-        state = {True: "ended", False: "interrupted or running", None: "not known"}[training.is_complete]
-        rows.append(
-            (
-                training.name[:19].replace("T", " "),
-                str(training.facts.get("model", "")),
-                f"{training.last_step:,}",
-                str(training.calls),
-                _duration(total) if total else "",
-                f"{losses[-1]:.4g}" if losses else "",
-                state,
-            )
-        )
-    return rows
 
 
 def _duration(seconds: float) -> str:

@@ -91,6 +91,12 @@ class Layout:
         return f"{self.num_stages} × {self.num_replicas}"
 
     @property
+    def label(self) -> str:
+        """The shape, and how many layers are frozen and cached."""
+        counts = (("frozen", self.num_frozen), ("cached", self.num_cached))
+        return ", ".join([self.shape, *(f"{number} {what}" for what, number in counts if number)])
+
+    @property
     def prediction(self) -> Line | None:
         """Prediction of a step with the M that was used; None if parts were not timed, or sequences were split."""
         if self.slices:

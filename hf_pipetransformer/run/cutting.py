@@ -502,7 +502,7 @@ def time_model(
 ) -> ModelTimes | None:
     """Measure the times of the model's units: for predictions, and to decide whether the cache is faster.
 
-    With `plan_by="times"`, K and M depend on them as well. Collective over all processes. Times differ from run to run
+    Collective over all processes. Times differ from run to run
     and so may the decisions, so nothing is measured with `full_determinism`. A resumed training keeps the times
     measured when it began, and therefore its plans. A model that was loaded lazily is not timed either.
 

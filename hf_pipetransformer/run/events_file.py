@@ -14,7 +14,6 @@ from typing import Any
 
 from ..cache.activation_cache import CacheCounts
 from ..own_files import open_regular
-from ..pipeline.microbatch_trials import WORTH_A_TRIAL
 from ..planning.plan import PipelinePlan
 from ..token_slices.slice_choice import StepSeconds
 from ..token_slices.slice_planning import RowSlices
@@ -45,17 +44,17 @@ def prediction_of(plan: PipelinePlan) -> dict[str, Any]:
 
     Returns:
         A dict with "memory_bytes", the bytes of each process of a pipeline without the memory of torch and Python
-        themselves; and "steps", which is empty unless the model's units have been timed. It has an entry for each
-        number of micro-batches M that may be tried, the most promising first: seconds of a micro-batch's forward and
-        backward in each virtual stage, and of the work after the pipeline (gradient reduction and optimizer). It also
-        has the "schedule" that runs and "rows_per_pipeline".
+        themselves; and "steps", which is empty unless the model's units have been timed. It has an entry for the
+        plan's number of micro-batches M: seconds of a micro-batch's forward and backward in each virtual stage, and of
+        the work after the pipeline (gradient reduction and optimizer). It also has the "schedule" that runs and
+        "rows_per_pipeline".
     """
     rows = plan.rows_per_pipeline
     stages = map(plan.stage_of, range(plan.pipeline_parallel_size))
     m = plan.num_microbatches_for(rows)
     memory = [plan.stage_bytes(stage, rows=rows, num_microbatches=m) for stage in stages]
     steps = []
-    for m in plan.promising_microbatches(rows, within=WORTH_A_TRIAL) if plan.times is not None else ():
+    if plan.times is not None:
         prediction = plan.predict(rows, m)
         forward, backward = plan.stage_seconds(rows / m)
         steps.append(

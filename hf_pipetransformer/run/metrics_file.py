@@ -48,7 +48,7 @@ RECORDED_ARGUMENTS = (
     *("learning_rate", "lr_scheduler_type", "optim", "weight_decay", "max_grad_norm", "warmup_steps"),
     *("seed", "mixed_precision", "gradient_checkpointing", "full_determinism"),
     *("pipeline_parallel_size", "pipeline_schedule", "virtual_pipeline_parallel_size", "num_microbatches"),
-    *("pipeline_layers", "plan_by", "token_slices", "replica_sharding"),
+    *("pipeline_layers", "token_slices", "replica_sharding"),
     *("freeze_policy", "freeze_alpha", "freeze_strategy", "freeze_steps", "freeze_schedule", "max_frozen_layers"),
     *("elastic", "activation_cache", "activation_cache_dtype", "activation_cache_max_gib"),
 )

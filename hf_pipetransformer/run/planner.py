@@ -54,7 +54,6 @@ class Planner:
             self._budget,
             self._schedule,
             args.num_microbatches,
-            args.plan_by,
             args.replica_sharding,
             1 if is_driven else args.num_virtual_stages,
             autocasts,
@@ -89,7 +88,7 @@ class Planner:
                 args.num_microbatches,
                 args.per_device_train_batch_size,
                 args.elastic,
-                args.plan_by,
+                "counts",  # earlier versions could also choose by measured times
                 args.num_virtual_stages,
             ],
             "stages": plan.pipeline_parallel_size,

@@ -31,7 +31,6 @@ from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.elastic_pipeline import ElasticPipeline, unwrapped
 from ..planning.plan import PipelinePlan
 from ..randomness import generators_kept
-from ..resilience.checkpoint_folders import KEPT, STATE
 from ..resilience.exit import SECONDS, note_training
 from ..resilience.watchdog import PROGRESS, Watchdog
 from ..token_slices.token_schedule import Slicing
@@ -374,9 +373,6 @@ class PipelineRun(TrainerCallback):
         pipeline.place(plan, self._steps.loss_of)
         self.log.begin(plan)
         data.reslice(plan.data_parallel_size, pipeline.replica_index)
-        if plan is again:
-            settled = kept["layout"]["microbatches"][pipeline.replica_index]
-            pipeline.settle_microbatches({(rows, elements): m for rows, elements, m in settled})
         if kept.get("order") and trainer.state.epoch % 1:
             data.keep_order(int(trainer.state.epoch), **kept["order"])
         if self.cache is not None and plan.num_frozen_layers:
@@ -553,14 +549,7 @@ class PipelineRun(TrainerCallback):
         layout = kept.get("layout")
         if layout is None or layout["where"] != self._measured_on:
             return None
-        plan = self.planner.again(layout, num_frozen)
-        if plan is not None and len(layout["microbatches"]) != plan.data_parallel_size:
-            raise ValueError(
-                f"{STATE}: stateful_callbacks.{KEPT}.attributes.memory.layout.microbatches has"
-                f" {len(layout['microbatches'])} entries, but the plan has {plan.data_parallel_size} pipelines. Resume"
-                " from another checkpoint."
-            )
-        return plan
+        return self.planner.again(layout, num_frozen)
 
     # ------------------------------------------------------------------------------------ between two steps
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
@@ -642,8 +631,6 @@ class PipelineRun(TrainerCallback):
         """Return what a checkpoint stores at this point, in plain values for JSON. Collective over all processes."""
         memory: dict[str, Any] = {"step": self._job.trainer.state.global_step}
         pipeline = self._cut.pipeline if self._cut is not None and self._cut.pipeline.is_placed else None
-        mine = [(*shape, m) for shape, m in pipeline.settled_microbatches.items()] if pipeline is not None else []
-        settled = self._job.mesh.gather_objects(mine)
         if pipeline is None or self.data is None:
             return memory
         plan = pipeline.current_plan
@@ -654,7 +641,6 @@ class PipelineRun(TrainerCallback):
             "layout": {
                 "where": self._measured_on,
                 **self.planner.facts_of(plan),
-                "microbatches": [settled[rank] for rank in plan.ranks_of_stage(0)],
             },
         }
 

@@ -157,12 +157,9 @@ class RunLog:
         if callback is not None:
             why = f"off ({why_not_cached or self._job.why_not_cached})"
             of_cache = cache.describe() if cache is not None else why
-        timed = [
-            *(["layout and micro-batches are chosen"] if self._plan.goes_by_times else []),
-            *(["token slices are chosen"] if args.token_slices == "auto" else []),
-        ]
+        timed = "token slices are chosen" if args.token_slices == "auto" else ""
         model = type(self._job.model).__name__
-        logger.info("%s", describe_start(model, self._plan, freezing, of_cache, " and ".join(timed)))
+        logger.info("%s", describe_start(model, self._plan, freezing, of_cache, timed))
 
     def show_layout(self) -> None:
         """Log the first plan as metrics, before the first step. Collective over all processes."""

@@ -68,9 +68,8 @@ def describe_schedules(choice: ScheduleChoice) -> str:
     steps = ", ".join(
         f"{named(each.plan)} {each.step:.2f}{'' if each.fits else ' (does not fit)'}" for each in choice.considered
     )
-    by = "measured times" if choice.chosen.plan.goes_by_times else "FLOPs"
     return (
-        f"pipeline_schedule='auto' is {named(choice.chosen.plan)}. Predicted steps by {by}, in relation to 1f1b:"
+        f"pipeline_schedule='auto' is {named(choice.chosen.plan)}. Predicted steps by FLOPs, in relation to 1f1b:"
         f" {steps}. Each of these must be {WORTH_A_FURTHER_SCHEDULE:.0%} faster than the one before."
     )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hf_pipetransformer.forecast.inspection import build_placeholder_model, model_class
+from hf_pipetransformer.forecast.placeholder_model import build_placeholder_model, model_class
 from hf_pipetransformer.forecast.workload import measure_workload
 from hf_pipetransformer.model.dummy_inputs import dummy_batch
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers

@@ -7,7 +7,7 @@ import torch
 from selection import few
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_pipetransformer.forecast.inspection import build_placeholder_model, model_class
+from hf_pipetransformer.forecast.placeholder_model import build_placeholder_model, model_class
 from hf_pipetransformer.model.dummy_inputs import dummy_batch
 
 # model type, task -> shape of each input for 2 rows of 4 tokens

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
-from test_plan import plan_of, times_of, unit
+from test_plan import plan_of, unit
 
 from hf_pipetransformer.planning.elastic_policy import ElasticPolicy
 from hf_pipetransformer.planning.plan import PipelinePlan
@@ -15,10 +14,7 @@ from hf_pipetransformer.planning.plan_choice import (
     ScheduleChoice,
     choose_schedule,
     largest_stage_bytes,
-    predicted_flops,
-    predicted_seconds,
 )
-from hf_pipetransformer.planning.unit_times import PartTimes, Seconds
 
 EVEN = tuple(unit(i) for i in range(24))
 """Six, three, two and three units in each part of four stages."""
@@ -85,15 +81,6 @@ def test_too_few_units(units: int, expected: list[tuple[str, int]]) -> None:
     assert [of(each.plan) for each in choice_of(4, EVEN[:units], m=4).considered] == expected
 
 
-def test_one_stage_has_no_schedule() -> None:
-    choice = choice_of(1)
-    assert [of(each.plan) for each in choice.considered] == [ONE_F_ONE_B] and steps(choice) == [1.0]
-
-
-def test_units_without_operations() -> None:
-    assert chosen(2, tuple(unit(i, 0.0) for i in range(8))) == ONE_F_ONE_B
-
-
 def test_what_does_not_fit_is_not_chosen() -> None:
     """The first stage keeps 5 passes of half a stage with V = 2, and 2 of a whole one with 1F1B."""
     units = tuple(unit(i, activation_bytes=1000) for i in range(8))
@@ -107,61 +94,6 @@ def test_what_does_not_fit_is_not_chosen() -> None:
     assert of(nothing.chosen.plan) == ONE_F_ONE_B
 
 
-def test_zbv_needs_no_more_memory_than_1f1b() -> None:
-    """K = 8: the first stage keeps 8 passes with 1F1B, 23 of half a stage with V = 2, and 16 of a half with ZBV."""
-    units = tuple(unit(i, activation_bytes=1000) for i in range(16))
-    plain = largest_stage_bytes(choice_of(8, units, m=16).considered[0].plan)
-    choice = choice_of(8, units, m=16, memory_budget_bytes=plain)
-    assert [each.fits for each in choice.considered] == [True, False, True]
-    assert steps(choice)[-1] == pytest.approx((1 + 7 / 96) / (1 + 7 / 16))
-    assert of(choice.chosen.plan) == ZBV
-
-
-def test_a_number_of_micro_batches_that_an_interleaved_schedule_cannot_run() -> None:
-    """13 samples on 2 stages: 13 micro-batches, or 1 where rounds must have equal sizes."""
-    whole = dataclasses.replace(plan_of(1, 2, EVEN), world_size=2, rows_per_device=13)
-    choice = choose_schedule(dataclasses.replace(whole, num_microbatches=13), 2)
-    assert [each.plan.num_microbatches_for(13) for each in choice.considered[:2]] == [13, 1]
-    assert of(choice.chosen.plan) == ONE_F_ONE_B
-
-
-def test_counts_and_times() -> None:
-    """Each part computes again what precedes the units. Plans by counts are the same whatever was measured."""
-    dear = dataclasses.replace(times_of(24), prologue=PartTimes(Seconds(0.0, 6.0), Seconds()))
-    for times in (times_of(24), dear):
-        assert chosen(4, m=4, times=times) == V2
-    assert chosen(4, m=4, times=times_of(24), plan_by="times") == V2
-    choice = choice_of(4, m=4, times=dear, plan_by="times")
-    assert of(choice.chosen.plan) == ONE_F_ONE_B
-    seconds = [predicted_seconds(each.plan) for each in choice.considered]
-    assert steps(choice) == pytest.approx([each / seconds[0] for each in seconds])
-
-
-@pytest.mark.parametrize(("schedule", "v"), SCHEDULES_TO_CHOOSE_FROM)
-def test_flops_predict_what_equal_times_do(schedule: str, v: int) -> None:
-    """Times of a second for each FLOP and sample, with frozen and cached units."""
-    options: dict[str, Any] = {"num_frozen_layers": 5, "num_cached_layers": 2, "num_microbatches": 4}
-    plan = plan_of(2, 2, EVEN, schedule=schedule, virtual_pipeline_parallel_size=v, times=times_of(24), **options)
-    assert predicted_flops(plan) == pytest.approx(predicted_seconds(plan))
-
-
-def test_the_schedule_is_chosen_with_stages_and_sharding() -> None:
-    """Neither one stage nor two replicas of two fit without sharding, and one stage does not with it."""
-    units = tuple(unit(i) for i in range(8))
-    policy = ElasticPolicy("auto", 4, True, 1300, "auto", num_microbatches=2, replica_sharding="auto")
-    for stages in ("auto", 2):
-        first = dataclasses.replace(policy, pipeline_parallel_size=stages).first(units, 4, None)
-        assert (first.pipeline_parallel_size, of(first), first.replica_sharding) == (2, V2, "optimizer")
-
-
-def test_the_shortest_pipeline_that_fits_has_a_schedule_of_its_own() -> None:
-    plain = plan_of(2, 4, EVEN, num_microbatches=4)
-    first = plan_of(
-        "auto", 4, EVEN, schedule="auto", num_microbatches=4, memory_budget_bytes=largest_stage_bytes(plain)
-    )
-    assert (first.pipeline_parallel_size, *of(first)) == (2, *V2)
-
-
 def test_later_plans_keep_what_was_chosen() -> None:
     """With as few micro-batches for K = 2 as here, 1F1B would be chosen there."""
     policy = ElasticPolicy(4, 4, True, None, "auto", num_microbatches=8)
@@ -171,8 +103,3 @@ def test_later_plans_keep_what_was_chosen() -> None:
     assert of(choose_schedule(then, 2).chosen.plan) == ONE_F_ONE_B
     last = policy.next(then, first, 23, 22)
     assert last.schedule == V2[0] and last.runs_as == "1f1b"
-
-
-def test_virtual_stages_are_not_given_as_well() -> None:
-    with pytest.raises(ValueError, match="virtual_pipeline_parallel_size is 2"):
-        plan_of(2, schedule="auto", virtual_pipeline_parallel_size=2)

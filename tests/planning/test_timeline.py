@@ -42,25 +42,6 @@ def test_gradients_of_weights_fill_the_bubble(k: int, m: int) -> None:
             assert at[before].end <= at["forward", stage, 1, i].start
 
 
-def test_one_slow_stage_sets_the_pace() -> None:
-    timeline = simulate([1.0, 2.0], [2.0, 4.0], 10)
-    assert timeline.seconds == 10 * 6 + 1 + 2  # the slow stage, its first input, and the fast stage's last backward
-
-
-def test_work_keeps_its_order_and_its_inputs() -> None:
-    timeline = simulate([1.0, 0.5, 2.0], [2.0, 1.5, 3.0], 5)
-    at = {(span.kind, span.stage, span.micro_batch): span for span in timeline.spans}
-    assert len(at) == 2 * 3 * 5
-    for (kind, stage, i), span in at.items():
-        if kind == "forward" and stage:
-            assert span.start >= at["forward", stage - 1, i].end
-        if kind == "backward" and stage < 2:
-            assert span.start >= at["backward", stage + 1, i].end
-    for stage in range(3):
-        mine = [span for span in timeline.spans if span.stage == stage]
-        assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
-
-
 def test_frozen_stages_only_go_forward() -> None:
     timeline = simulate([1.0, 1.0], [0.0, 2.0], 4)
     assert {span.kind for span in timeline.spans if span.stage == 0} == {"forward"}

@@ -13,8 +13,8 @@ UNITS = tuple(unit(k) for k in range(6))
 
 
 def test_what_a_plan_predicts_draws_its_timeline():
-    """The seconds of each stage are enough to simulate the step again, for each M that may be tried."""
-    options = {"rows_per_device": 4, "memory_budget_bytes": None, "num_frozen_layers": 4, "plan_by": "times"}
+    """The seconds of each stage are enough to simulate the step again."""
+    options = {"rows_per_device": 4, "memory_budget_bytes": None, "num_frozen_layers": 4}
     timed = make_plan(UNITS, 4, 2, times=times_of(6, fixed=0.01), **options)
     predicted = events_file.prediction_of(timed)
     assert predicted["memory_bytes"] == [

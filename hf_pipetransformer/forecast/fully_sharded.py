@@ -15,19 +15,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from heapq import nlargest
 
-from .costs import HeadCost, UnitCost
+from ..planning.costs import UnitCost
+from ..planning.plan import ADAM_BYTES_PER_PARAMETER_BYTE, SHARE_OF_A_REDUCTION, PipelinePlan
 
-ADAM_BYTES_PER_PARAMETER_BYTE = 2.0
-"""Adam keeps two moments in the parameter's own precision (fp32 parameters: 8 bytes of state per 4 bytes)."""
 LAYERS_GATHERED = 2
 """Layers whose parameters a device holds at once: of the one that computes and of the next one."""
 GRADIENTS_AT_ONCE = 2
 """Layers' gradients that a device holds at once: the one that a backward has left, and the message made of it."""
-SHARE_OF_A_REDUCTION = 0.5
-"""A gather, or a reduction that scatters, takes this share of an all-reduce of as many bytes in a ring."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +59,6 @@ class Divided:
         return Part(sum(part.parameter_bytes for part in parts), sum(part.trained_bytes for part in parts))
 
 
-def parameter_bytes(units: Sequence[UnitCost]) -> int:
-    """Return the bytes of the units' parameters; a parameter that several of them need is counted once."""
-    return sum({name: size for unit in units for name, size in unit.parameters.items()}.values())
-
-
 def divide(units: Sequence[UnitCost]) -> Divided:
     """Return what devices divide of their units, given in execution order."""
     num_units = Counter(name for unit in units for name in unit.parameters)
@@ -84,18 +76,6 @@ def divide(units: Sequence[UnitCost]) -> Divided:
         outside.update(others)
         trained_outside += sum(others.values()) * trained
     return Divided(tuple(layers), Part(sum(outside.values()), trained_outside))
-
-
-def copied_bytes(units: Sequence[UnitCost], num_frozen: int) -> int:
-    """Return the bytes of the 16-bit copies of weights that autocast has made when a forward of the units ends.
-
-    Args:
-        units: the units in execution order.
-        num_frozen: number of units, from the first one on, that are frozen; of a last one the head is still trained.
-    """
-    costs: list[UnitCost | HeadCost] = [*(unit.head for unit in units[:num_frozen]), *units[num_frozen:]]
-    copies = {name: size for cost in costs for name, size in cost.copies.items()}
-    return sum(copies.values()) + sum(cost.untrained_copies_bytes for cost in costs)
 
 
 def state_bytes(divided: Divided, num_devices: int) -> int:
@@ -135,3 +115,26 @@ def pass_seconds(
         forward += max(of_forward, share * part.parameter_bytes)
         backward += max(of_backward, share * (again + part.trained_bytes))
     return forward, backward
+
+
+class FullyShardedPlan(PipelinePlan):
+    """A plan of one stage whose devices divide everything."""
+
+    @classmethod
+    def of(cls, plan: PipelinePlan) -> FullyShardedPlan:
+        """Return a plan of one stage as one whose devices divide everything."""
+        return cls(**{field.name: getattr(plan, field.name) for field in fields(plan)})
+
+    def _seconds_of(self, virtual_stage: int, rows: float) -> tuple[float, float]:
+        assert self.times is not None
+        computing = [self._unit_seconds(unit, rows) for unit in range(self.num_units)]
+        seconds_per_byte = self._share_of_ring * self.times.reduce_seconds_per_byte
+        forward, backward = pass_seconds(computing, divide(self.unit_costs), seconds_per_byte)
+        return self.times.prologue.forward.of(rows) + forward, backward
+
+    def _seconds_at_end(self, stage: int) -> float:
+        assert self.times is not None
+        return self._trainable_bytes(stage) * self.times.update_seconds_per_byte / self.world_size
+
+    def _state_bytes(self, stage: int) -> int:
+        return state_bytes(divide(self.unit_costs), self.world_size)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from test_plan import plan_of, times_of, unit
 
-from hf_pipetransformer.forecast.fsdp import fsdp_run
-from hf_pipetransformer.planning.full_sharding import Part, divide, state_bytes
+from hf_pipetransformer.forecast.fully_sharded import FullyShardedPlan, Part, divide, state_bytes
 from hf_pipetransformer.planning.plan import PipelinePlan
 
 SIZES = (100, 200, 400, 100)
@@ -78,4 +77,5 @@ def test_autocast_keeps_copies_of_each_forward() -> None:
 def test_seconds_of_a_step(per_byte: float, seconds: float) -> None:
     """Of a row 1 forward and 2 backward, two rows in a batch; each device updates its quarter."""
     times = dataclasses.replace(times_of(4), reduce_seconds_per_byte=per_byte, update_seconds_per_byte=0.01)
-    assert fsdp_run(UNITS, times, 4, 2, 1, None).step_seconds == pytest.approx(seconds + 850 * 0.01 / 4)
+    plan = FullyShardedPlan.of(plan_of(1, 4, UNITS, rows_per_device=2, times=times))
+    assert plan.predict(2, 1).seconds == pytest.approx(seconds + 850 * 0.01 / 4)

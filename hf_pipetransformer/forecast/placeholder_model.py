@@ -1,0 +1,235 @@
+"""A model without weights, from the name of its configuration.
+
+    load_config -> model_class -> build_placeholder_model
+
+No weights are loaded or created: each parameter is a *placeholder*, one element of memory in the shape of the real
+parameter, so a laptop can inspect a model with billions of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from ..model.placeholders import ParameterTable, placeholder
+from ..planning.plan import MIB
+
+PLACEHOLDER_VALUE = 0.01
+"""Value of all placeholders. It is not zero, because CLIP divides by the norm of its embeddings."""
+LARGE_BYTES = 64 * MIB
+"""Tensors of at least this size are parameters, not buffers."""
+
+TASKS: Mapping[str, str] = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "multiple-choice": "AutoModelForMultipleChoice",
+    "image-classification": "AutoModelForImageClassification",
+    "video-classification": "AutoModelForVideoClassification",
+    "audio-classification": "AutoModelForAudioClassification",
+    "ctc": "AutoModelForCTC",
+    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
+    "image-text-to-text": "AutoModelForImageTextToText",
+    "base": "AutoModel",
+}
+"""Name of a task -> the Auto class that builds its model."""
+
+# Many families are in several mappings (BART in five), so the order decides, from the narrow mapping to the wide
+# one: encoder-decoders first, because BART is also listed as a masked and a causal language model; then encoders,
+# recognized by masked-language modeling and fine-tuned as classifiers, because BERT is also listed as a causal
+# model; then decoders, because Llama is also listed as a classifier. The rest do not overlap with text.
+_TASK_ORDER = (
+    "speech-seq2seq",
+    "seq2seq-lm",
+    "sequence-classification",  # only for families that are in masked-lm as well
+    "causal-lm",
+    "image-classification",
+    "video-classification",
+    "audio-classification",
+    "image-text-to-text",
+    "masked-lm",
+    "ctc",
+    "base",
+)
+
+
+class UnknownModelError(ValueError):
+    """Raised if no configuration is found under the given name, or none that fits the task."""
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Load the configuration that a name refers to.
+
+    The name is looked up as a path first, then as a model type (with its default configuration), then as a name on
+    the Hub. Code that comes with a model is never run.
+
+    Args:
+        name: Folder, config.json, model type, or name on the Hub.
+
+    Raises:
+        UnknownModelError: There is no such configuration.
+    """
+    path = Path(name)
+    is_path = path.is_file() or (path / "config.json").is_file()
+    if not is_path and name in CONFIG_MAPPING:
+        try:
+            return AutoConfig.for_model(name)
+        except Exception as error:  # its class does not accept its own default values, with whatever error
+            raise UnknownModelError(
+                f"model type {name!r} has no default configuration ({_first_line(error)}). Pass a folder or a"
+                " config.json with the values of a real model."
+            ) from error
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if is_path:
+            reason = f"its configuration cannot be read ({_first_line(error)})"
+        elif path.exists():
+            reason = "the folder has no config.json"
+        else:
+            reason = (
+                f"it is not a folder, a config.json or one of the {len(list(CONFIG_MAPPING.keys()))} model types, "
+                f"and it could not be loaded from the Hugging Face Hub ({_first_line(error)})"
+            )
+            similar = get_close_matches(name, list(CONFIG_MAPPING.keys()), n=3)
+            if similar:
+                reason += f". Model types of a similar name: {', '.join(similar)}"
+        raise UnknownModelError(f"unknown model {name!r}: {reason}.") from error
+    return config
+
+
+def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
+    """Return the class that builds a configuration's model: an architecture of transformers or an Auto class.
+
+    Without a task, the configuration's own `architectures` decides; a configuration without `architectures` gets the
+    task that its family is mostly fine-tuned for (encoders: sequence classification; decoders: causal language
+    modeling).
+
+    Args:
+        config: The configuration.
+        task: A key of `TASKS`, or `"auto"`.
+
+    Returns:
+        A class with the class method `from_config` or `_from_config`.
+
+    Raises:
+        UnknownModelError: No class accepts the configuration.
+    """
+
+    def takes(task_name: str) -> bool:
+        return type(config) in getattr(transformers, TASKS[task_name])._model_mapping
+
+    if task != "auto":
+        if not takes(task):
+            raise UnknownModelError(
+                f"transformers has no {task} model for {type(config).__name__}. Pass another --task."
+            )
+        return _class_of_task(config, task)
+    for name in config.architectures or ():
+        if isinstance(getattr(transformers, name, None), type):
+            return _class(name)
+    for candidate in _TASK_ORDER:
+        if takes(candidate) and (candidate != "sequence-classification" or takes("masked-lm")):
+            return _class_of_task(config, candidate)
+    raise UnknownModelError(f"transformers has no model for {type(config).__name__}.")
+
+
+def build_placeholder_model(config: PreTrainedConfig, cls: type) -> PreTrainedModel:
+    """Build a model in which each parameter occupies the memory of a single element.
+
+    Buffers are real, because models compute with them. Tied parameters stay tied, and every parameter is trainable.
+
+    Args:
+        config: The configuration.
+        cls: A model class or an Auto class of transformers.
+    """
+    build = getattr(cls, "from_config", None) or cls._from_config  # type: ignore[attr-defined]
+    config._experts_implementation = (
+        "eager"  # the grouped kernel does not accept stride-0 weights, and its FLOPs are not counted
+    )
+    with _LargeTensorsOnMeta(), init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = build(config)
+    model.tie_weights()  # moving to the meta device has untied the parameters
+    table = ParameterTable(model)
+    for name in table.names:
+        empty = placeholder(table[name], PLACEHOLDER_VALUE, torch.device("cpu"))
+        table[name] = nn.Parameter(empty, requires_grad=empty.is_floating_point())
+    return model
+
+
+class _LargeTensorsOnMeta(TorchFunctionMode):
+    """Mode in which `torch.empty` creates large tensors on the meta device.
+
+    `init_empty_weights` first allocates each parameter, and a mixture of experts has single parameters of 30 GB.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty:
+            on_meta = func(*args, **{**kwargs, "device": "meta"})
+            if on_meta.nbytes >= LARGE_BYTES:
+                return on_meta
+        return func(*args, **kwargs)
+
+
+class GhostProducts(TorchDispatchMode):
+    """Mode in which a matrix product with a placeholder is computed from row sums, without expanding the placeholder.
+
+    The kernels would first copy a stride-0 matrix to its full size: 26 GB for one forward of a 7B model. Results equal
+    the product up to rounding, and have its size. Enter it before a `FlopCounterMode`, which then still counts the
+    product.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if func is aten.mm.default and _is_placeholder_matrix(args[1]):
+            return _times_placeholder(*args)
+        if func is aten.addmm.default and not kwargs and len(args) == 3 and _is_placeholder_matrix(args[2]):
+            return _times_placeholder(args[1], args[2]).add_(args[0])
+        if func is aten.bmm.default and _is_placeholder_matrix(args[1]):
+            return _times_placeholder(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_placeholder_matrix(matrix: torch.Tensor) -> bool:
+    return matrix.numel() > 1 and not any(matrix.stride())
+
+
+def _times_placeholder(left: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+    """Return `left @ empty` for a placeholder of one value. `[..., N, K] @ [..., K, M]`"""
+    row_sums = left.sum(-1, keepdim=True) * empty.as_strided((), ())
+    return row_sums.expand(*left.shape[:-1], empty.shape[-1]).clone(memory_format=torch.contiguous_format)
+
+
+def _class_of_task(config: PreTrainedConfig, task: str) -> type:
+    """Return the Auto class of a task; of several classes for one configuration (LeViT), the first."""
+    auto = _class(TASKS[task])
+    found = auto._model_mapping[type(config)]  # type: ignore[attr-defined]
+    # an Auto class would look for the architectures that a configuration of a mere type does not name
+    return found[0] if isinstance(found, (tuple, list)) and not config.architectures else auto
+
+
+def _class(name: str) -> type:
+    cls: type = getattr(transformers, name)
+    return cls
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
