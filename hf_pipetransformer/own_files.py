@@ -133,16 +133,8 @@ class OwnFolder:
             OSError: it cannot be written.
         """
         self.create()
-        new = f"{NEW}{uuid.uuid4().hex}"
         with self._opened() as folder:
-            try:
-                descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
-                with open(descriptor, "w", encoding="utf-8") as file:
-                    file.write(text)
-                os.replace(new, _child(name), src_dir_fd=folder, dst_dir_fd=folder)
-            except BaseException:  # KeyboardInterrupt, for one
-                _remove(new, folder)
-                raise
+            publish(folder, _child(name), text.encode())
 
     def remove(self, *names: str) -> None:
         """Delete folders and files, as far as that succeeds. No link is followed."""
@@ -235,6 +227,36 @@ def replace_file(path: Path, text: str) -> None:
     except BaseException:  # KeyboardInterrupt, for one
         unlink_created(new)
         raise
+
+
+def publish(folder: int, name: str, content: bytes, replaces: bool = True) -> None:
+    """Write a file with mode 0600 into a folder of this package's; it has its old content or the new one at any time.
+
+    Args:
+        folder: descriptor of the folder.
+        name: of the file.
+        content: what it contains.
+        replaces: whether it replaces another one. If not, and another process is quicker, that one's file stays.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    new = f"{NEW}{uuid.uuid4().hex}"
+    try:
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        if not replaces:
+            try:
+                os.link(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+                return
+            except FileExistsError:
+                return
+            except OSError:  # a file system without hard links
+                pass
+        os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+    finally:  # also after a KeyboardInterrupt
+        _remove(new, folder)
 
 
 def unlink_created(path: str | Path) -> None:

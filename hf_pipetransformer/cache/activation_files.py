@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ..own_files import NEW
+from ..own_files import publish
 
 Row: TypeAlias = npt.NDArray[np.uint8] | memoryview
 """The bytes of one sample's activations, contiguous and not empty."""
@@ -271,24 +271,8 @@ class FileReader:
             is_first: there are no others. If another process is quicker, its facts stay.
         """
         content = json.dumps({"version": FORMAT_VERSION, "facts": dict(facts)}, sort_keys=True).encode()
-        new = f"{NEW}{uuid.uuid4().hex}"
-        folder = self._folder
-        file = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder)
-        try:
-            write_all(file, memoryview(xxhash.xxh3_64_hexdigest(content).encode() + b"\n" + content), 0)
-            if is_first:
-                try:
-                    os.link(new, FACTS, src_dir_fd=folder, dst_dir_fd=folder)
-                except FileExistsError:
-                    return
-                except OSError:  # a file system without hard links
-                    is_first = False
-            if not is_first:
-                os.replace(new, FACTS, src_dir_fd=folder, dst_dir_fd=folder)
-        finally:
-            os.close(file)
-            with suppress(FileNotFoundError):
-                os.unlink(new, dir_fd=folder)
+        checksum = xxhash.xxh3_64_hexdigest(content).encode()
+        publish(self._folder, FACTS, checksum + b"\n" + content, replaces=not is_first)
 
 
 class FileWriter:
