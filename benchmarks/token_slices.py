@@ -30,7 +30,7 @@ from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import measure_costs
 from hf_pipetransformer.planning.plan_choice import make_plan
-from hf_pipetransformer.run.events_file import describe_slices
+from hf_pipetransformer.run.sentences import describe_slices
 from hf_pipetransformer.token_slices.slice_planning import RowSlices
 from hf_pipetransformer.token_slices.slicing_probe import probe_slicing
 from hf_pipetransformer.token_slices.token_schedule import Slicing

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..pipeline.elastic_pipeline import Transformation
 from ..planning.plan import PipelinePlan
 from ..planning.plan_choice import WORTH_A_FURTHER_SCHEDULE, ScheduleChoice
+from ..records.files import EVENTS
+from ..token_slices.slice_planning import RowSlices
 
 
 @dataclass
@@ -112,8 +115,20 @@ def describe_end(
     saved = f" Not computed: {spared}, with {_many(changes, 'change')} of the layout." if spared else ""
     return (
         f"Trained {_many(steps, 'step')} in {sum(seconds.values()):.1f} s ({parts}).{saved} Events:"
-        f" {folder}/pipeline_events.jsonl; report: hf-pipetransformer report {folder}"
+        f" {folder}/{EVENTS}; report: hf-pipetransformer report {folder}"
     )
+
+
+def describe_slices(parts: Sequence[RowSlices], seconds: float | None) -> str:
+    """Describe how a batch is split: its parts, and the predicted seconds of forward and backward, if known."""
+    kinds = Counter((part.rows, part.lengths) for part in parts)
+    cut = ", ".join(
+        f"{f'{count} x ' if count > 1 else ''}{_many(rows, 'row')} in "
+        + ("one slice" if len(lengths) == 1 else f"slices of {'+'.join(map(str, lengths))} tokens")
+        for (rows, lengths), count in kinds.items()
+    )
+    predicted = "" if seconds is None else f"; forward and backward predicted {seconds:.3g} s"
+    return f"Batches of {sum(part.rows for part in parts)} rows x {sum(parts[0].lengths)} tokens: {cut}{predicted}"
 
 
 def _many(number: int, what: str, plural: str = "s") -> str:

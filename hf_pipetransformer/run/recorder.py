@@ -1,17 +1,4 @@
-"""Record a training in `output_dir/pipeline_metrics.jsonl`, for `hf-pipetransformer report`.
-
-`pipeline_events.jsonl` (`events_file.py`) records the layouts; this file records what happens between their changes:
-
-    {"kind": "begin", ...}  the first step is about to begin
-    {"kind": "log",   ...}  what the Trainer logs: loss, learning rate, metrics of an evaluation, hit rates
-    {"kind": "time",  ...}  seconds of the main process since the last such line, by activity; steps and samples done
-    {"kind": "usage", ...}  under the layout that has ended: memory of each process, micro-batches M
-    {"kind": "cache_off", ...}  why the cache of frozen layers is off
-    {"kind": "end",   ...}  `train()` has returned (or raised); a training that was killed has no such line
-
-The Trainer writes its own `trainer_state.json` with checkpoints only. This file is written during training, so an
-interrupted run leaves a record too. All lines of one `train()` have the same "run", here and in the layouts' file.
-"""
+"""Observes a training and writes its record (`records/files.py`): layouts, logged numbers, time and memory."""
 
 from __future__ import annotations
 
@@ -34,14 +21,14 @@ import psutil
 import torch
 import transformers
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..own_files import open_regular
 from ..pipeline.devices import name_of_device, peak_memory
+from ..planning.plan import PipelinePlan
+from ..records.files import EVENTS, METRICS, layout_of, prediction_of
 
 logger = logging.getLogger(__name__)
-
-FILE_NAME = "pipeline_metrics.jsonl"
 
 RECORDED_ARGUMENTS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
@@ -93,6 +80,29 @@ class RunRecorder(TrainerCallback):
         self._has_warned = False
 
     # ------------------------------------------------------------------------------------ told by the trainer
+    @contextmanager
+    def recording(self, trainer: Trainer, before: Sequence[TrainerCallback] = ()) -> Iterator[None]:
+        """Record a `train()` inside the context, and how it ends.
+
+        Args:
+            trainer: the trainer.
+            before: callbacks to be placed before the recorder. These callbacks and the recorder are placed before all
+                others: loggers that save the model at the end must find it complete, and some callbacks remove numbers
+                from the logs.
+        """
+        handler = trainer.callback_handler
+        # the recorder of the last training has stayed, for what was logged behind it
+        others = [c for c in handler.callbacks if not isinstance(c, RunRecorder)]
+        handler.callbacks[:] = [*before, self, *others]
+        self.begin(trainer.is_world_process_zero())
+        has_ended = False
+        try:
+            yield
+            has_ended = True
+        finally:
+            self.end(has_ended, trainer.state.global_step)
+            handler.callbacks[:] = [c for c in handler.callbacks if not any(c is one for one in before)]
+
     def begin(self, is_main_process: bool) -> None:
         """Begin the record, when `train()` has been called."""
         self._writes = is_main_process
@@ -159,6 +169,41 @@ class RunRecorder(TrainerCallback):
             device_peak_bytes=[usage["device_peak_bytes"] for usage in known if "device_peak_bytes" in usage],
             num_microbatches=max(counts, default=None),
         )
+
+    def record_event(
+        self,
+        event: str,
+        plan: PipelinePlan,
+        state: TrainerState,
+        *,
+        seconds: float = 0.0,
+        bytes_moved: int = 0,
+        phases: Mapping[str, float] | None = None,
+        **more: Any,
+    ) -> None:
+        """Write a change of the layout, or another event.
+
+        Args:
+            event: one of those in `records/files.py`.
+            plan: the plan in force from now on.
+            state: the Trainer's state.
+            seconds: duration of the change in seconds, on the slowest process.
+            bytes_moved: number of bytes received by all processes together.
+            phases: duration in seconds of each phase of the change, on the process that was slowest in it.
+            more: "facts" of a run that do not change during it, or the "slices" of a batch.
+        """
+        if not self._writes:
+            return
+        values = {
+            "epoch": state.epoch or 0.0,
+            **layout_of(plan),
+            "seconds": round(seconds, 6),
+            "bytes_moved": bytes_moved,
+            "phases": {name: round(value, 6) for name, value in (phases or {}).items()},
+            "predicted": prediction_of(plan),
+            **more,
+        }
+        self._append(EVENTS, {"event": event}, state.global_step, values)
 
     def record_cache_off(self, reason: str, global_step: int) -> None:
         """Write why frozen layers' outputs were not cached, or are no longer cached."""
@@ -250,15 +295,18 @@ class RunRecorder(TrainerCallback):
         self._forget()
 
     def _write(self, kind: str, global_step: int, **values: Any) -> None:
+        self._append(METRICS, {"kind": kind}, global_step, values)
+
+    def _append(self, name: str, kind: Mapping[str, str], global_step: int, values: Mapping[str, Any]) -> None:
         if not self._writes or self.run is None:
             return
-        line = {"kind": kind, "run": self.run, "time": round(time.time(), 3), "global_step": global_step, **values}
-        path = Path(self._args.output_dir or ".") / FILE_NAME
+        line = {**kind, "run": self.run, "time": round(time.time(), 3), "global_step": global_step, **values}
+        path = Path(self._args.output_dir or ".") / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        except OSError as error:  # a missing record must not end the training
+        except OSError as error:  # only one process writes; if it raised here, the others would hang
             if not self._has_warned:
                 logger.warning("%s cannot be written (%s), so the report will be incomplete.", path, error)
             self._has_warned = True

@@ -5,21 +5,28 @@ All figures over steps have the same x axis, with a line at each change of the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import plotly.graph_objects as go
 
 from ..planning.plan import MIB
 from ..planning.timeline import Timeline, simulate
-from .report_data import Layout, Training, thinned, timeline_of_slices
+from ..records.history import Layout, Training
+from ..token_slices.slice_planning import RowSlices, SliceLatency
+from ..token_slices.slice_timeline import StageLatency, simulate_slices
 
 BLUE, ORANGE, GREEN, TEAL, PURPLE, GREY = "#3b6fb6", "#ee8434", "#3f9b5b", "#2a9d9d", "#8661b0", "#8a929c"
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, "#c8485b", "#7a6a53", GREY)
 MOST_LAYOUTS_DRAWN = 6
 MOST_BINS = 400
 """Maximum number of points of the samples/s curve."""
+MOST_POINTS = 1500
+"""Maximum number of points of other curves."""
+MOST_MARKERS = 30
+"""A curve with fewer points has markers, without which a single point would not be seen."""
 TECHNICAL = ("_runtime", "_per_second", "_samples", "_time", "_seconds", "_bytes", "_flos", "_delta", "_allocated")
 
 ACTIVITIES = {
@@ -34,6 +41,10 @@ ACTIVITIES = {
 }
 PASSES = {"forward": ("forward", BLUE), "backward": ("backward", ORANGE), "weights": ("backward of weights", PURPLE)}
 """Kind of a pass -> label and color."""
+WAITING, AT_END = "waiting (bubble)", "gradients over replicas, optimizer"
+
+Curves = Mapping[str, tuple[Sequence[Any], Sequence[Any]]]
+"""Label -> x and y."""
 
 
 @dataclass(frozen=True)
@@ -57,102 +68,114 @@ class Drawing:
 
 def all_drawings(training: Training) -> list[Drawing]:
     """Create the figures in the order of the page."""
-    quality = [n for n in training.names if n.startswith("eval_") and not n.endswith(TECHNICAL)]
-    losses = {
-        "loss": "training",
-        **{n: n.replace("eval_", "evaluation_").removesuffix("_loss") for n in quality if "loss" in n},
-    }
-    metrics = {n: n.removeprefix("eval_") for n in quality if "loss" not in n}
+    evaluated = [n for n in training.names if n.startswith("eval_") and not n.endswith(TECHNICAL)]
+    losses = {n: n.replace("eval_", "evaluation_").removesuffix("_loss") for n in evaluated if "loss" in n}
+    metrics = {n: n.removeprefix("eval_") for n in evaluated if "loss" not in n}
+    no_layouts = "No layouts were recorded."
+    of_m = "M is the number that most steps ran with, or the planned one."
+    layers, shape = _counts(training)
     return [
-        _draw_curves(
+        _over_steps(
             training,
             Drawing("loss", "Loss", "As logged; the training loss is the mean since the entry before."),
-            losses,
+            _logged(training, {"loss": "training", **losses}),
             "No loss was logged: logging_steps is larger than the training, or it was killed.",
         ),
-        _draw_curves(
+        _over_steps(
             training,
             Drawing("quality", "Evaluation", "Metrics as logged."),
-            metrics,
+            _logged(training, metrics),
             "No metric of an evaluation was logged: set eval_strategy and compute_metrics.",
         ),
-        _draw_layers(training),
-        _draw_shape(training),
-        _draw_speed(training),
+        _over_steps(
+            training,
+            Drawing("layers", "Layers: trained, frozen, cached", of_m),
+            layers,
+            no_layouts,
+            stackgroup="layers",
+        ),
+        _over_steps(training, Drawing("shape", "Stages K × replicas R, micro-batches M", of_m), shape, no_layouts),
+        _over_steps(
+            training,
+            Drawing("speed", "Samples per second", "While training, without evaluating, saving and changing layouts."),
+            _speeds(training),
+            "The time of steps was not recorded.",
+        ),
         _draw_cache(training),
         _draw_step(training),
         _draw_time(training),
         _draw_memory(training),
-        _draw_curves(
+        _over_steps(
             training,
             Drawing("learning-rate", "Learning rate", "The schedule goes by steps, whatever the layout."),
-            {"learning_rate": "learning rate"},
+            _logged(training, {"learning_rate": "learning rate"}),
             "No learning rate was logged.",
         ),
-        _draw_curves(
+        _over_steps(
             training,
             Drawing("gradients", "Gradient norm", "Before clipping; the gradients of frozen layers are not in it."),
-            {"grad_norm": "of all layers that train"},
+            _logged(training, {"grad_norm": "of all layers that train"}),
             "No gradient norm was logged.",
         ),
     ]
 
 
 # ---------------------------------------------------------------------------------------- over steps
-def _draw_curves(training: Training, drawing: Drawing, labels: dict[str, str], missing: str) -> Drawing:
-    """Draw logged numbers: name -> label."""
+def _over_steps(training: Training, drawing: Drawing, curves: Curves, missing: str, **style: Any) -> Drawing:
+    """Draw curves over the optimizer steps; without any, say what is missing."""
+    if not curves:
+        return replace(drawing, caption=missing)
     figure = _figure(drawing.title.lower(), training)
-    for name, label in labels.items():
-        steps, values = training.curve(name)
-        if steps:
-            x, y = thinned(steps, values)
-            is_short = len(x) == 1 or name.startswith("eval_")
-            figure.add_scatter(x=x, y=y, name=label, mode="lines+markers" if is_short else "lines")
-    if not figure.data:
-        return Drawing(drawing.name, drawing.title, missing)
-    return Drawing(drawing.name, drawing.title, drawing.caption, figure)
+    for label, (steps, values) in curves.items():
+        mode = "lines+markers" if len(steps) < MOST_MARKERS else "lines"
+        figure.add_scatter(x=steps, y=values, name=label, mode=mode, **style)
+    figure.update_yaxes(rangemode="tozero" if drawing.name == "speed" else "normal")
+    return replace(drawing, figure=figure)
 
 
-def _draw_layers(training: Training) -> Drawing:
-    counts: dict[str, Callable[[Layout], int]] = {
-        "trained": lambda layout: layout.event["num_layers"] - layout.num_frozen,
-        "frozen (forward only)": lambda layout: layout.num_frozen - layout.num_cached,
-        "cached (not computed)": lambda layout: layout.num_cached,
+def _logged(training: Training, labels: Mapping[str, str]) -> Curves:
+    """The curves of logged numbers: name -> label."""
+    curves = {label: training.curve(name) for name, label in labels.items()}
+    return {label: thinned(*curve) for label, curve in curves.items() if curve[0]}
+
+
+def thinned(xs: Sequence[Any], ys: Sequence[float]) -> tuple[list[Any], list[float]]:
+    """Reduce a long curve to `MOST_POINTS`: the lowest and the highest of each section, to keep all peaks."""
+    if len(xs) <= MOST_POINTS:
+        return list(xs), list(ys)
+    edges = [round(k * len(xs) / (MOST_POINTS // 2)) for k in range(MOST_POINTS // 2 + 1)]
+    chosen: list[int] = []
+    for section in (range(begin, end) for begin, end in pairwise(edges)):
+        chosen += sorted({min(section, key=ys.__getitem__), max(section, key=ys.__getitem__)})
+    return [xs[k] for k in chosen], [ys[k] for k in chosen]
+
+
+def _counts(training: Training) -> tuple[Curves, Curves]:
+    """Numbers of layers, and of stages, replicas and micro-batches, as the training went on."""
+    layouts = training.layouts
+    ends = [step for layout in layouts for step in (layout.first_step, layout.last_step)]
+
+    def drawn(counts: Mapping[str, list[int]]) -> Curves:
+        return {label: (ends, [n for n in of_each for _ in range(2)]) for label, of_each in counts.items() if ends}
+
+    layers = {
+        "cached (not computed)": [layout.num_cached for layout in layouts],
+        "frozen (forward only)": [layout.num_frozen - layout.num_cached for layout in layouts],
+        "trained": [layout.num_layers - layout.num_frozen for layout in layouts],
     }
-    drawing = _draw_layouts(training, "layers", "Layers: trained, frozen, cached", dict(reversed(counts.items())))
-    if drawing.figure is not None:
-        drawing.figure.update_traces(stackgroup="layers")
-    return drawing
-
-
-def _draw_shape(training: Training) -> Drawing:
-    counts: dict[str, Callable[[Layout], int]] = {
-        "K stages": lambda layout: layout.num_stages,
-        "R replicas": lambda layout: layout.num_replicas,
-        "M micro-batches": lambda layout: layout.num_microbatches,
+    shape = {
+        "K stages": [layout.num_stages for layout in layouts],
+        "R replicas": [layout.num_replicas for layout in layouts],
+        "M micro-batches": [layout.num_microbatches for layout in layouts],
     }
-    return _draw_layouts(training, "shape", "Stages K × replicas R, micro-batches M", counts)
+    return drawn(layers), drawn(shape)
 
 
-def _draw_layouts(training: Training, name: str, title: str, counts: dict[str, Callable[[Layout], int]]) -> Drawing:
-    """Draw numbers of each layout, as the training went on."""
-    if not training.layouts:
-        return Drawing(name, title, "No layouts were recorded.")
-    figure = _figure("number", training)
-    x = [step for layout in training.layouts for step in (layout.first_step, layout.last_step)]
-    for label, count in counts.items():
-        figure.add_scatter(
-            x=x, y=[n for layout in training.layouts for n in [count(layout)] * 2], name=label, mode="lines"
-        )
-    return Drawing(name, title, "M is the number that most steps ran with, or the planned one.", figure)
-
-
-def _draw_speed(training: Training) -> Drawing:
-    name, title = "speed", "Samples per second"
+def _speeds(training: Training) -> Curves:
+    """Samples per second between two log entries, and as the mean of each layout."""
     lines = [line for line in training.lines if line["kind"] == "time" and line["steps"] and line["rows"]]
     if not lines:
-        return Drawing(name, title, "The time of steps was not recorded.")
-    figure = _figure("samples/s", training)
+        return {}
     size = -(-len(lines) // MOST_BINS)
     x, y = list[int](), list[float]()
     for some in (lines[k : k + size] for k in range(0, len(lines), size)):
@@ -160,16 +183,12 @@ def _draw_speed(training: Training) -> Drawing:
         last = some[-1]["global_step"]
         x += [last - sum(line["steps"] for line in some), last]
         y += [sum(line["rows"] for line in some) / seconds] * 2
-    figure.add_scatter(x=x, y=y, name="between two log entries", mode="lines")
     known = [layout for layout in training.layouts if layout.samples_per_second is not None]
-    figure.add_scatter(
-        x=[step for layout in known for step in (layout.first_step, layout.last_step, None)],
-        y=[speed for layout in known for speed in (layout.samples_per_second, layout.samples_per_second, None)],
-        name="mean of the layout",
-        mode="lines",
+    means = (
+        [step for layout in known for step in (layout.first_step, layout.last_step, None)],
+        [speed for layout in known for speed in (layout.samples_per_second, layout.samples_per_second, None)],
     )
-    figure.update_yaxes(rangemode="tozero")
-    return Drawing(name, title, "While training, without evaluating, saving and changing layouts.", figure)
+    return {"between two log entries": (x, y), "mean of the layout": means}
 
 
 def _draw_cache(training: Training) -> Drawing:
@@ -237,11 +256,11 @@ def _words_on_time(training: Training, total: float) -> list[str]:
         words.append("Work that a device has not finished when a call returns counts for what waits for it.")
     phases: dict[str, float] = {}
     for event in training.events:
-        for phase, seconds in event.get("phases", {}).items():
+        for phase, seconds in event["phases"].items():
             phases[phase] = phases.get(phase, 0.0) + seconds
     if phases:
         parts = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases.items())
-        moved = sum(event.get("bytes_moved", 0) for event in training.events) / MIB
+        moved = sum(event["bytes_moved"] for event in training.events) / MIB
         words.append(f"Changing layouts, on the slowest process of each phase: {parts}; {moved:.1f} MiB were moved.")
     return words
 
@@ -255,7 +274,7 @@ def _draw_memory(training: Training) -> Drawing:
     is_on_device = any(usage.get("device_peak_bytes") for _, usage in used)
     boxes = {"measured": [usage["device_peak_bytes" if is_on_device else "resident_bytes"] for _, usage in used]}
     if is_on_device:  # that of the stage's tensors, which cannot be compared with a whole process
-        boxes["predicted"] = [layout.event.get("predicted", {}).get("memory_bytes", []) for layout, _ in used]
+        boxes["predicted"] = [layout.event["predicted"]["memory_bytes"] for layout, _ in used]
     for label, by_layout in boxes.items():
         figure.add_box(
             x=[layout.label for (layout, _), values in zip(used, by_layout, strict=True) for _ in values],
@@ -280,17 +299,16 @@ def _draw_step(training: Training) -> Drawing:
     found = [(layout, step) for layout in _distinct(training.layouts) if (step := _step_of(layout)) is not None]
     if not found:
         return Drawing(name, title, _why_untimed(training), is_wide=True)
-    figure = _figure("")
-    bars: dict[str, list[tuple[float, float, str, str]]] = {}
+    bars: dict[str, list[tuple[float, float, str, str]]] = {}  # label -> begin, seconds, row, text
     for number, (layout, (timeline, names, end)) in enumerate(found[:MOST_LAYOUTS_DRAWN], 1):
         rows = [f"{number}. {layout.label}, stage {stage}" for stage in range(layout.num_stages)]
-        seconds = timeline.seconds
-        bars.setdefault("waiting (bubble)", []).extend((0.0, seconds, row, f"{timeline.bubble:.1%}") for row in rows)
+        bars.setdefault(WAITING, []).extend((0.0, timeline.seconds, row, f"{timeline.bubble:.1%}") for row in rows)
         for span in timeline.spans:
             bar = (span.start, span.end - span.start, rows[span.stage], names[span.micro_batch])
             bars.setdefault(PASSES[span.kind][0], []).append(bar)
-        bars.setdefault("gradients over replicas, optimizer", []).extend((seconds, end, row, "") for row in rows)
-    colors = {**dict(PASSES.values()), "waiting (bubble)": "#e3e7ec", "gradients over replicas, optimizer": GREY}
+        bars.setdefault(AT_END, []).extend((timeline.seconds, end, row, "") for row in rows)
+    figure = _figure("")
+    colors = {**dict(PASSES.values()), WAITING: "#e3e7ec", AT_END: GREY}
     for label, drawn in bars.items():
         begins, lengths, rows_of, texts = zip(*drawn, strict=True)
         figure.add_bar(
@@ -306,9 +324,7 @@ def _draw_step(training: Training) -> Drawing:
             textangle=0,
         )
     figure.update_layout(
-        barmode="overlay",
-        height=110 + 30 * len({row for *_, row, _ in bars["forward"]}),
-        xaxis={"title": "milliseconds"},
+        barmode="overlay", height=110 + 30 * len({bar[2] for bar in bars[WAITING]}), xaxis={"title": "milliseconds"}
     )
     figure.update_yaxes(autorange="reversed", showgrid=False)
     words = (
@@ -324,10 +340,17 @@ def _draw_step(training: Training) -> Drawing:
 
 def _step_of(layout: Layout) -> tuple[Timeline, list[str], float] | None:
     """Return a step of one pipeline, the names of its micro-batches or slices, and the seconds after it."""
-    prediction, cut = layout.prediction, layout.timed_slices
+    cut = max(
+        (cut for cut in layout.slices if cut.get("latencies")),
+        key=lambda cut: cut["rows"] * cut["tokens"],
+        default=None,
+    )
     if cut is not None:
-        slices = [(p, i) for p, (_, lengths) in enumerate(cut["parts"]) for i in range(len(lengths))]
-        return timeline_of_slices(cut), [f"{p}.{i}" for p, i in slices], 0.0
+        names = [f"{p}.{i}" for p, (_, lengths) in enumerate(cut["parts"]) for i in range(len(lengths))]
+        parts = [RowSlices(rows, tuple(lengths)) for rows, lengths in cut["parts"]]
+        stages = [StageLatency(*(SliceLatency(*one) for one in stage)) for stage in cut["latencies"]]
+        return simulate_slices(stages, parts), names, 0.0
+    prediction = layout.prediction
     if prediction is None:
         return None
     m, forward = prediction["num_microbatches"], prediction["forward"]
