@@ -16,7 +16,6 @@ interrupted run leaves a record too. All lines of one `train()` have the same "r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,7 @@ from ..file_formats import (
     read_records,
 )
 from ..planning.plan import PipelinePlan
-from ..token_slices.slice_choice import StepSeconds
-from ..token_slices.slice_planning import RowSlices
+from ..token_slices.slice_timeline import SlicePlan
 
 EVENTS = "pipeline_events.jsonl"
 METRICS = "pipeline_metrics.jsonl"
@@ -182,17 +180,17 @@ def prediction_of(plan: PipelinePlan) -> dict[str, Any]:
     return {"schedule": plan.runs_as, "rows_per_pipeline": rows, "memory_bytes": memory, "steps": steps}
 
 
-def slices_of(parts: Sequence[RowSlices], seconds: float | None) -> dict[str, Any]:
+def slices_of(plan: SlicePlan) -> dict[str, Any]:
     """Return how a batch is split, in plain values: for each part, the number of samples and the lengths of slices.
 
     If stages have been timed, "latencies" holds the coefficients of each stage's forward and backward.
     """
     cut: dict[str, Any] = {
-        "rows": sum(part.rows for part in parts),
-        "tokens": sum(parts[0].lengths),
-        "parts": [[part.rows, list(part.lengths)] for part in parts],
-        "predicted_seconds": None if seconds is None else round(float(seconds), 6),
+        "rows": sum(part.rows for part in plan.parts),
+        "tokens": sum(plan.parts[0].lengths),
+        "parts": [[part.rows, list(part.lengths)] for part in plan.parts],
+        "predicted_seconds": None if plan.seconds is None else round(plan.seconds, 6),
     }
-    if isinstance(seconds, StepSeconds):
-        cut["latencies"] = [[list(map(float, one)) for one in astuple(stage)] for stage in seconds.stages]
+    if plan.stages:
+        cut["latencies"] = [[list(map(float, one)) for one in astuple(stage)] for stage in plan.stages]
     return cut

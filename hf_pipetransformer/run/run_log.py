@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ..freezing.policies import policy_description
@@ -14,7 +14,7 @@ from ..pipeline.elastic_pipeline import Transformation
 from ..planning.plan import PipelinePlan
 from ..planning.plan_choice import ScheduleChoice
 from ..records.files import BEGINNINGS, SLICES, layout_of, slices_of
-from ..token_slices.slice_planning import RowSlices
+from ..token_slices.slice_timeline import SlicePlan
 from .cache_control import AutoCache, EpochReport
 from .job import TrainingJob
 from .recorder import RunRecorder, StepsDone, facts_of_run
@@ -154,15 +154,15 @@ class RunLog:
         numbers = self._record("transform", change.after, seconds=total, bytes_moved=moved, phases=phases)
         self._log({**numbers, "transform_seconds": total, "transform_bytes": moved})
 
-    def sliced(self, parts: Sequence[RowSlices], seconds: float | None) -> None:
+    def sliced(self, plan: SlicePlan) -> None:
         """Log and record how a batch of a new shape is split, for the first shapes of a layout."""
         if self._num_shapes == MOST_SHAPES_TO_LOG:
             return
         self._num_shapes += 1
-        self._say(describe_slices(parts, seconds), logging.DEBUG)
+        self._say(describe_slices(plan), logging.DEBUG)
         assert self._plan is not None
         # the slices are those of the main process's replica; other replicas may split otherwise
-        slices = {"replica": self._plan.replica_of(0), **slices_of(parts, seconds)}
+        slices = {"replica": self._plan.replica_of(0), **slices_of(plan)}
         self.recorder.record_event(SLICES, self._plan, self._job.trainer.state, slices=slices)
 
     def cache_epoch(self, report: EpochReport) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..pipeline.elastic_pipeline import Transformation
 from ..planning.plan import PipelinePlan
 from ..planning.plan_choice import WORTH_A_FURTHER_SCHEDULE, ScheduleChoice
 from ..records.files import EVENTS
-from ..token_slices.slice_planning import RowSlices
+from ..token_slices.slice_timeline import SlicePlan
 
 
 @dataclass
@@ -119,16 +119,17 @@ def describe_end(
     )
 
 
-def describe_slices(parts: Sequence[RowSlices], seconds: float | None) -> str:
+def describe_slices(plan: SlicePlan) -> str:
     """Describe how a batch is split: its parts, and the predicted seconds of forward and backward, if known."""
-    kinds = Counter((part.rows, part.lengths) for part in parts)
+    kinds = Counter((part.rows, part.lengths) for part in plan.parts)
     cut = ", ".join(
         f"{f'{count} x ' if count > 1 else ''}{_many(rows, 'row')} in "
         + ("one slice" if len(lengths) == 1 else f"slices of {'+'.join(map(str, lengths))} tokens")
         for (rows, lengths), count in kinds.items()
     )
-    predicted = "" if seconds is None else f"; forward and backward predicted {seconds:.3g} s"
-    return f"Batches of {sum(part.rows for part in parts)} rows x {sum(parts[0].lengths)} tokens: {cut}{predicted}"
+    rows, tokens = sum(part.rows for part in plan.parts), sum(plan.parts[0].lengths)
+    predicted = "" if plan.seconds is None else f"; forward and backward predicted {plan.seconds:.3g} s"
+    return f"Batches of {rows} rows x {tokens} tokens: {cut}{predicted}"
 
 
 def _many(number: int, what: str, plural: str = "s") -> str:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,9 +27,8 @@ from hf_pipetransformer.records.history import Training, read_trainings
 from hf_pipetransformer.report import figures, report
 from hf_pipetransformer.report.words import changes, verdict
 from hf_pipetransformer.run.recorder import RunRecorder
-from hf_pipetransformer.token_slices.slice_choice import StepSeconds
 from hf_pipetransformer.token_slices.slice_planning import RowSlices, SliceLatency
-from hf_pipetransformer.token_slices.slice_timeline import StageLatency, simulate_slices
+from hf_pipetransformer.token_slices.slice_timeline import SlicePlan, StageLatency, simulate_slices
 
 UNITS = tuple(unit(k) for k in range(6))
 TIMES = times_of(6)
@@ -76,10 +76,10 @@ class Run:
         begins = kind in ("start", "resume")
         return self._record(kind, plan, step, **({"facts": {**FACTS, **facts}} if begins else {}))
 
-    def slices(self, step: int, parts: list[Any], seconds: float | None) -> Run:
+    def slices(self, step: int, parts: list[Any], seconds: float | None, stages: Sequence[StageLatency] = ()) -> Run:
         plan = make_plan(UNITS, 4, 4, rows_per_device=4, memory_budget_bytes=None, times=TIMES)
-        cut = slices_of([RowSlices(rows, tuple(lengths)) for rows, lengths in parts], seconds)
-        return self._record(SLICES, plan, step, slices=cut)
+        cut = SlicePlan(tuple(RowSlices(rows, tuple(lengths)) for rows, lengths in parts), seconds, tuple(stages))
+        return self._record(SLICES, plan, step, slices=slices_of(cut))
 
     def _record(self, kind: str, plan: PipelinePlan, step: int, **more: Any) -> Run:
         recorder = RunRecorder(PipeTransformerTrainingArguments(str(self.folder)))
@@ -286,12 +286,7 @@ def test_slices_belong_to_the_layout_that_they_were_made_for(tmp_path: Path) -> 
     ] * 4
     parts = [[2, [200, 200, 112]], [2, [512]], [1, [256, 256]]]
     seconds = simulate_slices(stages, [RowSlices(count, tuple(lengths)) for count, lengths in parts]).seconds
-    run = (
-        Run(tmp_path)
-        .event("start", 0, 4)
-        .slices(0, [[1, [16]]], None)
-        .slices(0, parts, StepSeconds.of(seconds, stages))
-    )
+    run = Run(tmp_path).event("start", 0, 4).slices(0, [[1, [16]]], None).slices(0, parts, seconds, stages)
     run.steps(0, 40, 0.2).event("transform", 40, 2, 2).slices(40, [[1, [512]]], None).steps(40, 80, 0.1).end(80)
     first, second = the_training(tmp_path).layouts
     assert [cut["parts"] for cut in first.slices] == [[[1, [16]]], parts] and second.slices[0]["rows"] == 1
