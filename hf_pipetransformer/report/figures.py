@@ -6,7 +6,7 @@ All figures over steps have the same x axis, with a line at each change of the l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -66,71 +66,75 @@ class Drawing:
     is_wide: bool = False
 
 
+OVER_STEPS: Mapping[str, tuple[str, str, str]] = {
+    "loss": (
+        "Loss",
+        "As logged; the training loss is the mean since the entry before.",
+        "No loss was logged: logging_steps is larger than the training, or it was killed.",
+    ),
+    "quality": (
+        "Evaluation",
+        "Metrics as logged.",
+        "No metric of an evaluation was logged: set eval_strategy and compute_metrics.",
+    ),
+    "layers": ("Layers: trained, frozen, cached", "The layers of each layout.", "No layouts were recorded."),
+    "shape": (
+        "Stages K × replicas R, micro-batches M",
+        "M is the number that most steps ran with, or the planned one.",
+        "No layouts were recorded.",
+    ),
+    "speed": (
+        "Samples per second",
+        "While training, without evaluating, saving and changing layouts.",
+        "The time of steps was not recorded.",
+    ),
+    "learning-rate": (
+        "Learning rate",
+        "The schedule goes by steps, whatever the layout.",
+        "No learning rate was logged.",
+    ),
+    "gradients": (
+        "Gradient norm",
+        "Before clipping; the gradients of frozen layers are not in it.",
+        "No gradient norm was logged.",
+    ),
+}
+"""Name of a figure over the optimizer steps -> title, caption, and what is said if there is nothing to draw."""
+
+
 def all_drawings(training: Training) -> list[Drawing]:
     """Create the figures in the order of the page."""
     evaluated = [n for n in training.names if n.startswith("eval_") and not n.endswith(TECHNICAL)]
     losses = {n: n.replace("eval_", "evaluation_").removesuffix("_loss") for n in evaluated if "loss" in n}
     metrics = {n: n.removeprefix("eval_") for n in evaluated if "loss" not in n}
-    no_layouts = "No layouts were recorded."
-    of_m = "M is the number that most steps ran with, or the planned one."
     layers, shape = _counts(training)
     return [
-        _over_steps(
-            training,
-            Drawing("loss", "Loss", "As logged; the training loss is the mean since the entry before."),
-            _logged(training, {"loss": "training", **losses}),
-            "No loss was logged: logging_steps is larger than the training, or it was killed.",
-        ),
-        _over_steps(
-            training,
-            Drawing("quality", "Evaluation", "Metrics as logged."),
-            _logged(training, metrics),
-            "No metric of an evaluation was logged: set eval_strategy and compute_metrics.",
-        ),
-        _over_steps(
-            training,
-            Drawing("layers", "Layers: trained, frozen, cached", of_m),
-            layers,
-            no_layouts,
-            stackgroup="layers",
-        ),
-        _over_steps(training, Drawing("shape", "Stages K × replicas R, micro-batches M", of_m), shape, no_layouts),
-        _over_steps(
-            training,
-            Drawing("speed", "Samples per second", "While training, without evaluating, saving and changing layouts."),
-            _speeds(training),
-            "The time of steps was not recorded.",
-        ),
+        _over_steps(training, "loss", _logged(training, {"loss": "training", **losses})),
+        _over_steps(training, "quality", _logged(training, metrics)),
+        _over_steps(training, "layers", layers, stackgroup="layers"),
+        _over_steps(training, "shape", shape),
+        _over_steps(training, "speed", _speeds(training)),
         _draw_cache(training),
         _draw_step(training),
         _draw_time(training),
         _draw_memory(training),
-        _over_steps(
-            training,
-            Drawing("learning-rate", "Learning rate", "The schedule goes by steps, whatever the layout."),
-            _logged(training, {"learning_rate": "learning rate"}),
-            "No learning rate was logged.",
-        ),
-        _over_steps(
-            training,
-            Drawing("gradients", "Gradient norm", "Before clipping; the gradients of frozen layers are not in it."),
-            _logged(training, {"grad_norm": "of all layers that train"}),
-            "No gradient norm was logged.",
-        ),
+        _over_steps(training, "learning-rate", _logged(training, {"learning_rate": "learning rate"})),
+        _over_steps(training, "gradients", _logged(training, {"grad_norm": "of all layers that train"})),
     ]
 
 
 # ---------------------------------------------------------------------------------------- over steps
-def _over_steps(training: Training, drawing: Drawing, curves: Curves, missing: str, **style: Any) -> Drawing:
+def _over_steps(training: Training, name: str, curves: Curves, **style: Any) -> Drawing:
     """Draw curves over the optimizer steps; without any, say what is missing."""
+    title, caption, missing = OVER_STEPS[name]
     if not curves:
-        return replace(drawing, caption=missing)
-    figure = _figure(drawing.title.lower(), training)
+        return Drawing(name, title, missing)
+    figure = _figure(title.lower(), training)
     for label, (steps, values) in curves.items():
         mode = "lines+markers" if len(steps) < MOST_MARKERS else "lines"
         figure.add_scatter(x=steps, y=values, name=label, mode=mode, **style)
-    figure.update_yaxes(rangemode="tozero" if drawing.name == "speed" else "normal")
-    return replace(drawing, figure=figure)
+    figure.update_yaxes(rangemode="tozero" if name == "speed" else "normal")
+    return Drawing(name, title, caption, figure)
 
 
 def _logged(training: Training, labels: Mapping[str, str]) -> Curves:
@@ -152,23 +156,19 @@ def thinned(xs: Sequence[Any], ys: Sequence[float]) -> tuple[list[Any], list[flo
 
 def _counts(training: Training) -> tuple[Curves, Curves]:
     """Numbers of layers, and of stages, replicas and micro-batches, as the training went on."""
-    layouts = training.layouts
-    ends = [step for layout in layouts for step in (layout.first_step, layout.last_step)]
-
-    def drawn(counts: Mapping[str, list[int]]) -> Curves:
-        return {label: (ends, [n for n in of_each for _ in range(2)]) for label, of_each in counts.items() if ends}
-
+    twice = [layout for layout in training.layouts for _ in range(2)]  # at the first and the last step
+    steps = [step for layout in training.layouts for step in (layout.first_step, layout.last_step)]
     layers = {
-        "cached (not computed)": [layout.num_cached for layout in layouts],
-        "frozen (forward only)": [layout.num_frozen - layout.num_cached for layout in layouts],
-        "trained": [layout.num_layers - layout.num_frozen for layout in layouts],
+        "cached (not computed)": (steps, [layout.num_cached for layout in twice]),
+        "frozen (forward only)": (steps, [layout.num_frozen - layout.num_cached for layout in twice]),
+        "trained": (steps, [layout.num_layers - layout.num_frozen for layout in twice]),
     }
     shape = {
-        "K stages": [layout.num_stages for layout in layouts],
-        "R replicas": [layout.num_replicas for layout in layouts],
-        "M micro-batches": [layout.num_microbatches for layout in layouts],
+        "K stages": (steps, [layout.num_stages for layout in twice]),
+        "R replicas": (steps, [layout.num_replicas for layout in twice]),
+        "M micro-batches": (steps, [layout.num_microbatches for layout in twice]),
     }
-    return drawn(layers), drawn(shape)
+    return (layers, shape) if steps else ({}, {})
 
 
 def _speeds(training: Training) -> Curves:

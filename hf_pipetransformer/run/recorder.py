@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,12 @@ RECORDED_ARGUMENTS = (
 
 
 @dataclass
-class StepsDone:
-    """Optimizer steps, the samples of their global batches, and the seconds that they took, without loading."""
+class Tally:
+    """Optimizer steps, the samples of their global batches, and the seconds of this process by activity."""
 
     steps: int = 0
     rows: int = 0
-    seconds: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class RunRecorder(TrainerCallback):
@@ -63,19 +63,16 @@ class RunRecorder(TrainerCallback):
     def __init__(self, args: TrainingArguments) -> None:
         self.run: str | None = None
         """Name of this `train()` in all records: the time at which it began."""
-        self.total_seconds: dict[str, float] = {}
-        """Seconds of this process since `train()` was called, by activity."""
+        self.total, self._line, self._layout = Tally(), Tally(), Tally()
+        """Since `train()` was called; since the last line of seconds; under the layout in force."""
         self._args = args
         self._writes = False
         self._is_training = False
         self._inside: str | None = None  # the activity set by `doing`, which no callback event shows
         self._is_evaluating = False
         self._mark = 0.0
-        self._seconds: dict[str, float] = {}
-        self._steps = self._rows = 0
         self._micro_batches: Counter[int] = Counter()
         self._most_resident = 0
-        self._under_layout = StepsDone()
         self._process = psutil.Process()
         self._has_warned = False
 
@@ -107,10 +104,9 @@ class RunRecorder(TrainerCallback):
         """Begin the record, when `train()` has been called."""
         self._writes = is_main_process
         self._is_training = True
-        self.total_seconds.clear()
+        self.total, self._line, self._layout = Tally(), Tally(), Tally()
         self.run = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         self._mark = time.perf_counter()
-        self._forget()
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -130,14 +126,14 @@ class RunRecorder(TrainerCallback):
             global_rows: number of samples of the batch in all pipelines.
             micro_batches: M on the last stage; 0 on the other stages, which do not know it.
         """
-        self._rows += global_rows
-        self._under_layout.rows += global_rows
+        for tally in self._tallies:
+            tally.rows += global_rows
         if micro_batches:
             self._micro_batches[micro_batches] += 1
 
-    def take_steps(self) -> StepsDone:
-        """Return the steps under the layout that ends."""
-        done, self._under_layout = self._under_layout, StepsDone()
+    def take_layout(self) -> Tally:
+        """Return what was done under the layout that ends."""
+        done, self._layout = self._layout, Tally()
         return done
 
     def take_usage(self) -> dict[str, Any] | None:
@@ -235,9 +231,9 @@ class RunRecorder(TrainerCallback):
         self._is_evaluating = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._under_layout.seconds += self._lap("steps")
-        self._under_layout.steps += 1
-        self._steps += 1
+        self._lap("steps")
+        for tally in self._tallies:
+            tally.steps += 1
         self._most_resident = max(self._most_resident, self._process.memory_info().rss)
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
@@ -275,24 +271,23 @@ class RunRecorder(TrainerCallback):
         self._lap("ending")
 
     # ------------------------------------------------------------------------------------ inside
-    def _lap(self, what: str) -> float:
-        """Count the time since the last call as spent on `what`. Returns it in seconds."""
-        now = time.perf_counter()
-        seconds, self._mark = now - self._mark, now
-        if self._is_training:
-            self._seconds[what] = self._seconds.get(what, 0.0) + seconds
-            self.total_seconds[what] = self.total_seconds.get(what, 0.0) + seconds
-        return seconds
+    @property
+    def _tallies(self) -> tuple[Tally, ...]:
+        return self.total, self._line, self._layout
 
-    def _forget(self) -> None:
-        self._seconds.clear()
-        self._steps = self._rows = 0
+    def _lap(self, what: str) -> None:
+        """Count the time since the last call as spent on `what`."""
+        now = time.perf_counter()
+        if self._is_training:
+            for tally in self._tallies:
+                tally.seconds[what] = tally.seconds.get(what, 0.0) + now - self._mark
+        self._mark = now
 
     def _flush(self, global_step: int) -> None:
-        if self._seconds:
-            seconds = {what: round(value, 6) for what, value in self._seconds.items()}
-            self._write("time", global_step, steps=self._steps, rows=self._rows, seconds=seconds)
-        self._forget()
+        done, self._line = self._line, Tally()
+        if done.seconds:
+            seconds = {what: round(value, 6) for what, value in done.seconds.items()}
+            self._write("time", global_step, steps=done.steps, rows=done.rows, seconds=seconds)
 
     def _write(self, kind: str, global_step: int, **values: Any) -> None:
         self._append(METRICS, {"kind": kind}, global_step, values)

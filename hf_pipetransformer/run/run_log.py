@@ -17,7 +17,7 @@ from ..records.files import BEGINNINGS, SLICES, layout_of, slices_of
 from ..token_slices.slice_timeline import SlicePlan
 from .cache_control import AutoCache, EpochReport
 from .job import TrainingJob
-from .recorder import RunRecorder, StepsDone, facts_of_run
+from .recorder import RunRecorder, Tally, facts_of_run
 from .sentences import (
     NotComputed,
     describe_change,
@@ -52,7 +52,6 @@ class RunLog:
         self._num_changes = 0
         self._owes_layout = False
         self._why_not_cached: str | None = None
-        self._first_step = 0
         self._passes_per_sample = 1
 
     # ------------------------------------------------------------------------------------ at the start
@@ -63,10 +62,9 @@ class RunLog:
 
     def begin(self, plan: PipelinePlan) -> None:
         """Record the first plan, after the model has been placed. Collective over all processes."""
-        self._first_step = self._job.trainer.state.global_step
         self._say(plan, logging.DEBUG)
         facts = facts_of_run(self._job.model, self._job.args)
-        self._record(BEGINNINGS[1] if self._first_step else BEGINNINGS[0], plan, facts=facts)
+        self._record(BEGINNINGS[bool(self._job.trainer.state.global_step)], plan, facts=facts)
 
     def say_what_freezing_costs(self, freezable: FreezableLayers | None, caches: bool) -> None:
         """Log how many epochs of plain training cost as much as this one, where the freeze policy tells beforehand.
@@ -190,10 +188,9 @@ class RunLog:
         job = self._job
         if self._plan is None:
             return
-        steps = job.trainer.state.global_step - self._first_step
         spared = self._spared if job.freeze_callback is not None else None
         folder = job.args.output_dir or "."
-        self._say(describe_end(steps, self.recorder.total_seconds, spared, self._num_changes, folder))
+        self._say(describe_end(self.recorder.total, spared, self._num_changes, folder))
 
     # ------------------------------------------------------------------------------------ inside
     def _say(self, line: object, level: int = logging.INFO) -> None:
@@ -209,13 +206,13 @@ class RunLog:
         done = self._end_layout()
         self._plan = plan
         self.recorder.record_event(event, plan, self._job.trainer.state, **measured)
-        return {"step_seconds": done.seconds / done.steps} if done.steps else {}
+        return {"step_seconds": done.seconds["steps"] / done.steps} if done.steps else {}
 
-    def _end_layout(self) -> StepsDone:
+    def _end_layout(self) -> Tally:
         """Record the usage under the layout that ends, and return its steps. Collective over all processes."""
         everyone = self._job.mesh.gather_objects(self.recorder.take_usage())
         self.recorder.record_usage(everyone, self._job.trainer.state.global_step)
-        done = self.recorder.take_steps()
+        done = self.recorder.take_layout()
         if self._plan is not None:
             samples = done.rows * self._passes_per_sample
             self._spared.passes += samples * self._plan.num_units
