@@ -117,7 +117,7 @@ def play(work: Sequence[list[Work]], held: Sequence[Sequence[int]], seconds: Cal
             while tasks:
                 kind, part, i = tasks[0]
                 task = Work(kind, held[stage][part], i)
-                exists = kind == "forward" or seconds(task._replace(kind="backward")) > 0
+                exists = kind == "forward" or seconds(Work("backward", task.part, i)) > 0
                 source = _source(*task)
                 has_source = 0 <= source.part <= last and exists
                 if has_source and source not in done:

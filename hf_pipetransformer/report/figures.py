@@ -47,59 +47,65 @@ Curves = Mapping[str, tuple[Sequence[Any], Sequence[Any]]]
 """Label -> x and y."""
 
 
+TITLES = {
+    "loss": "Loss",
+    "quality": "Evaluation",
+    "layers": "Layers: trained, frozen, cached",
+    "shape": "Stages K × replicas R, micro-batches M",
+    "speed": "Samples per second",
+    "cache": "Cache of frozen layers",
+    "step": "One step, as predicted",
+    "time": "Where the time went",
+    "memory": "Memory of each process",
+    "learning-rate": "Learning rate",
+    "gradients": "Gradient norm",
+}
+"""Name of each figure's element on the page -> title, in the order of the page."""
+WIDE = ("step", "time", "memory")
+OVER_STEPS = {
+    "loss": (
+        "As logged; the training loss is the mean since the entry before.",
+        "No loss was logged: logging_steps is larger than the training, or it was killed.",
+    ),
+    "quality": (
+        "Metrics as logged.",
+        "No metric of an evaluation was logged: set eval_strategy and compute_metrics.",
+    ),
+    "layers": ("The numbers of each layout.", "No layouts were recorded."),
+    "shape": ("M is the number that most steps ran with, or the planned one.", "No layouts were recorded."),
+    "speed": (
+        "While training, without evaluating, saving and changing layouts.",
+        "The time of steps was not recorded.",
+    ),
+    "learning-rate": ("The schedule goes by steps, whatever the layout.", "No learning rate was logged."),
+    "gradients": (
+        "Before clipping; the gradients of frozen layers are not in it.",
+        "No gradient norm was logged.",
+    ),
+}
+"""Name of a figure over the optimizer steps -> caption, and what is said if there is nothing to draw."""
+
+Drawn = tuple[str, "go.Figure | None"]
+"""How to read a figure and where its numbers come from, and the figure; or why there is none, and None."""
+
+
 @dataclass(frozen=True)
 class Drawing:
-    """A figure with its title and caption.
+    """A figure on the page.
 
     Attributes:
-        name: name of its element on the page.
+        name: name of its element.
         title: what it shows.
-        caption: how to read it, and where its numbers come from.
-        figure: the figure; None if it cannot be drawn, in which case `caption` gives the reason.
+        caption: how to read it; without a figure, why there is none.
+        figure: the figure; None if it cannot be drawn.
         is_wide: whether it takes the full width of the page.
     """
 
     name: str
     title: str
     caption: str
-    figure: go.Figure | None = None
-    is_wide: bool = False
-
-
-OVER_STEPS: Mapping[str, tuple[str, str, str]] = {
-    "loss": (
-        "Loss",
-        "As logged; the training loss is the mean since the entry before.",
-        "No loss was logged: logging_steps is larger than the training, or it was killed.",
-    ),
-    "quality": (
-        "Evaluation",
-        "Metrics as logged.",
-        "No metric of an evaluation was logged: set eval_strategy and compute_metrics.",
-    ),
-    "layers": ("Layers: trained, frozen, cached", "The layers of each layout.", "No layouts were recorded."),
-    "shape": (
-        "Stages K × replicas R, micro-batches M",
-        "M is the number that most steps ran with, or the planned one.",
-        "No layouts were recorded.",
-    ),
-    "speed": (
-        "Samples per second",
-        "While training, without evaluating, saving and changing layouts.",
-        "The time of steps was not recorded.",
-    ),
-    "learning-rate": (
-        "Learning rate",
-        "The schedule goes by steps, whatever the layout.",
-        "No learning rate was logged.",
-    ),
-    "gradients": (
-        "Gradient norm",
-        "Before clipping; the gradients of frozen layers are not in it.",
-        "No gradient norm was logged.",
-    ),
-}
-"""Name of a figure over the optimizer steps -> title, caption, and what is said if there is nothing to draw."""
+    figure: go.Figure | None
+    is_wide: bool
 
 
 def all_drawings(training: Training) -> list[Drawing]:
@@ -108,33 +114,34 @@ def all_drawings(training: Training) -> list[Drawing]:
     losses = {n: n.replace("eval_", "evaluation_").removesuffix("_loss") for n in evaluated if "loss" in n}
     metrics = {n: n.removeprefix("eval_") for n in evaluated if "loss" not in n}
     layers, shape = _counts(training)
-    return [
-        _over_steps(training, "loss", _logged(training, {"loss": "training", **losses})),
-        _over_steps(training, "quality", _logged(training, metrics)),
-        _over_steps(training, "layers", layers, stackgroup="layers"),
-        _over_steps(training, "shape", shape),
-        _over_steps(training, "speed", _speeds(training)),
-        _draw_cache(training),
-        _draw_step(training),
-        _draw_time(training),
-        _draw_memory(training),
-        _over_steps(training, "learning-rate", _logged(training, {"learning_rate": "learning rate"})),
-        _over_steps(training, "gradients", _logged(training, {"grad_norm": "of all layers that train"})),
-    ]
+    curves: dict[str, Curves] = {
+        "loss": _logged(training, {"loss": "training", **losses}),
+        "quality": _logged(training, metrics),
+        "layers": layers,
+        "shape": shape,
+        "speed": _speeds(training),
+        "learning-rate": _logged(training, {"learning_rate": "learning rate"}),
+        "gradients": _logged(training, {"grad_norm": "of all layers that train"}),
+    }
+    drawn = {name: _draw_over_steps(training, name, of_figure) for name, of_figure in curves.items()}
+    drawn |= {"cache": _draw_cache(training), "step": _draw_step(training)}
+    drawn |= {"time": _draw_time(training), "memory": _draw_memory(training)}
+    return [Drawing(name, title, *drawn[name], name in WIDE) for name, title in TITLES.items()]
 
 
 # ---------------------------------------------------------------------------------------- over steps
-def _over_steps(training: Training, name: str, curves: Curves, **style: Any) -> Drawing:
-    """Draw curves over the optimizer steps; without any, say what is missing."""
-    title, caption, missing = OVER_STEPS[name]
+def _draw_over_steps(training: Training, name: str, curves: Curves) -> Drawn:
+    caption, missing = OVER_STEPS[name]
     if not curves:
-        return Drawing(name, title, missing)
-    figure = _figure(title.lower(), training)
+        return missing, None
+    figure = _figure(TITLES[name].lower(), training)
     for label, (steps, values) in curves.items():
-        mode = "lines+markers" if len(steps) < MOST_MARKERS else "lines"
-        figure.add_scatter(x=steps, y=values, name=label, mode=mode, **style)
+        figure.add_scatter(
+            x=steps, y=values, name=label, mode="lines+markers" if len(steps) < MOST_MARKERS else "lines"
+        )
+    figure.update_traces(stackgroup="layers" if name == "layers" else None)
     figure.update_yaxes(rangemode="tozero" if name == "speed" else "normal")
-    return Drawing(name, title, caption, figure)
+    return caption, figure
 
 
 def _logged(training: Training, labels: Mapping[str, str]) -> Curves:
@@ -191,12 +198,11 @@ def _speeds(training: Training) -> Curves:
     return {"between two log entries": (x, y), "mean of the layout": means}
 
 
-def _draw_cache(training: Training) -> Drawing:
-    name, title = "cache", "Cache of frozen layers"
+def _draw_cache(training: Training) -> Drawn:
     steps, hits = training.curve("cache_hit_rate")
     older, size = training.curve("cache_older_hit_rate")[1], training.curve("cache_bytes")[1]
     if not any((*hits, *older)):
-        return Drawing(name, title, _why_uncached(training))
+        return _why_uncached(training), None
     figure = _figure("samples found", training)
     figure.add_bar(x=steps, y=hits, name="behind all frozen layers")
     if any(older):
@@ -210,7 +216,7 @@ def _draw_cache(training: Training) -> Drawing:
     caption = (
         "Share of an epoch's samples that were found, drawn at the epoch's end, and size of the store on this node."
     )
-    return Drawing(name, title, caption, figure)
+    return caption, figure
 
 
 def _why_uncached(training: Training) -> str:
@@ -226,11 +232,10 @@ def _why_uncached(training: Training) -> str:
 
 
 # ---------------------------------------------------------------------------------------- sums
-def _draw_time(training: Training) -> Drawing:
-    name, title = "time", "Where the time went"
+def _draw_time(training: Training) -> Drawn:
     total = sum(training.seconds.values())
     if not total:
-        return Drawing(name, title, "The time was not recorded.", is_wide=True)
+        return "The time was not recorded.", None
     figure = _figure("")
     names = {
         what: f"{label}: {training.seconds[what]:.1f} s, {training.seconds[what] / total:.0%}"
@@ -245,7 +250,7 @@ def _draw_time(training: Training) -> Drawing:
     figure.add_bar(x=[max(rest[what], 0.0) for what in names], y=list(names.values()), name="other", orientation="h")
     figure.update_layout(barmode="stack", height=110 + 30 * len(names), xaxis={"title": "seconds"})
     figure.update_yaxes(autorange="reversed", showgrid=False, categoryorder="array", categoryarray=[*names.values()])
-    return Drawing(name, title, " ".join(_words_on_time(training, total)), figure, is_wide=True)
+    return " ".join(_words_on_time(training, total)), figure
 
 
 def _words_on_time(training: Training, total: float) -> list[str]:
@@ -265,11 +270,10 @@ def _words_on_time(training: Training, total: float) -> list[str]:
     return words
 
 
-def _draw_memory(training: Training) -> Drawing:
-    name, title = "memory", "Memory of each process"
+def _draw_memory(training: Training) -> Drawn:
     used = [(layout, layout.usage) for layout in _distinct(training.layouts) if layout.usage is not None]
     if not used:
-        return Drawing(name, title, "Memory was not recorded.", is_wide=True)
+        return "Memory was not recorded.", None
     figure = _figure("MiB")
     is_on_device = any(usage.get("device_peak_bytes") for _, usage in used)
     boxes = {"measured": [usage["device_peak_bytes" if is_on_device else "resident_bytes"] for _, usage in used]}
@@ -290,15 +294,14 @@ def _draw_memory(training: Training) -> Drawing:
         else "A point for each process: all that it holds, Python and libraries included; memory that was freed may"
         " stay with it. A prediction, which is of the stage's tensors alone, would not compare with it."
     )
-    return Drawing(name, title, words, figure, is_wide=True)
+    return words, figure
 
 
 # ---------------------------------------------------------------------------------------- one step
-def _draw_step(training: Training) -> Drawing:
-    name, title = "step", "One step, as predicted"
+def _draw_step(training: Training) -> Drawn:
     found = [(layout, step) for layout in _distinct(training.layouts) if (step := _step_of(layout)) is not None]
     if not found:
-        return Drawing(name, title, _why_untimed(training), is_wide=True)
+        return _why_untimed(training), None
     bars: dict[str, list[tuple[float, float, str, str]]] = {}  # label -> begin, seconds, row, text
     for number, (layout, (timeline, names, end)) in enumerate(found[:MOST_LAYOUTS_DRAWN], 1):
         rows = [f"{number}. {layout.label}, stage {stage}" for stage in range(layout.num_stages)]
@@ -335,7 +338,7 @@ def _draw_step(training: Training) -> Drawing:
     )
     if len(found) > MOST_LAYOUTS_DRAWN:
         words += f" {len(found) - MOST_LAYOUTS_DRAWN} more layouts are not drawn."
-    return Drawing(name, title, words, figure, is_wide=True)
+    return words, figure
 
 
 def _step_of(layout: Layout) -> tuple[Timeline, list[str], float] | None:

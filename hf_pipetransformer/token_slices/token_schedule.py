@@ -167,7 +167,9 @@ class _Step:
         inputs, outputs = self._graphs.pop(task.micro_batch)
         gradients = None if self._stage.is_last else self._take(task)
         if gradients:
-            self._wait_sends(task._replace(kind="forward"))  # it must have arrived, as its gradient is here
+            self._wait_sends(
+                Work("forward", task.part, task.micro_batch)
+            )  # it must have arrived, as its gradient is here
         if outputs:
             torch.autograd.backward(outputs, gradients)
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
