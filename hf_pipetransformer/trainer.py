@@ -379,8 +379,8 @@ class PipeTransformerTrainer(Trainer):
         generates = self._job.generates(prediction_loss_only)
         if self._placed is not None:
             run, before = self._pipeline_run, self._evaluated_loader
-            cache = run.cache if run is not None else None
-            with evaluation.in_training(self._job, self._placed, cache, dataloader, generates) as loader:
+            cache, front = (run.cache, run.front) if run is not None else (None, None)
+            with evaluation.in_training(self._job, self._placed, cache, front, dataloader, generates) as loader:
                 self._evaluated_loader = loader
                 try:
                     return stock(loader)

@@ -21,7 +21,6 @@ import copy
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -223,11 +222,10 @@ def row_keys(batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: 
 class KeyingCollator:
     """Calls the user's collator and adds the keys of the batch that it returns.
 
-    It can be pickled for a loader's workers if `inner` and `on_keys` can.
+    It can be pickled for a loader's workers if `inner` can.
 
     Args:
         inner: the user's collator.
-        on_keys: called with each batch's keys, in the process that collates it; it may ask the kernel to read ahead.
         ignored: names of inputs that are not part of a key.
         keeps_padding: as for `content_keys`.
     """
@@ -235,12 +233,10 @@ class KeyingCollator:
     def __init__(
         self,
         inner: Callable[[list[Any]], Any],
-        on_keys: Callable[[list[bytes]], None] | None = None,
         ignored: Collection[str] = NOT_IN_KEYS,
         keeps_padding: bool = False,
     ) -> None:
         self.inner = inner
-        self.on_keys = on_keys
         self.ignored = ignored
         self.keeps_padding = keeps_padding
 
@@ -261,9 +257,6 @@ class KeyingCollator:
         keys = row_keys(batch, self.ignored, self.keeps_padding)
         if keys is None:
             return batch
-        if self.on_keys is not None:
-            with suppress(OSError):  # reading the entry later will report the error, or be a miss
-                self.on_keys([key.digest for key in keys])
         tensor = _as_tensor(keys)
         if (count := sequences_per_sample(batch)) > 1:
             tensor = tensor.view(-1, count, tensor.shape[1])  # cut along the samples, as the inputs are

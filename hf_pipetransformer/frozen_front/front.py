@@ -211,13 +211,17 @@ class FrozenFront:
         self._around: str | None = None  # what it is called on besides tensors, on which names, and autocast
         self._call: _Call | None = None
         self._modules = {module.name: module for module in found.modules}
-        self._overrides = []
-        for name in self._modules:
-            module = model.get_submodule(name)
+        self._overrides: list[MethodOverride] = []
+        self.open()
+
+    def open(self) -> None:
+        """Look at the calls of the modules, until `close`."""
+        for name in self._modules if not self._overrides else ():
+            module = self._model.get_submodule(name)
             self._overrides.append(MethodOverride(module, "forward", partial(self._forward, name, module.forward)))
 
     def close(self) -> None:
-        """Let the modules run again."""
+        """Let the modules run as they are."""
         for override in self._overrides:
             override.remove()
         self._overrides = []

@@ -31,6 +31,7 @@ from ..resilience.watchdog import phase
 from .batches import prepared
 from .cache_control import AutoCache
 from .collectives import among_last_stages
+from .front_cache import FrontCache
 from .job import TrainingJob
 from .lazy_model import is_lazy
 from .training_data import keying_collator
@@ -125,6 +126,7 @@ def in_training(
     job: TrainingJob,
     pipeline: ElasticPipeline,
     cache: AutoCache | None,
+    front: FrontCache | None,
     dataloader: Any,
     generates: bool = False,
 ) -> Iterator[KeysApart]:
@@ -136,6 +138,7 @@ def in_training(
         job: the training job.
         pipeline: the placed pipeline.
         cache: the cache of the current training.
+        front: the cache of what the user has frozen.
         dataloader: the loader of the evaluation.
         generates: whether it generates, which excludes the cache.
 
@@ -146,6 +149,8 @@ def in_training(
     with phase("evaluation"), ExitStack() as stack:
         if generates:
             stack.enter_context(generating(pipeline))
+        elif front is not None:
+            stack.enter_context(front.evaluation(job.trainer.state, getattr(dataloader, "dataset", None)))
         elif cache is not None:
             stack.enter_context(cache.cache.counting_apart())
             base: Any = getattr(dataloader, "base_dataloader", dataloader)

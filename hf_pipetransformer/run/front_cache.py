@@ -6,6 +6,8 @@ For models that run in one stage and have no freeze policy. When a step calls th
     2nd                               how much of the time it takes decides whether it is stored; a line says so
     others of the first epoch         what the front returns is stored
     of later epochs                   it is read, unless reading turns out to take longer
+
+In evaluations the same takes place, with a front of their own.
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ MOST_SEARCHES = 5
 
 
 class FrontCache:
-    """Watches the calls of the model in a training's steps, from its creation until `close`.
+    """Watches the calls of the model in a training's steps and evaluations, from its creation until `close`.
+
+    What evaluations store is apart: the modules are in another mode then, and samples keep their padding, which
+    metrics may read.
 
     Args:
         job: the training job.
@@ -69,28 +74,19 @@ class FrontCache:
     """
 
     def __init__(self, job: TrainingJob, dataset: Any, generations: Path) -> None:
-        self._job, self._dataset = job, dataset
-        self._model: nn.Module = job.model
-        self._folder = generations.parent
+        self._job, self._model = job, job.model
         self._store = FileStore(generations.parent, user=generations.stem)
-        self._reads = self._writes = self._is_in_step = self._is_trying = False
-        self._parameters: list[nn.Parameter] = []  # of the model, as the epoch began
-        self._flags: list[bool] | None = None  # those for which the front was looked for
-        self._front: FrozenFront | None = None
-        self._weights: WatchedWeights | None = None
-        self._entries: dict[frozenset[str], FrontEntries] = {}
-        self._existed = False  # what is stored, before this training began to store
-        self._is_decided = False
-        self._epoch = -1
-        self._num_searches = self._num_opened = self._expected_in = 0
-        self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
-        self._why_not: dict[str, str] = {}  # why they cannot
+        self._in_steps = _Calls(job, self._store, generations.parent, dataset)
+        self._in_evaluations = _Calls(job, self._store, generations.parent)
+        self._num_evaluations: dict[int, int] = {}  # of each data set, by its identity
+        self._now: _Calls | None = None
         forward = job.model.forward
         self._override: MethodOverride | None = MethodOverride(job.model, "forward", partial(self._forward, forward))
 
     def release(self) -> None:
         """Let the model run as it is."""
-        self._drop()
+        for calls in (self._in_evaluations, self._in_steps):
+            calls.drop()
         if self._override is not None:
             self._override.remove()
             self._override = None
@@ -110,30 +106,113 @@ class FrontCache:
             batch: what the loss is computed of.
         """
         epoch = math.floor((state.epoch or 0.0) + 1e-6)
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._parameters = list(self._model.parameters())
-            self._reads = self._front is not None
-            if self._front is not None:
-                self._front.is_verified, self._front.num_missed = False, 0
-        self._writes = epoch + 1 < state.num_train_epochs or self._job.shares_store
-        self._is_in_step = True
+        if epoch != self._in_steps.epoch:
+            self._in_steps.begin_epoch(epoch, (state.epoch or 0.0) - epoch)
+        self._in_steps.writes = epoch + 1 < state.num_train_epochs or self._job.shares_store
+        with self._looking_at(self._in_steps):
+            self._in_steps.try_loss(batch)
+            yield
+
+    @contextmanager
+    def evaluation(self, state: TrainerState, dataset: Any) -> Iterator[None]:
+        """Inside, in an evaluation that does not generate, the model's calls are looked at.
+
+        Args:
+            state: the trainer's.
+            dataset: what is evaluated; there may be several.
+        """
+        calls = self._in_evaluations
+        number = self._num_evaluations[id(dataset)] = self._num_evaluations.get(id(dataset), 0) + 1
+        calls.begin_epoch(number, 0.0)
+        calls.writes = (state.epoch or 0.0) < state.num_train_epochs or self._job.shares_store
+        self._in_steps.rest()
+        calls.go_on()
         try:
-            front = self._front
-            if (
-                front is not None
-                and front.awaits_loss
-                and self._flags == self._flags_now()
-                and may_have_padding(batch)
-            ):
-                self._is_trying = True
-                try:
-                    front.try_loss(partial(self._loss_of, batch))
-                finally:
-                    self._is_trying = False
+            with self._looking_at(calls):
+                yield
+        finally:
+            calls.rest()
+            self._in_steps.go_on()
+
+    @contextmanager
+    def _looking_at(self, calls: _Calls) -> Iterator[None]:
+        before, self._now = self._now, calls
+        try:
             yield
         finally:
-            self._is_in_step = False
+            self._now = before
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        now = self._now
+        if now is None or self._model.training is not (now is self._in_steps):
+            return forward(*args, **kwargs)
+        self._now = None  # the model may call itself
+        try:
+            return now.run(forward, args, kwargs)
+        finally:
+            self._now = now
+
+
+class _Calls:
+    """What is known of the model's calls in steps, or in evaluations, and their front.
+
+    Args:
+        job: the training job.
+        store: the store of this node.
+        folder: where it is.
+        dataset: the training data; None in evaluations.
+    """
+
+    def __init__(self, job: TrainingJob, store: FileStore, folder: Path, dataset: Any = None) -> None:
+        self.epoch = -1
+        """Of the training; in evaluations, how often the data set has been evaluated."""
+        self.writes = False
+        """Whether what is stored will be read."""
+        self._job, self._store, self._folder = job, store, folder
+        self._model: nn.Module = job.model
+        self._is_training = dataset is not None
+        self._size = len(dataset) if isinstance(dataset, Sized) else None
+        self._reads = self._is_trying = False
+        self._begun = 0.0  # the part of the epoch that was over when its first call was seen
+        self._parameters: list[nn.Parameter] = []  # of the model, as the epoch began
+        self._flags: list[bool] | None = None  # those for which the front was looked for
+        self._front: FrozenFront | None = None
+        self._weights: WatchedWeights | None = None
+        self._entries: dict[frozenset[str], FrontEntries] = {}
+        self._existed = False  # what is stored, before this training began to store
+        self._is_decided = False
+        self._num_searches = self._num_opened = self._expected_in = 0
+        self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
+        self._why_not: dict[str, str] = {}  # why they cannot
+
+    def begin_epoch(self, epoch: int, begun: float) -> None:
+        """An epoch, or an evaluation, begins."""
+        self.epoch, self._begun = epoch, begun
+        self._parameters = list(self._model.parameters())
+        self._reads = self._front is not None
+        if self._front is not None:
+            self._front.is_verified, self._front.num_missed = False, 0
+
+    def rest(self) -> None:
+        """Let the front's modules run as they are until `go_on`."""
+        if self._front is not None:
+            self._front.close()
+
+    def go_on(self) -> None:
+        """Have the front's modules watched again."""
+        if self._front is not None:
+            self._front.open()
+
+    def try_loss(self, batch: Batch) -> None:
+        """Find out on a batch whether the loss reads padding in what the model returns, if that must be known."""
+        front = self._front
+        if front is None or not front.awaits_loss or self._flags != self._flags_now() or not may_have_padding(batch):
+            return
+        self._is_trying = True
+        try:
+            front.try_loss(partial(self._loss_of, batch))
+        finally:
+            self._is_trying = False
 
     def _flags_now(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
@@ -147,16 +226,8 @@ class FrontCache:
         return loss.mean()
 
     # ------------------------------------------------------------------------------------ calls of the model
-    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._is_in_step or not self._model.training:
-            return forward(*args, **kwargs)
-        self._is_in_step = False  # the model may call itself
-        try:
-            return self._run(forward, args, kwargs)
-        finally:
-            self._is_in_step = True
-
-    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of the model, of which the front is looked for, computed, or given back."""
         flags = self._flags_now()
         if flags == self._flags and self._front is None:
             return forward(*args, **kwargs)
@@ -166,13 +237,13 @@ class FrontCache:
             assert self._front is not None
             if flags != self._flags:
                 return run()
-            return self._front.run(inputs, run, self._reads and self._is_decided, self._writes)
+            return self._front.run(inputs, run, self._reads and self._is_decided, self.writes)
         if flags != self._flags:
-            self._drop()
+            self.drop()
             if self._flags is not None:
                 self._opened, self._num_opened = frozenset(), 0
             self._flags = flags
-            is_useful = self._writes and not all(flags) and self._num_searches < MOST_SEARCHES
+            is_useful = self.writes and not all(flags) and self._num_searches < MOST_SEARCHES
             return self._look_for_front(inputs, run, forward) if is_useful else run()
         assert self._front is not None and self._weights is not None
         changed = self._weights.what_changed()
@@ -180,7 +251,7 @@ class FrontCache:
             self._turn_off(changed, is_wrong=True)
             return run()
         try:
-            output = self._front.run(inputs, run, self._reads and self._is_decided, self._writes)
+            output = self._front.run(inputs, run, self._reads and self._is_decided, self.writes)
         except OtherCallsError as error:
             self._turn_off(str(error), is_wrong=True)
             return run()
@@ -192,7 +263,7 @@ class FrontCache:
             self._decide()
         elif self._front.num_read == READS_TO_JUDGE:
             self._judge()
-        elif self._front.num_missed >= CALLS_TO_MISS and not self._front.num_read and self._epoch >= self._expected_in:
+        elif self._front.num_missed >= CALLS_TO_MISS and not self._front.num_read and self.epoch >= self._expected_in:
             self._turn_off("none of the samples was found: their inputs change from epoch to epoch, or their padding")
         return output
 
@@ -212,7 +283,8 @@ class FrontCache:
             self._why_not |= {name: found.why_not[name] for name in found.closed}
             self._flags = None  # look into these, in the next call
             return output
-        self._say_why_not(found)
+        if self._is_training:
+            self._say_why_not(found)
         if not any(module.needed for module in found.modules) or everything.what_changed(settings=False) is not None:
             return output
         modules = [self._model.get_submodule(module.name) for module in found.modules]
@@ -221,13 +293,10 @@ class FrontCache:
         self._existed = all(entries.exists for entries in self._entries.values())
         self._reads = self._existed
         storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
-        begun = (self._job.trainer.state.epoch or 0.0) - self._epoch
-        self._expected_in = self._epoch + (
-            1 if begun < 0.5 else 2
-        )  # an epoch of which half was not seen tells nothing
+        self._expected_in = self.epoch + (1 if self._begun < 0.5 else 2)  # half an epoch tells nothing
         self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype)
         if self._is_of_samples(front, inputs, found, forward):
-            front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self._writes)
+            front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self.writes)
             front.share = 0.0  # the search takes time itself
         else:
             self._turn_off("what it returns for a sample depends on the other samples")
@@ -244,6 +313,7 @@ class FrontCache:
         )
         # each process decides for itself, and what runs in the trial must not wait for the others
         may_cut = self._job.mesh.world_size == 1 or (only_loss and not waits_for_others(self._model))
+        may_cut &= self._is_training
         before = random_state(device)
         try:
             return front.is_of_samples(inputs, found.calls, lambda batch: forward(**batch), only_loss, may_cut)
@@ -287,10 +357,9 @@ class FrontCache:
         self._is_decided = True
         names = _described(self._model, front.found)
         if front.share < LEAST_SHARE and self._job.args.activation_cache == "auto":
-            self._drop()
+            self.drop()
             return
-        size = len(self._dataset) if isinstance(self._dataset, Sized) else None
-        needed = None if size is None else front.found.row_bytes * size
+        needed = None if self._size is None else front.found.row_bytes * self._size
         usable = self._store.usable_bytes()
         limit = self._job.args.activation_cache_max_gib
         most = limit * 2**30 if limit is not None else SHARE_OF_DISK * usable if usable is not None else None
@@ -301,7 +370,8 @@ class FrontCache:
                 f", for a part of the samples: an epoch takes {needed / MIB:,.1f} MiB, of which {most / MIB:,.1f} MiB"
                 f" may be used ({'a quarter of the free disk' if limit is None else 'activation_cache_max_gib'})"
             )
-        since = "was stored by another training" if self._existed else "is stored in this epoch and read in others"
+        now = "epoch" if self._is_training else "evaluation"
+        since = "was stored by another training" if self._existed else f"is stored in this {now} and read in others"
         self._say(f"{share}: its output {since}{of_epoch}, in {self._folder}.")
 
     def _judge(self) -> None:
@@ -318,15 +388,17 @@ class FrontCache:
         """Store and read nothing more of this front; what may be wrong, or is of no use to anybody, is deleted."""
         assert self._front is not None
         logger.warning("The output of %s is not cached: %s.", _described(self._model, self._front.found), why)
-        self._drop(deletes=is_wrong or not self._job.shares_store)
+        self.drop(deletes=is_wrong or not self._job.shares_store)
 
-    def _drop(self, deletes: bool = False) -> None:
+    def drop(self, deletes: bool = False) -> None:
+        """Let the front's modules run again, and forget what is known of them."""
         front = self._front
         if front is not None:
             front.close()
             if self._is_decided:
+                where = "" if self._is_training else " in evaluations"
                 self._say(
-                    f"The output of {_described(self._model, front.found)} was read for {front.rows_read} of"
+                    f"The output of {_described(self._model, front.found)} was read{where} for {front.rows_read} of"
                     f" {front.rows_asked} samples."
                 )
         for entries in self._entries.values():

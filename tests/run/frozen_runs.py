@@ -108,6 +108,7 @@ class Trained:
         mixin: type = object,
         is_ours: bool = True,
         collator: Callable[[list[Columns]], dict[str, Any]] = collate,
+        metrics: Callable[[Any], dict[str, float]] | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -136,6 +137,7 @@ class Trained:
             train_dataset=rows,
             eval_dataset=rows[:5],
             data_collator=collator,
+            compute_metrics=metrics,
             callbacks=[*callbacks],
         )
         before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}

@@ -402,6 +402,36 @@ def test_options(options: dict[str, Any], tmp_path: Path, said: pytest.LogCaptur
     assert (rows_read(said) > 0) == ("num_train_epochs" not in options)
 
 
+def mean_of_all(predicted: Any) -> dict[str, float]:
+    """Also of what a model predicts for padding."""
+    first = predicted.predictions[0] if isinstance(predicted.predictions, tuple) else predicted.predictions
+    return {"mean": float(first.mean())}
+
+
+@pytest.mark.parametrize(
+    ("build", "callbacks", "read"),
+    [
+        (head_on_bert, (), 6),
+        (llava, (), 6),
+        *slow((reads_padding("tokens"), (), 6), (lower_layers, (Acts(thaw, epoch=1),), 3)),
+    ],
+)
+def test_evaluations_read_it_too(
+    build: Build, callbacks: Any, read: int, tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    """Three evaluations of two batches of two samples and one of one; the first batch of each is compared."""
+    options: dict[str, Any] = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2, "metrics": mean_of_all}
+    options |= {"collator": cut} if build is not llava else {}
+    expected = Trained(tmp_path / "stock", build, callbacks, is_ours=False, **options)
+    ours = Trained(tmp_path / "ours", build, callbacks, **options)
+    ours.assert_same(expected)
+    for name in ("eval_loss", "eval_mean"):
+        seen, wanted = ([entry[name] for entry in t.history if name in entry] for t in (ours, expected))
+        assert len(seen) == EPOCHS and seen == pytest.approx(wanted, abs=1e-6)
+    assert sum(int(n) for n in re.findall(r"was read in evaluations for (\d+) of", said.text)) == read
+    assert rows_read(said) > 0
+
+
 @pytest.mark.slow
 def test_another_training_reads_what_one_has_stored(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     expected = Trained(tmp_path / "stock", head_on_bert, is_ours=False)
