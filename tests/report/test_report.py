@@ -202,6 +202,16 @@ def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
     assert any("40 steps were done again" in problem for problem in training.problems)
 
 
+def test_what_came_after_a_training_is_left_out(tmp_path: Path) -> None:
+    """As in the card of its model, whatever was trained in the folder since."""
+    Run(tmp_path).event("start", 0, 4).steps(0, 40, 0.2).end(40, False)
+    Run(tmp_path, SECOND).event("resume", 20, 4).event("transform", 30, 2, 2).steps(20, 50, 0.2).end(50)
+    assert [layout.shape for layout in read_trainings(tmp_path, SECOND)[-1].layouts] == ["4 × 1", "4 × 1", "2 × 2"]
+    (before,) = read_trainings(tmp_path, FIRST)
+    assert before.last_step == 40 and len(before.layouts) == 1
+    assert read_trainings(tmp_path, "2026-01-01T12:00:00.000") == []
+
+
 def test_an_evaluation_after_the_training_is_not_one_of_it(tmp_path: Path) -> None:
     """It may be of the best checkpoint's weights, or of MNLI's second set: the same names at the last step."""
     run = Run(tmp_path).event("start", 0, 4).steps(0, 20, 0.2).line("log", 20, values={"eval_accuracy": 0.8}).end(20)
