@@ -45,7 +45,7 @@ from torch.utils.benchmark import Timer
 from transformers import BertConfig, BertForSequenceClassification, Trainer, set_seed
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.run.metrics_file import FILE_NAME as METRICS
+from hf_pipetransformer.records.files import METRICS
 
 import harness
 from harness import RandomRows

@@ -30,8 +30,8 @@ from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import measure_costs
 from hf_pipetransformer.planning.plan_choice import make_plan
-from hf_pipetransformer.run.events_file import describe_slices
-from hf_pipetransformer.token_slices.slice_planning import RowSlices
+from hf_pipetransformer.run.sentences import describe_slices
+from hf_pipetransformer.token_slices.slice_timeline import SlicePlan
 from hf_pipetransformer.token_slices.slicing_probe import probe_slicing
 from hf_pipetransformer.token_slices.token_schedule import Slicing
 
@@ -49,8 +49,7 @@ class Variant:
     def __init__(
         self, name: str, width: int, batch: dict[str, torch.Tensor], mesh: ProcessMesh, schedule: str, m: int | None
     ) -> None:
-        self.parts: tuple[RowSlices, ...] = ()
-        self.predicted: float | None = None
+        self.plan = SlicePlan(())
         torch.manual_seed(0)
         model = LlamaForCausalLM(_config(width, batch["input_ids"].shape[1]))
         sample = {key: value[:1] for key, value in batch.items()}
@@ -74,8 +73,8 @@ class Variant:
         self.pipeline.place(plan, lambda model, part: _loss(model, part, batch))
         self.pipeline.train()
 
-    def _note(self, parts: tuple[RowSlices, ...], seconds: float | None) -> None:
-        self.parts, self.predicted = parts, seconds
+    def _note(self, plan: SlicePlan) -> None:
+        self.plan = plan
 
     def step(self, batch: dict[str, torch.Tensor]) -> Figures:
         """Run forward and backward of a batch. Collective over all processes."""
@@ -86,7 +85,7 @@ class Variant:
         self.pipeline.step(batch)
         dist.barrier()
         seconds = time.perf_counter() - began
-        predicted = {} if self.predicted is None else {"predicted_ms": 1e3 * self.predicted}
+        predicted = {} if self.plan.seconds is None else {"predicted_ms": 1e3 * self.plan.seconds}
         return {"step_ms": 1e3 * seconds, **predicted}
 
 
@@ -145,9 +144,9 @@ def main() -> None:
                     autos[f"{width} wide, {rows} rows"] = variant
     turns = harness.take_turns(cases, options)
     for name, variant in autos.items():
-        harness.console().print(f"{name}: {describe_slices(variant.parts, variant.predicted)}")
+        harness.console().print(f"{name}: {describe_slices(variant.plan)}")
     ratio = Ratio("speed-up", "step_ms", lambda name: name.partition(": ")[0] + ": gpipe M = 1", is_speed_up=True)
-    parts = {name: [[part.rows, list(part.lengths)] for part in variant.parts] for name, variant in autos.items()}
+    parts = {name: [[part.rows, list(part.lengths)] for part in variant.plan.parts] for name, variant in autos.items()}
     harness.report(options, turns, [ratio], parts=parts)
 
 

@@ -38,7 +38,7 @@ from rich.table import Table
 from hf_pipetransformer.token_slices.slice_planning import (
     RowSlices,
     SliceLatency,
-    SlicingPlan,
+    part_sizes,
     plan_slices,
     step_seconds,
 )
@@ -165,19 +165,16 @@ def all_reduce_seconds(setting: Setting, device: Device) -> float:
     return share * gradient_bytes * device.node_gpus / device.network_bytes_per_second
 
 
-def gpipe(stages: list[SliceLatency], rows: int) -> SlicingPlan:
+def gpipe(stages: list[SliceLatency], rows: int) -> tuple[RowSlices, ...]:
     """The fastest micro-batches of whole rows, all of one size."""
-    plans = []
-    for size in (size for size in range(1, rows + 1) if rows % size == 0):
-        parts = (RowSlices(size, (LENGTH,)),) * (rows // size)
-        plans.append(SlicingPlan(parts, step_seconds(stages, parts)))
-    return min(plans, key=lambda plan: plan.seconds)
+    plans = [(RowSlices(size, (LENGTH,)),) * (rows // size) for size in part_sizes(rows, 1, len(stages))]
+    return min(plans, key=lambda parts: step_seconds(stages, parts))
 
 
-def described(plan: SlicingPlan) -> str:
+def described(plan: tuple[RowSlices, ...]) -> str:
     """For example `16 x 1 row: 512 512 1024`; runs of equal slices are counted."""
     kinds = []
-    for part, same in groupby(plan.parts):
+    for part, same in groupby(plan):
         runs = [(length, len(list(run))) for length, run in groupby(part.lengths)]
         lengths = " ".join(str(length) if count == 1 else f"{length}*{count}" for length, count in runs)
         kinds.append(f"{len(list(same))} x {part.rows} row{'s' * (part.rows > 1)}: {lengths}")
@@ -190,10 +187,10 @@ def predict(setting: Setting, granularity: int) -> dict[str, Any]:
     stages = [latency] * setting.stages
     whole = gpipe(stages, setting.rows)
     began = time.process_time()
-    sliced = plan_slices(stages, setting.rows, LENGTH, granularity=granularity)
+    parts = plan_slices(stages, setting.rows, LENGTH, part_sizes(setting.rows, 1, setting.stages), granularity)
     planning_seconds = time.process_time() - began
     reduce = all_reduce_seconds(setting, V100)
-    without, with_slices = whole.seconds + reduce, sliced.seconds + reduce
+    without, with_slices = step_seconds(stages, whole) + reduce, step_seconds(stages, parts) + reduce
     return {
         "setting": asdict(setting),
         "latency": asdict(latency),
@@ -203,8 +200,8 @@ def predict(setting: Setting, granularity: int) -> dict[str, Any]:
         "speed_up": without / with_slices,
         "paper_speed_up": setting.without / setting.with_slices,
         "micro_batches": described(whole),
-        "slices": described(sliced),
-        "num_slices": sliced.num_slices,
+        "slices": described(parts),
+        "num_slices": sum(len(part.lengths) for part in parts),
         "planning_seconds": planning_seconds,
     }
 

@@ -6,8 +6,16 @@ used; a difference is a `ValueError` that names the file and the field:
     trainer_state.json: stateful_callbacks.PipelineState.attributes.memory.layout.stages is 0, but must be a whole
     number from 1.
 
-A format is a function that takes a value and the field's name, and raises that error. Fields that a format does not
-name may have any value.
+A format looks like the content that it describes:
+
+    {"name": format, "name?": format}   an object with these fields, "?" where one may be missing; others may be there
+    {str: format}                       an object, each of whose values has the format
+    [format]   [format, ...]            a list; a list with at least one value
+    (format, format)                    a list of as many values, each with its own format
+    Is("a whole number", test)          one value
+    Both(format, Is(...))               a value with a format and a further property, or with a format that
+                                        a function returns for it
+    Maybe(format)                       null, an empty object, or a value with the format
 """
 
 from __future__ import annotations
@@ -15,16 +23,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from .own_files import is_inside, open_regular
 
-Format: TypeAlias = Callable[[Any, str], None]
-
 KEPT = "PipelineState"
 """Entry of the trainer's state that only checkpoints with a manifest have. It holds the step at which it was written,
 since the stock Trainer copies the state that it was resumed from into its own checkpoints."""
+CALLBACK_STATES = "trainer_state.json: stateful_callbacks"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -82,27 +90,120 @@ def checked(content: Any, form: Format, source: str, remedy: str = "") -> Any:
         ValueError: it has another one. The message names the file and the field.
     """
     try:
-        form(content, "")
+        _check(content, form, "")
     except ValueError as error:
         raise ValueError(f"{source}: {error}{remedy}") from None
     return content
 
 
+def freezing_in(states: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    """Return what the first `LayerFreezeCallback` keeps among the states of callbacks; None if it keeps nothing.
+
+    Args:
+        states: `stateful_callbacks` of a `trainer_state.json`, in which several callbacks of one class are a list.
+        name: of the callback's class.
+
+    Raises:
+        ValueError: it is damaged. The message names the field.
+    """
+    kept = states.get(name)
+    if not kept:
+        return None
+    form: Format = [_FREEZE_STATE] if isinstance(kept, list) else _FREEZE_STATE
+    checked({name: kept}, {name: form}, CALLBACK_STATES)
+    memory: dict[str, Any] = (kept[0] if isinstance(kept, list) else kept)["attributes"]["memory"]
+    return memory
+
+
+def memory_in(states: Any) -> dict[str, Any]:
+    """Return what `PipelineState` keeps among the states of callbacks; {} if it has none.
+
+    Raises:
+        ValueError: it is damaged, or what freezing keeps beside it. The message names the field.
+    """
+    if not states or (isinstance(states, Mapping) and KEPT not in states):
+        return {}  # other checkpoints may have the user's callbacks by these names
+    kept = checked(states, {KEPT: _PIPELINE_STATE}, CALLBACK_STATES)[KEPT]
+    freezing_in(states, "LayerFreezeCallback")
+    return (kept["attributes"]["memory"] or {}) if kept else {}
+
+
 # ---------------------------------------------------------------------------------------------------------
-# Parts of formats
+# Formats
 # ---------------------------------------------------------------------------------------------------------
 
 
-def _value(words: str, is_one: Callable[[Any], bool]) -> Format:
-    def check(value: Any, name: str) -> None:
-        if not is_one(value):
-            raise ValueError(f"{name or 'the content'} is {repr(value)[:80]}, but must be {words}.")
+@dataclass(frozen=True)
+class Is:
+    """A value with a property, and the property in words."""
 
-    return check
+    words: str
+    test: Callable[[Any], bool]
 
 
-def _whole(least: int) -> Format:
-    return _value(
+@dataclass(frozen=True, init=False)
+class Both:
+    """A value with several formats, each of which may rely on those before; a function of the value returns one."""
+
+    forms: tuple[Format | Callable[[Any], Format], ...]
+
+    def __init__(self, *forms: Format | Callable[[Any], Format]) -> None:
+        object.__setattr__(self, "forms", forms)
+
+
+@dataclass(frozen=True)
+class Maybe:
+    """None, an empty object, or a value with a format."""
+
+    form: Format
+
+
+Format: TypeAlias = "Is | Both | Maybe | dict[Any, Any] | list[Any] | tuple[Any, ...]"
+
+
+def _check(value: Any, form: Format, name: str) -> None:
+    """Compare a value with a format.
+
+    Raises:
+        ValueError: it has another one. The message names the field.
+    """
+    if isinstance(form, Is):
+        if not form.test(value):
+            raise ValueError(f"{name or 'the content'} is {repr(value)[:80]}, but must be {form.words}.")
+    elif isinstance(form, Both):
+        for one in form.forms:
+            _check(value, one(value) if callable(one) else one, name)
+    elif isinstance(form, Maybe):
+        if value is not None and value != {}:
+            _check(value, form.form, name)
+    elif isinstance(form, dict):
+        _check(value, OBJECT, name)
+        of_all: dict[Any, Any] = dict.fromkeys(value, form[str]) if str in form else form
+        for field, of_field in of_all.items():
+            key = field if str in form else field.removesuffix("?")
+            path = f"{name}[{key!r}]" if str in form else f"{name}.{key}".lstrip(".")
+            if key in value:
+                _check(value[key], of_field, path)
+            elif key == field:
+                raise ValueError(f"{path} is missing.")
+    else:
+        _check_items(value, form, name)
+
+
+def _check_items(value: Any, form: list[Any] | tuple[Any, ...], name: str) -> None:
+    """Compare the values of a list with their formats."""
+    count = len(value) if isinstance(value, (list, tuple)) else -1
+    if isinstance(form, tuple):
+        _check(value, Is(f"a list of {len(form)} values", lambda _: count == len(form)), name)
+    else:
+        words = "a list with at least one value" if ... in form else "a list"
+        _check(value, Is(words, lambda _: count >= len(form) - 1), name)
+    for index, item in enumerate(value):
+        _check(item, form[index] if isinstance(form, tuple) else form[0], f"{name}[{index}]")
+
+
+def _whole(least: int) -> Is:
+    return Is(
         f"a whole number from {least}",
         lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63,
     )
@@ -113,262 +214,78 @@ def _is_number(value: Any) -> bool:
     return is_number and -1e300 < value < 1e300 and math.isfinite(value)
 
 
-def fields(forms: Mapping[str, Format]) -> Format:
-    """An object with these fields. The name of one that may be missing ends in "?"."""
-
-    def check(value: Any, name: str) -> None:
-        MAPPING(value, name)
-        for field, form in forms.items():
-            key = field.removesuffix("?")
-            if key in value:
-                form(value[key], f"{name}.{key}" if name else key)
-            elif key == field:
-                raise ValueError(f"{f'{name}.{key}' if name else key} is missing.")
-
-    return check
-
-
-def each(form: Format, least: int = 0) -> Format:
-    """A list of so many values at least with this format."""
-
-    def check(value: Any, name: str) -> None:
-        is_list = isinstance(value, (list, tuple)) and len(value) >= least
-        _value(f"a list of {least} or more values" if least else "a list", lambda _: is_list)(value, name)
-        for index, item in enumerate(value):
-            form(item, f"{name}[{index}]")
-
-    return check
-
-
-def values(form: Format) -> Format:
-    """An object, each of whose values has this format."""
-
-    def check(value: Any, name: str) -> None:
-        MAPPING(value, name)
-        for key, item in value.items():
-            form(item, f"{name}[{key!r}]")
-
-    return check
-
-
-def row(*forms: Format) -> Format:
-    """A list of values with these formats."""
-
-    def check(value: Any, name: str) -> None:
-        is_row = isinstance(value, (list, tuple)) and len(value) == len(forms)
-        _value(f"a list of {len(forms)} values", lambda _: is_row)(value, name)
-        for index, (item, form) in enumerate(zip(value, forms, strict=True)):
-            form(item, f"{name}[{index}]")
-
-    return check
-
-
-def maybe(form: Format) -> Format:
-    """None, or a value with a format."""
-    return lambda value, name: None if value is None else form(value, name)
-
-
-def unless_empty(form: Format) -> Format:
-    """An empty object, or a value with a format."""
-    return lambda value, name: None if value == {} else form(value, name)
-
-
-def one_or_many(form: Format) -> Format:
-    """A value with a format, or a list of such values."""
-    return lambda value, name: (each(form, least=1) if isinstance(value, list) else form)(value, name)
-
-
-def both(*forms: Format) -> Format:
-    """A value with several formats."""
-
-    def check(value: Any, name: str) -> None:
-        for form in forms:
-            form(value, name)
-
-    return check
-
-
-ANYTHING: Format = _value("anything", lambda _: True)
-MAPPING: Format = _value("an object", lambda value: isinstance(value, Mapping))
-TEXT: Format = _value("a text", lambda value: isinstance(value, str))
-FLAG: Format = _value("true or false", lambda value: isinstance(value, bool))
-NUMBER: Format = _value("a finite number", _is_number)
-COUNT: Format = _whole(0)
-SIZE: Format = _whole(1)
-NAME: Format = _value("the relative path of a file inside this folder", is_inside)
+ANYTHING = Is("anything", lambda _: True)
+OBJECT = Is("an object", lambda value: isinstance(value, Mapping))
+TEXT = Is("a text", lambda value: isinstance(value, str))
+FLAG = Is("true or false", lambda value: isinstance(value, bool))
+NUMBER = Is("a finite number", _is_number)
+COUNT = _whole(0)
+SIZE = _whole(1)
+NAME = Is("the relative path of a file inside this folder", is_inside)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Checkpoints
 # ---------------------------------------------------------------------------------------------------------
 
-MANIFEST_FORMAT = both(
-    values(row(COUNT, COUNT)),
-    _value("an object whose names are relative paths inside this folder", lambda v: all(map(is_inside, v))),
+MANIFEST_FORMAT = Both(
+    {str: (COUNT, COUNT)},
+    Is("an object whose names are relative paths inside this folder", lambda v: all(map(is_inside, v))),
 )
 """File -> [size in bytes, checksum]."""
 
-WEIGHT_INDEX = fields({"weight_map": values(NAME)})
-TENSORS = values(fields({"dtype": TEXT, "shape": each(COUNT), "data_offsets": row(COUNT, COUNT)}))
+WEIGHT_INDEX = {"weight_map": {str: NAME}}
+TENSORS = {str: {"dtype": TEXT, "shape": [COUNT], "data_offsets": (COUNT, COUNT)}}
 """The header of a safetensors file, without its metadata."""
 
-_FREEZING = fields(
-    {
-        "num_frozen": COUNT,
-        "num_decisions": COUNT,
-        "decided_at?": maybe(COUNT),
-        "observed": maybe(
-            both(row(each(NUMBER), each(NUMBER)), _value("two lists of one length", lambda v: len(v[0]) == len(v[1])))
-        ),
-        "policy": ANYTHING,
-    }
-)
-FREEZE_STATE = one_or_many(fields({"attributes": fields({"memory": _FREEZING})}))
-"""`LayerFreezeCallback` in `trainer_state.json`."""
-PREVIOUS_NORMS = fields({"previous?": maybe(each(NUMBER))})
+_FREEZING = {
+    "num_frozen": COUNT,
+    "num_decisions": COUNT,
+    "decided_at?": Maybe(COUNT),
+    "observed": Maybe(
+        Both(([NUMBER], [NUMBER]), Is("two lists of one length", lambda pair: len(pair[0]) == len(pair[1])))
+    ),
+    "policy": ANYTHING,
+}
+_FREEZE_STATE = {"attributes": {"memory": _FREEZING}}
+PREVIOUS_NORMS = {"previous?": Maybe([NUMBER])}
 """What the policy "autofreeze" keeps."""
 
-_LAYOUT = fields(
-    {
-        "where": MAPPING,
-        "asked": each(ANYTHING),
-        "stages": SIZE,
-        "bounds": each(COUNT, least=2),
-        "num_frozen": COUNT,
-        "num_cached": COUNT,
-        "counted_as_cached": COUNT,
-        "schedule?": TEXT,
-        "virtual_stages?": SIZE,
-    }
-)
-_GENERATORS = fields(
-    {
-        "seed?": COUNT,
-        "torch?": row(TEXT),
-        "python?": row(COUNT, each(COUNT), maybe(NUMBER)),
-        "numpy?": row(TEXT, each(COUNT), COUNT, COUNT, NUMBER),
-    }
-)
-_ORDER = both(
-    fields({"shares": each(SIZE, least=1), "rows": SIZE, "drawn_from?": maybe(_GENERATORS)}),
-    _value("shares whose sum divides the rows", lambda v: v["rows"] % sum(v["shares"]) == 0),
-    _value("an object with shares, rows and drawn_from", lambda v: set(v) <= {"shares", "rows", "drawn_from"}),
-)
-
-
-_MEMORY = fields({"step": COUNT, "owes_evaluation?": FLAG, "order?": unless_empty(_ORDER), "layout?": _LAYOUT})
-_KEPT = fields({"attributes": fields({"memory": unless_empty(_MEMORY)})})
-CALLBACK_STATES = fields({f"{KEPT}?": unless_empty(_KEPT), "LayerFreezeCallback?": unless_empty(FREEZE_STATE)})
-"""In a checkpoint with `KEPT`: in others, callbacks of the user's may have these names."""
-TRAINER_STATE = fields({"global_step?": COUNT, "stateful_callbacks?": maybe(MAPPING)})
-LOG_HISTORY = fields({"log_history?": each(fields({"step?": COUNT}))})
-
-_SECONDS = fields({"fixed": NUMBER, "per_row": NUMBER})
-_PART = fields({"forward": _SECONDS, "backward": _SECONDS})
-UNIT_TIMES = fields(
-    {
-        "measured": MAPPING,
-        "times": fields(
-            {
-                "prologue": _PART,
-                "units": each(_PART),
-                "head": _PART,
-                "update_seconds_per_byte?": NUMBER,
-                "reduce_seconds_per_byte?": NUMBER,
-            }
-        ),
-    }
-)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Records of a training
-# ---------------------------------------------------------------------------------------------------------
-
-FACTS = fields(
-    {
-        "model?": TEXT,
-        "name_or_path?": maybe(TEXT),
-        "num_parameters": COUNT,
-        "world_size": SIZE,
-        "global_batch_size": COUNT,
-        "device": TEXT,
-        "device_type?": TEXT,
-        "backend?": maybe(TEXT),
-        "threads": COUNT,
-        "versions": MAPPING,
-        "arguments": MAPPING,
-    }
-)
-_STEP = both(
-    fields(
-        {
-            "num_microbatches": SIZE,
-            "forward": each(NUMBER, least=1),
-            "backward": each(NUMBER, least=1),
-            "end": NUMBER,
-            "seconds": NUMBER,
-        }
-    ),
-    _value("a step with as many times forward as backward", lambda v: len(v["forward"]) == len(v["backward"])),
-)
-_SLICES = fields(
-    {
-        "rows": SIZE,
-        "tokens": SIZE,
-        "parts": each(row(SIZE, each(SIZE, least=1)), least=1),
-        "predicted_seconds": maybe(NUMBER),
-        "latencies?": each(row(*[row(*[NUMBER] * 5)] * 2)),
-    }
-)
-EVENT = both(
-    fields(
-        {
-            "event": TEXT,
-            "run?": maybe(TEXT),
-            "global_step": COUNT,
-            "epoch": NUMBER,
-            "num_layers": COUNT,
-            "num_frozen_layers": COUNT,
-            "num_cached_layers?": COUNT,
-            "pipeline_parallel_size": SIZE,
-            "data_parallel_size": SIZE,
-            "num_microbatches": SIZE,
-            "stage_bounds": each(COUNT, least=2),
-            "seconds": NUMBER,
-            "bytes_moved": NUMBER,
-            "phases?": values(NUMBER),
-            "predicted?": fields({"schedule?": TEXT, "memory_bytes?": each(NUMBER), "steps?": each(_STEP)}),
-            "slices?": _SLICES,
-            "facts?": unless_empty(FACTS),
-        }
-    ),
-    _value(
-        "an event with times of whole stages",
-        lambda event: all(
-            len(step["forward"]) % event["pipeline_parallel_size"] == 0
-            for step in event.get("predicted", {}).get("steps", ())
-        ),
-    ),
-    _value('an event with its slices, which "slices" has', lambda e: e["event"] != "slices" or "slices" in e),
-)
-"""A line of `pipeline_events.jsonl`."""
-
-_OF_KIND = {
-    "log": fields({"values": MAPPING}),
-    "time": fields({"steps": COUNT, "rows": COUNT, "seconds": values(NUMBER)}),
-    "usage": fields(
-        {
-            "resident_bytes": each(COUNT, least=1),
-            "device_peak_bytes?": each(COUNT),
-            "num_microbatches?": maybe(SIZE),
-        }
-    ),
-    "cache_off": fields({"reason": TEXT}),
-    "end": fields({"has_ended": FLAG}),
+_LAYOUT = {
+    "where": OBJECT,
+    "asked": [ANYTHING],
+    "stages": SIZE,
+    "bounds": [COUNT, ...],
+    "num_frozen": COUNT,
+    "num_cached": COUNT,
+    "counted_as_cached": COUNT,
+    "schedule?": TEXT,
+    "virtual_stages?": SIZE,
 }
-METRIC = both(
-    fields({"kind": TEXT, "run": TEXT, "global_step": COUNT}),
-    lambda line, name: _OF_KIND.get(line["kind"], MAPPING)(line, name),
+_GENERATORS = {
+    "seed?": COUNT,
+    "torch?": (TEXT,),
+    "python?": (COUNT, [COUNT], Maybe(NUMBER)),
+    "numpy?": (TEXT, [COUNT], COUNT, COUNT, NUMBER),
+}
+_ORDER = Both(
+    {"shares": [SIZE, ...], "rows": SIZE, "drawn_from?": Maybe(_GENERATORS)},
+    Is("shares whose sum divides the rows", lambda order: order["rows"] % sum(order["shares"]) == 0),
+    Is("an object with shares, rows and drawn_from", lambda order: set(order) <= {"shares", "rows", "drawn_from"}),
 )
-"""A line of `pipeline_metrics.jsonl`."""
+_MEMORY = {"step": COUNT, "owes_evaluation?": FLAG, "order?": Maybe(_ORDER), "layout?": _LAYOUT}
+_PIPELINE_STATE = Maybe({"attributes": {"memory": Maybe(_MEMORY)}})
+TRAINER_STATE = {"global_step?": COUNT, "stateful_callbacks?": Maybe(OBJECT)}
+
+_PASS = {"fixed": NUMBER, "per_row": NUMBER}
+_PART = {"forward": _PASS, "backward": _PASS}
+UNIT_TIMES = {
+    "measured": OBJECT,
+    "times": {
+        "prologue": _PART,
+        "units": [_PART],
+        "head": _PART,
+        "update_seconds_per_byte?": NUMBER,
+        "reduce_seconds_per_byte?": NUMBER,
+    },
+}

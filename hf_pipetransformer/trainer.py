@@ -46,9 +46,9 @@ from .run.consistency import check_same_size
 from .run.cutting import CutModel, find_units
 from .run.job import Processes, TrainingJob, refuse_distributed_model
 from .run.lazy_model import is_lazy, map_from, refuse_meta, saving_shards
-from .run.metrics_file import RunRecorder
 from .run.model_card import add_to_card
 from .run.planner import Planner
+from .run.recorder import RunRecorder
 from .run.resuming import (
     checkpoint_to_resume,
     load_optimizer_and_scheduler,
@@ -56,7 +56,6 @@ from .run.resuming import (
     translating_names,
 )
 from .run.run import PipelineRun
-from .run.run_log import recording
 from .run.samples import SampleCollator
 from .run.sharded_layers import find_layers_to_freeze
 from .training_args import PipeTransformerTrainingArguments, naming_lost_arguments
@@ -200,7 +199,7 @@ class PipeTransformerTrainer(Trainer):
         train = partial(stock, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval, **keywords)
         try:
             if self._is_stock:
-                with recording(self, RunRecorder(self.args)):
+                with RunRecorder(self.args).recording(self):
                     folder, is_sharded = self.args.output_dir, self.is_fsdp_enabled
                     return train(stock_checkpoint_to_resume(folder, resume_from_checkpoint, is_sharded))
             checkpoint = checkpoint_to_resume(self._job, resume_from_checkpoint)

@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
-from hf_pipetransformer.report.report_data import Layout, read_trainings
+from hf_pipetransformer.records.history import Layout, read_trainings
 
 LABEL = "label"
 Names = tuple[str, ...]
@@ -443,14 +443,15 @@ def describe_layout(num_stages: int | str, world_size: int) -> str:
     return f"{stages} × {replicas} replica{'' if replicas == 1 else 's'}"
 
 
-def layouts_of(training_args: PipeTransformerTrainingArguments) -> tuple[Layout, ...]:
+def layouts_of(training_args: PipeTransformerTrainingArguments) -> Sequence[Layout]:
     """Those that this training went through, as recorded; earlier trainings in the same folder are left out."""
     if not training_args.do_train:
         return ()
     try:
-        return read_trainings(Path(training_args.output_dir or "."))[-1].layouts
-    except ValueError:  # there is no record: something else distributes the model
+        trainings = read_trainings(Path(training_args.output_dir or "."))
+    except ValueError:  # a line of an earlier training is damaged, of which `hf-pipetransformer report` tells
         return ()
+    return trainings[-1].layouts if trainings else ()  # without a record something else distributes the model
 
 
 def describe_layouts(training_args: PipeTransformerTrainingArguments, layouts: Sequence[Layout]) -> str:
@@ -469,7 +470,7 @@ def print_summary(trainer: PipeTransformerTrainer, results: Mapping[str, float])
     layouts = layouts_of(training_args)
     table.add_row("Layout", describe_layouts(training_args, layouts))
     if layouts and layouts[-1].num_frozen:
-        table.add_row("Frozen layers", f"{layouts[-1].num_frozen} of {layouts[-1].event['num_layers']}")
+        table.add_row("Frozen layers", f"{layouts[-1].num_frozen} of {layouts[-1].num_layers}")
         # "older": what fewer layers gave, before the latest freeze
         log = [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry]
         hits = [entry["cache_hit_rate"] + entry["cache_older_hit_rate"] for entry in log]

@@ -56,7 +56,7 @@ def test_each_module_but_the_reports_figures_is_imported_without_the_extras(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     package = ROOT / "hf_pipetransformer"
-    files = [path for path in package.rglob("*.py") if path.stem not in ("__init__", "report_figures")]
+    files = [path for path in package.rglob("*.py") if path.stem not in ("__init__", "figures")]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
     code = f"import importlib\nfor name in {modules}:\n    importlib.import_module(name)\n"
     code += (

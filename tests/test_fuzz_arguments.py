@@ -28,8 +28,7 @@ from hf_pipetransformer.data.numbered_batches import first_samples
 from hf_pipetransformer.freezing.callback import LayerFreezeCallback
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.run.events_file import FILE_NAME as EVENTS
-from hf_pipetransformer.run.metrics_file import FILE_NAME
+from hf_pipetransformer.records.files import EVENTS, METRICS
 
 INF, NAN = math.inf, math.nan
 DIGITS = "9" * 5000  # more than Python reads as a number
@@ -342,7 +341,7 @@ def train(
 def notes_on(trainer: PipeTransformerTrainer) -> dict[str, Any]:
     changes = [entry for entry in trainer.state.log_history if "transform_seconds" in entry]
     freezing = [c for c in trainer.callback_handler.callbacks if isinstance(c, LayerFreezeCallback)]
-    records = [json.loads(line) for line in Path("own", FILE_NAME).read_text().splitlines()]
+    records = [json.loads(line) for line in Path("own", METRICS).read_text().splitlines()]
     logs = [r["values"] for r in records if r["run"] == records[-1]["run"] and r["kind"] == "log"]
     plans = [json.loads(line) for line in Path("own", EVENTS).read_text().splitlines()]
     return {

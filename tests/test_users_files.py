@@ -18,8 +18,9 @@ from training_runs import Run, pipeline_trainer
 from hf_pipetransformer.cache.file_store import FileStore
 from hf_pipetransformer.cache.sharing import current_file, node_name
 from hf_pipetransformer.model.checkpoint_files import check_file, weight_files
+from hf_pipetransformer.records.files import EVENTS, METRICS
+from hf_pipetransformer.records.history import read_trainings
 from hf_pipetransformer.report import report
-from hf_pipetransformer.report.report_data import read_trainings
 from hf_pipetransformer.resilience.checkpoint_folders import (
     MANIFEST,
     SAVING,
@@ -30,7 +31,7 @@ from hf_pipetransformer.resilience.checkpoint_folders import (
     rotate,
     validate,
 )
-from hf_pipetransformer.run import events_file, metrics_file, model_card
+from hf_pipetransformer.run import model_card
 
 RUN = Run(epochs=4, samples=48).with_options(save_strategy="steps", save_steps=3, save_total_limit=1)
 FOLDERS = (
@@ -83,7 +84,7 @@ def filling(rank: int, world_size: int, folder: str, epochs: int, resume: bool) 
 def test_a_training_with_a_full_store_leaves_the_users_folders(tmp_path: Path) -> None:
     """Which is the folder of the cache, of the checkpoints (of which one is kept), and of other things."""
     have_folders(tmp_path)
-    for name in (events_file.FILE_NAME, metrics_file.FILE_NAME):
+    for name in (EVENTS, METRICS):
         (tmp_path / name).symlink_to(tmp_path / "2024-05-01" / "notes.txt")
     before = everything_in(tmp_path)
     (deleted,) = run_ranks(filling, 1, str(tmp_path), 5, False)
@@ -334,6 +335,8 @@ EVENT = {
     "stage_bounds": [0, 4],
     "seconds": 0.0,
     "bytes_moved": 0,
+    "phases": {},
+    "predicted": {"schedule": "1f1b", "memory_bytes": [], "steps": []},
     "facts": {
         "model": "Bert",
         "num_parameters": 1,
@@ -349,8 +352,8 @@ METRIC = {"kind": "time", "run": "a", "global_step": 1, "steps": 1, "rows": 1, "
 
 
 def record(folder: Path, event: dict[str, Any], metric: dict[str, Any] = METRIC) -> None:
-    (folder / events_file.FILE_NAME).write_text(json.dumps(event) + "\n" + '{"event": "sta')
-    (folder / metrics_file.FILE_NAME).write_text(json.dumps(metric) + "\n")
+    (folder / EVENTS).write_text(json.dumps(event) + "\n" + '{"event": "sta')
+    (folder / METRICS).write_text(json.dumps(metric) + "\n")
 
 
 @pytest.mark.parametrize(
@@ -365,9 +368,7 @@ def test_a_damaged_event_is_named(field: str, value: Any, tmp_path: Path) -> Non
     assert len(read_trainings(tmp_path)) == 1 and "| 0 | 0 | 0 of 4 |" in str(model_card.section_about(tmp_path, "a"))
     record(tmp_path, {**EVENT, field: value})
     for read in (read_trainings, lambda folder: model_card.section_about(folder, "a")):
-        with pytest.raises(
-            ValueError, match=rf"{events_file.FILE_NAME}, line 1: {field}.* Correct or remove the line"
-        ):
+        with pytest.raises(ValueError, match=rf"{EVENTS}, line 1: {field}.* Correct or remove the line"):
             read(tmp_path)
 
 
@@ -385,7 +386,7 @@ def test_a_damaged_event_is_named(field: str, value: Any, tmp_path: Path) -> Non
 def test_a_damaged_metric_is_named(metric: Any, field: str, tmp_path: Path) -> None:
     record(tmp_path, EVENT, metric)
     for read in (read_trainings, lambda folder: model_card.section_about(folder, "a")):
-        with pytest.raises(ValueError, match=rf"{metrics_file.FILE_NAME}, line 1: {field} "):
+        with pytest.raises(ValueError, match=rf"{METRICS}, line 1: {field} "):
             read(tmp_path)
 
 
@@ -421,7 +422,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"report\.html is a link.* Pass another --output"):
         report.write_report(folder)
     assert precious.read_text() == "mine"
-    names = {"README.md", report.FILE_NAME, events_file.FILE_NAME, metrics_file.FILE_NAME}
+    names = {"README.md", report.FILE_NAME, EVENTS, METRICS}
     assert {path.name for path in folder.iterdir()} == names
 
 

@@ -21,7 +21,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from ..file_formats import FREEZE_STATE, checked
+from ..file_formats import freezing_in
 from ..logs import follow_transformers, log_once
 from ..resilience.exit import end_at_exit
 from .plain_trainer import FoundLayers, PlainTrainer, gather_proposals, refuse_setup, trained_module
@@ -281,8 +281,8 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         if state.global_step == 0:
             return
         saved: Any = state.stateful_callbacks  # from JSON: callback name -> its state
-        stored = saved.get(type(self).__name__)
-        if stored is None:
+        kept = freezing_in(saved, type(self).__name__)
+        if kept is None:
             log_once(
                 logger,
                 logging.WARNING,
@@ -290,8 +290,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             )
             saved[type(self).__name__] = self.state()  # the stock Trainer raises for a callback without a state
             return
-        checked(stored, FREEZE_STATE, f"trainer_state.json: stateful_callbacks.{type(self).__name__}")
-        self.memory = (stored[0] if isinstance(stored, list) else stored)["attributes"]["memory"]
+        self.memory = kept
 
     def _refuse_late(self) -> None:
         """Refuse a callback that was added during training.

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..file_formats import MAPPING, TENSORS, WEIGHT_INDEX, read_json
+from ..file_formats import OBJECT, TENSORS, WEIGHT_INDEX, checked, read_json
 from ..own_files import open_regular
 
 LENGTH_BYTES = 8
@@ -67,9 +67,8 @@ def check_file(file: Path) -> Mapping[str, Any]:
         text = content.read(length) if length <= size else b""
     try:
         header: dict[str, Any] = json.loads(text)
-        MAPPING(header, "header")
-        header.pop("__metadata__", None)
-        TENSORS(header, "header")
+        checked(header, OBJECT, file.name).pop("__metadata__", None)
+        checked(header, TENSORS, file.name)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} ({size:,} bytes) has no complete safetensors header. Copy it again.") from error
     end_of = {name: LENGTH_BYTES + length + entry["data_offsets"][1] for name, entry in header.items()}

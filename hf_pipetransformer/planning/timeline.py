@@ -5,7 +5,7 @@ Each stage works through its own list in order; an entry starts when the stage i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .schedules import WEIGHTS_SHARE, Kind, Work, schedule_of_step
@@ -96,24 +96,37 @@ def simulate(
         "backward": [(1 - share) * of_both for of_both in backward],
         "weights": [share * of_both for of_both in backward],
     }
-    done: dict[Work, float] = {}  # here, `Work.part` counts the virtual stages of all stages
-    free = [0.0] * k
+    return play(work, held, lambda task: seconds[task.kind][task.part])
+
+
+def play(work: Sequence[list[Work]], held: Sequence[Sequence[int]], seconds: Callable[[Work], float]) -> Timeline:
+    """Simulate stages that each work through their own list in order.
+
+    Args:
+        work: what each stage does, in which `Work.part` counts its own virtual stages. The lists are emptied. `[K]`
+        held: the virtual stages that each stage holds. `[K]`
+        seconds: the time of a pass, in which `Work.part` counts the virtual stages of all stages. A backward without
+            time does not exist: no layer up to there trains.
+    """
+    last = max(map(max, held))
+    done: dict[Work, float] = {}  # with parts as in `seconds`
+    free = [0.0] * len(work)
     spans: list[Span] = []
     while any(work):
-        for stage in range(k):
-            while work[stage]:
-                kind, part, i = work[stage][0]
-                here = held[stage][part]
-                source = _source(kind, here, i)
-                has_source = 0 <= source.part <= placement.last and (kind == "forward" or backward[here] > 0)
+        for stage, tasks in enumerate(work):
+            while tasks:
+                kind, part, i = tasks[0]
+                task = Work(kind, held[stage][part], i)
+                exists = kind == "forward" or seconds(Work("backward", task.part, i)) > 0
+                source = _source(*task)
+                has_source = 0 <= source.part <= last and exists
                 if has_source and source not in done:
                     break
                 start = max(free[stage], done[source] if has_source else 0.0)
-                end = start + seconds[kind][here]
-                free[stage] = done[Work(kind, here, i)] = end
-                if kind == "forward" or backward[here] > 0:
-                    spans.append(Span(stage, kind, i, start, end, part))
-                work[stage].pop(0)
+                free[stage] = done[task] = start + seconds(task)
+                if exists:
+                    spans.append(Span(stage, kind, i, start, free[stage], part))
+                tasks.pop(0)
     return Timeline(tuple(sorted(spans, key=lambda span: (span.stage, span.start))), max(free))
 
 

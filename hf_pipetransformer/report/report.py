@@ -19,8 +19,9 @@ from typing import Any
 
 from ..own_files import replace_file
 from ..planning.plan import MIB
-from .report_data import Layout, Line, Training, read_trainings
-from .report_words import GLOSSARY, changes, final_quality, verdict
+from ..records.files import BEGINNINGS, EVENTS, METRICS
+from ..records.history import STATE_NAME, Layout, Line, Training, read_trainings
+from .words import GLOSSARY, changes, final_quality, verdict
 
 FILE_NAME = "report.html"
 NEEDED = ("plotly", "jinja2")
@@ -47,7 +48,14 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
         raise ValueError(
             f"The report requires {' and '.join(missing)}. Install with pip install 'hf_pipetransformer[report]'."
         )
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder. Pass the output_dir of a training run.")
     trainings = read_trainings(folder)
+    if not trainings:
+        raise ValueError(
+            f"{folder} contains none of {EVENTS}, {METRICS} and {STATE_NAME} (nor a checkpoint with one). Pass the"
+            " output_dir of a training run with PipeTransformerTrainer."
+        )
     path = output or folder / FILE_NAME
     if path.is_dir():
         raise ValueError(f"--output is {path}, which is a folder. Pass a file path, such as {path / FILE_NAME}.")
@@ -65,7 +73,7 @@ def page(trainings: Sequence[Training], folder: Path) -> str:
     import jinja2
     from plotly.offline import get_plotlyjs_version
 
-    from . import report_figures
+    from .figures import all_drawings
 
     training = trainings[-1]
     environment = jinja2.Environment(
@@ -77,9 +85,9 @@ def page(trainings: Sequence[Training], folder: Path) -> str:
         tiles=_tiles(training),
         verdict=verdict(training),
         notes=training.problems,
-        drawings=report_figures.all_drawings(training),
+        drawings=all_drawings(training),
         json_of=_json_of,
-        tables=[table for table in _tables(trainings) if len(table.rows) > 1],
+        tables=[table for table in _tables(trainings) if table.rows],
         changes=changes(training),
         lists=[("arguments", "Run", _arguments(training.facts)), ("glossary", "Terms", GLOSSARY)],
         version=sys.modules[__name__.partition(".")[0]].__version__,
@@ -106,8 +114,7 @@ def _json_of(figure: Any) -> str:
 def _subtitle(training: Training, folder: Path) -> list[str]:
     facts = training.facts
     words = [folder.resolve().name]
-    if not training.name.startswith("line"):
-        words.append(training.name[:16].replace("T", " "))
+    words += [training.name[:16].replace("T", " ")] if training.name else []
     if facts:
         count = facts["world_size"]
         words.append(f"{count} process{'es' if count > 1 else ''} on {facts['device']}")
@@ -130,7 +137,7 @@ def _tiles(training: Training) -> list[tuple[str, str]]:
         shapes = [shape for shape, _ in groupby(layout.shape for layout in layouts)]
         tiles.append((" → ".join(shapes if len(shapes) <= 4 else [shapes[0], "…", shapes[-1]]), "stages × replicas"))
         if layouts[-1].num_frozen:
-            tiles.append((f"{layouts[-1].num_frozen} of {layouts[-1].event['num_layers']}", "layers frozen"))
+            tiles.append((f"{layouts[-1].num_frozen} of {layouts[-1].num_layers}", "layers frozen"))
     speeds = [layout.samples_per_second for layout in layouts if layout.samples_per_second is not None]
     if speeds:
         gain = f" (× {speeds[-1] / speeds[0]:.2f})" if len(speeds) > 1 else ""
@@ -155,13 +162,13 @@ class Table:
         name: name of its element on the page.
         title: what it shows.
         caption: how to read it.
-        rows: the header, and the rows.
+        rows: header -> cell, for each row.
     """
 
     name: str
     title: str
     caption: str
-    rows: list[tuple[str, ...]]
+    rows: list[dict[str, str]]
 
 
 def _tables(trainings: Sequence[Training]) -> tuple[Table, ...]:
@@ -172,88 +179,70 @@ def _tables(trainings: Sequence[Training]) -> tuple[Table, ...]:
             "Layouts",
             "M as used, where that was recorded; a step's time on average, by the main process; memory of the process"
             " (on an accelerator: of its tensors) with most, beside what was predicted for its stage's tensors.",
-            [
-                (
-                    *("event", "steps", "K × R", "stages from layer", "frozen", "cached", "M", "samples/s"),
-                    *("ms a step", "ms predicted", "MiB", "MiB predicted", "change, s", "MiB moved"),
-                ),
-                *map(_layout_row, layouts),
-            ],
+            [_layout_row(layout) for layout in layouts],
         ),
         Table(
             "slices",
             "Slices along the tokens",
             "How the first shapes of batches were cut on the first replica; predicted is forward and backward of one"
             " step.",
-            [
-                (
-                    "K × R",
-                    "frozen",
-                    "samples × tokens",
-                    "parts",
-                    "samples of a part × (slices, in tokens)",
-                    "ms predicted",
-                ),
-                *(_slice_row(layout, cut) for layout in layouts for cut in layout.slices),
-            ],
+            [_slice_row(layout, cut) for layout in layouts for cut in layout.slices],
         ),
         Table(
             "trainings",
             "Trainings in this folder",
             "This report is of the last one.",
-            [
-                ("began", "model", "steps", "calls of train()", "time", "last loss", "state"),
-                *(map(_training_row, trainings) if len(trainings) > 1 else ()),
-            ],
+            [_training_row(training) for training in trainings] if len(trainings) > 1 else [],
         ),
     )
 
 
-def _layout_row(layout: Layout) -> tuple[str, ...]:
+def _layout_row(layout: Layout) -> dict[str, str]:
     event, prediction, usage, speed = layout.event, layout.prediction, layout.usage, layout.samples_per_second
     peaks = (usage.get("device_peak_bytes") or usage["resident_bytes"]) if usage else []
-    predicted = event.get("predicted", {}).get("memory_bytes", [])
-    is_change = event["event"] not in ("start", "resume", "cache")
-    return (
-        str(event["event"]),
-        f"{layout.first_step + 1:,}–{layout.last_step:,}" if layout.last_step > layout.first_step else "none",
-        layout.shape,
-        ", ".join(str(bound) for bound in event["stage_bounds"][:-1]),
-        f"{layout.num_frozen} of {event['num_layers']}",
-        str(layout.num_cached),
-        str(layout.num_microbatches),
-        f"{speed:,.1f}" if speed is not None else "",
-        f"{1e3 * layout.seconds / layout.steps:,.1f}" if layout.steps else "",
-        f"{1e3 * prediction['seconds']:,.1f}" if prediction is not None else "",
-        f"{max(peaks) / MIB:,.0f}" if peaks else "",
-        f"{max(predicted) / MIB:,.1f}" if predicted else "",
-        f"{event['seconds']:.3f}" if is_change else "",
-        f"{event['bytes_moved'] / MIB:,.1f}" if is_change else "",
-    )
+    is_change = event["event"] not in (*BEGINNINGS, "cache")
+    return {
+        "event": event["event"],
+        "steps": f"{layout.first_step + 1:,}–{layout.last_step:,}" if layout.last_step > layout.first_step else "none",
+        "K × R": layout.shape,
+        "stages from layer": ", ".join(str(bound) for bound in event["stage_bounds"][:-1]),
+        "frozen": f"{layout.num_frozen} of {layout.num_layers}",
+        "cached": str(layout.num_cached),
+        "M": str(layout.num_microbatches),
+        "samples/s": f"{speed:,.1f}" if speed is not None else "",
+        "ms a step": f"{1e3 * layout.seconds / layout.steps:,.1f}" if layout.steps else "",
+        "ms predicted": f"{1e3 * prediction['seconds']:,.1f}" if prediction is not None else "",
+        "MiB": f"{max(peaks) / MIB:,.0f}" if peaks else "",
+        "MiB predicted": f"{layout.stage_bytes / MIB:,.1f}" if layout.stage_bytes else "",
+        "change, s": f"{event['seconds']:.3f}" if is_change else "",
+        "MiB moved": f"{event['bytes_moved'] / MIB:,.1f}" if is_change else "",
+    }
 
 
-def _slice_row(layout: Layout, cut: Line) -> tuple[str, ...]:
-    return (
-        layout.shape,
-        f"{layout.num_frozen} of {layout.event['num_layers']}",
-        f"{cut['rows']} × {cut['tokens']:,}",
-        str(len(cut["parts"])),
-        "; ".join(dict.fromkeys(f"{part} × ({' + '.join(map(str, lengths))})" for part, lengths in cut["parts"])),
-        f"{1e3 * cut['predicted_seconds']:,.1f}" if cut["predicted_seconds"] is not None else "",
-    )
+def _slice_row(layout: Layout, cut: Line) -> dict[str, str]:
+    parts = dict.fromkeys(f"{part} × ({' + '.join(map(str, lengths))})" for part, lengths in cut["parts"])
+    seconds = cut["predicted_seconds"]
+    return {
+        "K × R": layout.shape,
+        "frozen": f"{layout.num_frozen} of {layout.num_layers}",
+        "samples × tokens": f"{cut['rows']} × {cut['tokens']:,}",
+        "parts": str(len(cut["parts"])),
+        "samples of a part × (slices, in tokens)": "; ".join(parts),
+        "ms predicted": f"{1e3 * seconds:,.1f}" if seconds is not None else "",
+    }
 
 
-def _training_row(training: Training) -> tuple[str, ...]:
+def _training_row(training: Training) -> dict[str, str]:
     losses, total = training.curve("loss")[1], sum(training.seconds.values())
-    return (
-        training.name[:19].replace("T", " "),
-        str(training.facts.get("model", "")),
-        f"{training.last_step:,}",
-        str(training.calls),
-        _duration(total) if total else "",
-        f"{losses[-1]:.4g}" if losses else "",
-        {True: "ended", False: "interrupted or running", None: "not known"}[training.is_complete],
-    )
+    return {
+        "began": training.name[:19].replace("T", " "),
+        "model": str(training.facts.get("model", "")),
+        "steps": f"{training.last_step:,}",
+        "calls of train()": str(training.calls),
+        "time": _duration(total) if total else "",
+        "last loss": f"{losses[-1]:.4g}" if losses else "",
+        "state": {True: "ended", False: "interrupted or running", None: "not known"}[training.is_complete],
+    }
 
 
 def _arguments(facts: Line) -> list[tuple[str, str]]:

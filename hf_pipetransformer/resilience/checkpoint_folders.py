@@ -24,7 +24,7 @@ import shutil
 import stat
 import zipfile
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -32,7 +32,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..file_formats import CALLBACK_STATES, KEPT, MANIFEST_FORMAT, TRAINER_STATE, WEIGHT_INDEX, checked, read_json
+from ..file_formats import MANIFEST_FORMAT, TRAINER_STATE, WEIGHT_INDEX, memory_in, read_json
 from ..own_files import NotOursError, OwnFolder, open_regular
 
 MANIFEST = "manifest.json"
@@ -244,18 +244,6 @@ def _damage_without_manifest(checkpoint: Path) -> str | None:
     with suppress(ValueError):  # a callback of the user's may have the name
         kept = memory_in(state.get("stateful_callbacks"))
     return f"{MANIFEST} is missing" if kept and kept["step"] == state.get("global_step") else None
-
-
-def memory_in(states: Any) -> dict[str, Any]:
-    """Return what `PipelineState` keeps among the states of callbacks; {} if it has none.
-
-    Raises:
-        ValueError: it is damaged. The message names the field.
-    """
-    if not states or (isinstance(states, Mapping) and KEPT not in states):
-        return {}
-    kept = checked(states, CALLBACK_STATES, f"{STATE}: stateful_callbacks").get(KEPT)
-    return kept["attributes"]["memory"] if kept else {}
 
 
 def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:

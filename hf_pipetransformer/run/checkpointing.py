@@ -42,7 +42,7 @@ from .job import TrainingJob
 class PipelineState(TrainerCallback, ExportableState):
     """State in a checkpoint's `trainer_state.json` that a resumed job needs besides the stock Trainer's state.
 
-    It is a callback so that the stock Trainer saves it, under the name `checkpoint_folders.KEPT`.
+    It is a callback so that the stock Trainer saves it, under the name `file_formats.KEPT`.
 
     Attributes:
         memory: the state, in plain values for JSON.

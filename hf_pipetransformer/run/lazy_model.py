@@ -31,7 +31,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..file_formats import MAPPING, read_json
+from ..file_formats import OBJECT, read_json
 from ..model.checkpoint_files import check_file, weight_files
 from ..model.mapped_weights import FileMappings, Place, into_memory, is_written, release, releasing
 from ..model.placeholders import ParameterTable, is_elsewhere, set_values, values_of
@@ -223,7 +223,7 @@ def _refuse_other_dtype(folder: Path, files: list[Path], options: Mapping[str, A
 
 def _configured_dtype(folder: Path) -> str | None:
     try:
-        config = read_json(folder / "config.json", MAPPING)
+        config = read_json(folder / "config.json", OBJECT)
     except (OSError, ValueError):
         return None
     dtype = config.get("dtype", config.get("torch_dtype"))

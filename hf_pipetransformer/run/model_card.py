@@ -1,23 +1,21 @@
 """A section for the model card: with which layouts, freezes, cache and versions the model was trained.
 
-It is made from the records in `output_dir` (`events_file.py`, `metrics_file.py`), so it also covers the trainings that
-were resumed. It names no path and no host, because model cards are published.
+It is made from the records in `output_dir` (`records/history.py`), so it also covers the trainings that were resumed.
+It names no path and no host, because model cards are published.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..file_formats import EVENT, METRIC, read_records
 from ..own_files import replace_file
-from . import events_file, metrics_file
+from ..records.history import Training, read_trainings
 
 BEGIN, END = "<!-- hf_pipetransformer -->", "<!-- /hf_pipetransformer -->"
 """Marks around the section in the card."""
-CHANGES = ("start", "resume", "transform", "cache")
 
 
 def add_to_card(output_dir: Path, run: str) -> None:
@@ -33,8 +31,8 @@ def add_to_card(output_dir: Path, run: str) -> None:
         ValueError: a line of the records is damaged.
     """
     card = output_dir / "README.md"
-    section = section_about(output_dir, run)
-    if section is None or not card.is_file():
+    section = section_about(output_dir, run) if card.is_file() else None
+    if section is None:
         return
     before, _, rest = card.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
@@ -47,12 +45,10 @@ def section_about(output_dir: Path, run: str) -> str | None:
     Raises:
         ValueError: a line of the records is damaged.
     """
-    events = _of_training(read_records(output_dir / events_file.FILE_NAME, EVENT)[0], run)
-    if not events:
+    trainings = read_trainings(output_dir, run)
+    if not trainings or not trainings[-1].layouts:
         return None
-    runs = {event.get("run") for event in events}
-    metrics = [line for line in read_records(output_dir / metrics_file.FILE_NAME, METRIC)[0] if line["run"] in runs]
-    facts: Mapping[str, Any] = next((event["facts"] for event in reversed(events) if event.get("facts")), {})
+    training, facts = trainings[-1], trainings[-1].facts
     arguments, versions = facts.get("arguments", {}), facts.get("versions", {})
     device = _text(facts.get("device", "?"))
     lines = [
@@ -62,33 +58,19 @@ def section_about(output_dir: Path, run: str) -> str | None:
         " pipelines of K stages, R of them side by side.",
         "",
         f"- Freezing: {_freezing(arguments)}",
-        f"- Cache of the frozen layers' outputs: {_cache(arguments, events, metrics)}",
+        f"- Cache of the frozen layers' outputs: {_cache(arguments, training)}",
         f"- Versions: {_text(', '.join(f'{name} {version}' for name, version in versions.items()))}",
         "",
         "| from step | epoch | frozen layers | of them cached | K × R | first layer of each stage | micro-batches |",
         "|---:|---:|---:|---:|---:|---|---:|",
     ]
-    for event in events:
-        cached = event.get("num_cached_layers", 0)
+    for layout in training.layouts:
         lines.append(
-            f"| {event['global_step']} | {event['epoch']:.4g} | {event['num_frozen_layers']} of {event['num_layers']}"
-            f" | {cached} | {event['pipeline_parallel_size']} × {event['data_parallel_size']}"
-            f" | {', '.join(map(str, event['stage_bounds'][:-1]))} | {event['num_microbatches']} |"
+            f"| {layout.first_step} | {layout.event['epoch']:.4g} | {layout.num_frozen} of {layout.num_layers}"
+            f" | {layout.num_cached} | {layout.shape} | {', '.join(map(str, layout.event['stage_bounds'][:-1]))}"
+            f" | {layout.event['num_microbatches']} |"
         )
     return "\n".join(lines)
-
-
-def _of_training(events: Sequence[dict[str, Any]], run: str) -> list[dict[str, Any]]:
-    """The changes of layout from the training's start to the end of `run`, over the resumes in between."""
-    events = [event for event in events if event["event"] in CHANGES]
-    last = max((index for index, event in enumerate(events) if event.get("run") == run), default=-1)
-    first = max((index for index in range(last + 1) if events[index]["event"] == "start"), default=0)
-    found: list[dict[str, Any]] = []
-    for event in events[first : last + 1]:
-        if event["event"] == "resume":  # what came after the checkpoint was done again
-            found = [earlier for earlier in found if earlier["global_step"] < event["global_step"]]
-        found.append(event)
-    return found
 
 
 def _freezing(arguments: Mapping[str, Any]) -> str:
@@ -101,14 +83,13 @@ def _freezing(arguments: Mapping[str, Any]) -> str:
     return f"policy {_code(policy)} ({', '.join(values)})"
 
 
-def _cache(arguments: Mapping[str, Any], events: Sequence[Any], metrics: Sequence[Mapping[str, Any]]) -> str:
+def _cache(arguments: Mapping[str, Any], training: Training) -> str:
     wanted = _code(arguments.get("activation_cache", "off"))
-    if not events[-1]["num_frozen_layers"]:
+    if not training.layouts[-1].num_frozen:
         return f"{wanted}, but nothing was frozen"
-    skipped = [line["values"].get("cache_layers_skipped") for line in metrics if line["kind"] == "log"]
-    known = [share for share in skipped if isinstance(share, (int, float))]
-    if known:
-        return f"{wanted}; up to {max(known):.0%} of an epoch's forward passes of layers were read from it"
+    skipped = training.curve("cache_layers_skipped")[1]
+    if skipped:
+        return f"{wanted}; up to {max(skipped):.0%} of an epoch's forward passes of layers were read from it"
     return f"{wanted}; not used" if arguments.get("activation_cache") != "off" else wanted
 
 

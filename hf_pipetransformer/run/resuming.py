@@ -28,11 +28,11 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from ..file_formats import memory_in
 from ..resilience.checkpoint_folders import (
     MANIFEST,
     STATE,
     latest_valid,
-    memory_in,
     refuse_taken,
     remove_incomplete,
     replaced_weights,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from transformers import TrainerCallback, TrainerState
 
 from ..data.numbered_batches import NumberedLoader, TrainingBatches
 from ..errors import ONE_LINE
+from ..file_formats import freezing_in
 from ..freezing.callback import LayerFreezeCallback, refuse_reentrant_checkpointing
 from ..freezing.policies import agreed_num_frozen
 from ..logs import log_once
@@ -120,7 +121,7 @@ class PipelineRun(TrainerCallback):
         with ExitStack() as entered:
             entered.push(self._close)
             entered.enter_context(exporting_state(job.trainer))
-            entered.enter_context(self.log.recording(before=[self]))
+            entered.enter_context(self.log.recorder.recording(job.trainer, before=[self]))
             entered.enter_context(self.preemption.signal)
             self.watchdog = entered.enter_context(
                 Watchdog(
@@ -524,10 +525,9 @@ class PipelineRun(TrainerCallback):
         assert freezable is not None
         state = self._job.trainer.state
         if self._follows_freezing:  # the flags say what is frozen, and not the checkpoint
-            states: Any = state.stateful_callbacks
-            with suppress(LookupError, TypeError):
-                stored = states[type(callback).__name__]
-                memory = (stored[0] if isinstance(stored, list) else stored)["attributes"]["memory"]
+            states: Any = state.stateful_callbacks or {}  # from JSON: callback name -> its state
+            memory = freezing_in(states, type(callback).__name__)
+            if memory is not None:
                 memory["num_frozen"] = min(memory["num_frozen"], self._num_followed)
         callback.attach(freezable.num_layers, freezable.max_frozen, state, freezable.outside_alone)
         with_the_first = [k for k, names in enumerate(freezable.inside) if freezable.frozen(1) & set(names)]

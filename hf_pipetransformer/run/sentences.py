@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass
 
 from ..pipeline.elastic_pipeline import Transformation
 from ..planning.plan import PipelinePlan
 from ..planning.plan_choice import WORTH_A_FURTHER_SCHEDULE, ScheduleChoice
+from ..records.files import EVENTS
+from ..token_slices.slice_timeline import SlicePlan
+from .recorder import Tally
 
 
 @dataclass
@@ -95,25 +98,35 @@ def describe_frozen(plan: PipelinePlan) -> str:
     return f"{plan.num_frozen_layers} of {plan.num_units} layers frozen{cached}"
 
 
-def describe_end(
-    steps: int, seconds: Mapping[str, float], spared: NotComputed | None, changes: int, folder: str
-) -> str:
+def describe_end(done: Tally, spared: NotComputed | None, changes: int, folder: str) -> str:
     """Describe a training that has ended.
 
     Args:
-        steps: number of optimizer steps done by this `train()`.
-        seconds: of the main process, by activity.
+        done: by this `train()`, with the time of the main process.
         spared: what was not computed; None if nothing was frozen.
         changes: number of changes of the layout.
         folder: of the records.
     """
-    longest = sorted(seconds, key=lambda what: -seconds[what])
-    parts = ", ".join(f"{what} {seconds[what]:.1f} s" for what in longest if seconds[what] >= 0.05)
+    longest = sorted(done.seconds.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in longest if seconds >= 0.05)
     saved = f" Not computed: {spared}, with {_many(changes, 'change')} of the layout." if spared else ""
     return (
-        f"Trained {_many(steps, 'step')} in {sum(seconds.values()):.1f} s ({parts}).{saved} Events:"
-        f" {folder}/pipeline_events.jsonl; report: hf-pipetransformer report {folder}"
+        f"Trained {_many(done.steps, 'step')} in {sum(done.seconds.values()):.1f} s ({parts}).{saved} Events:"
+        f" {folder}/{EVENTS}; report: hf-pipetransformer report {folder}"
     )
+
+
+def describe_slices(plan: SlicePlan) -> str:
+    """Describe how a batch is split: its parts, and the predicted seconds of forward and backward, if known."""
+    kinds = Counter((part.rows, part.lengths) for part in plan.parts)
+    cut = ", ".join(
+        f"{f'{count} x ' if count > 1 else ''}{_many(rows, 'row')} in "
+        + ("one slice" if len(lengths) == 1 else f"slices of {'+'.join(map(str, lengths))} tokens")
+        for (rows, lengths), count in kinds.items()
+    )
+    rows, tokens = sum(part.rows for part in plan.parts), sum(plan.parts[0].lengths)
+    predicted = "" if plan.seconds is None else f"; forward and backward predicted {plan.seconds:.3g} s"
+    return f"Batches of {rows} rows x {tokens} tokens: {cut}{predicted}"
 
 
 def _many(number: int, what: str, plural: str = "s") -> str:

@@ -223,11 +223,7 @@ def find_windows(
     found = [theirs for theirs in everyone if isinstance(theirs, Windows)]
     # rounding may make the processes disagree, and if one stage alone refused packed sequences, the others would
     # hang
-    return replace(
-        found[0],
-        separates_documents=all(theirs.separates_documents for theirs in found),
-        allows_left_padding=all(theirs.allows_left_padding for theirs in found),
-    )
+    return replace(found[0], separates_documents=all(theirs.separates_documents for theirs in found))
 
 
 # What the loss allows of a plan

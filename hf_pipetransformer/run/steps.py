@@ -33,8 +33,8 @@ from .cache_control import AutoCache
 from .front_cache import FrontCache
 from .job import TrainingJob
 from .loss import BatchInFlight, TrainersLoss, raise_for_exchanged_inputs
-from .metrics_file import RunRecorder
 from .preemption import Preemption
+from .recorder import RunRecorder
 from .setup import Setup
 from .training_data import refuse_different_numbers
 

@@ -1,7 +1,7 @@
 """How a batch is split along samples and tokens: as the user asks, or by the measured times of slices on the stages.
 
 profile      each stage runs slices of a few sizes after contexts of a few sizes, alone
-fit          a latency model of four terms for each stage; a bad fit is refused, and repeated while there is time
+fit          a latency model of four terms for each stage; a bad fit is refused
 agree        every stage gets all stages' models, so all derive the same plan
 plan         the dynamic program; once for each shape of batch
 """
@@ -9,32 +9,23 @@ plan         the dynamic program; once for each shape of batch
 from __future__ import annotations
 
 import logging
-import math
-import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..errors import is_out_of_memory
+from ..errors import in_one_line, is_out_of_memory
 from ..logs import log_once
 from ..model.layer_stack import CarrySlot
 from ..model.micro_batch import Batch, batch_rows, slice_rows
 from ..pipeline.devices import synchronise
+from ..pipeline.mesh import can_be_sent
 from ..pipeline.stage import FIRST, CarriedTensor, StageModule, StageShapes
 from ..randomness import global_state_kept
-from .slice_planning import (
-    FEWEST_POINTS,
-    RowSlices,
-    SliceLatency,
-    given_slices,
-    uniform_slices,
-    whole_rows,
-)
-from .slice_timeline import StageLatency, choose_slices
+from .slice_planning import FEWEST_POINTS, RowSlices, SliceLatency, slices_asked_for, whole_rows
+from .slice_timeline import SlicePlan, StageLatency, choose_slices
 from .slices import SlicedSequence, Windows, first_tokens, running_slices, sequence_length
 
 logger = logging.getLogger(__name__)
@@ -45,52 +36,17 @@ TokenSlices = str | int | Sequence[int]
 Point = tuple[int, int, int, float, float]
 """Samples, tokens of a slice, tokens before it; seconds of its forward and backward."""
 
-OnPlan = Callable[[tuple[RowSlices, ...], "StepSeconds | None"], None]
-"""Called with how a new shape of batch is split and the predicted time of a step (None if it is unknown)."""
-
 PROFILE_SECONDS = 5.0
-"""Time limit in seconds for all profiles of one shape of batch together."""
+"""Time limit in seconds for a profile."""
 ROUNDS = 5
-"""Number of repetitions of each measurement, of which the median is used. Fewer if the time is up."""
+"""Number of repetitions of each measurement, of which the shortest counts. Fewer if the time is up."""
 LARGEST_ERROR = 0.15
 """Maximum root mean square of the relative error with which a fit is accepted."""
-PROFILES = 3
 SHORTEST_SLICE = 16
 
 
 class SlowSlicesError(RuntimeError):
     """There was not enough time to measure enough slices."""
-
-
-class StepSeconds(float):
-    """Predicted seconds of forward and backward of a step, with the latencies that they are computed from.
-
-    Attributes:
-        stages: latency of each stage.
-    """
-
-    stages: tuple[StageLatency, ...]
-
-    @classmethod
-    def of(cls, seconds: float, stages: Sequence[StageLatency]) -> StepSeconds:
-        one = cls(seconds)
-        one.stages = tuple(stages)
-        return one
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """The result of a stage's profile, which is sent to the other stages.
-
-    Attributes:
-        latency: latency of the stage.
-        error: root mean square of the relative error of the fit.
-        has_time: whether there is time for another profile.
-    """
-
-    latency: StageLatency
-    error: float
-    has_time: bool
 
 
 class SliceChooser:
@@ -102,7 +58,7 @@ class SliceChooser:
         num_parts: returns the number of equal parts for a batch's number of samples; larger parts may not fit into
             memory.
         everyone: gathers an object of each stage of the pipeline; collective over the pipeline.
-        on_plan: called for each new shape of batch, with how it is split and the predicted seconds.
+        on_plan: called for each new shape of batch, with how it is split.
         chooses_parts: with "auto", let the dynamic program choose the parts as well.
     """
 
@@ -112,7 +68,7 @@ class SliceChooser:
         windows: Windows,
         num_parts: Callable[[int], int],
         everyone: Callable[[Any], list[Any]],
-        on_plan: OnPlan = lambda parts, seconds: None,
+        on_plan: Callable[[SlicePlan], None] = lambda plan: None,
         chooses_parts: bool = False,
     ) -> None:
         self._asked = token_slices
@@ -121,7 +77,7 @@ class SliceChooser:
         self._everyone = everyone
         self._on_plan = on_plan
         self._chooses_parts = chooses_parts
-        self._plans: dict[tuple[int, int], tuple[RowSlices, ...]] = {}
+        self._plans: dict[tuple[int, int], SlicePlan] = {}
         self._latencies: list[StageLatency] | None = None
         self._profiled = (0, 0)  # largest number of samples, and of tokens
 
@@ -135,38 +91,25 @@ class SliceChooser:
         """
         rows, tokens = batch_rows(batch), sequence_length(batch)
         if (rows, tokens) not in self._plans:
-            if self._asked == "auto":
-                parts, seconds = self._best(stage, whole, batch)
-            else:
-                parts, seconds = self._as_asked(rows, tokens), None
-            self._plans[rows, tokens] = parts
-            self._on_plan(parts, seconds)
-        return self._plans[rows, tokens]
+            plan = self._plans[rows, tokens] = self._plan(stage, whole, batch)
+            self._on_plan(plan)
+        return self._plans[rows, tokens].parts
 
-    def _as_asked(self, rows: int, tokens: int) -> tuple[RowSlices, ...]:
-        if isinstance(self._asked, int):
-            lengths = uniform_slices(tokens, self._asked)
-        else:
-            assert not isinstance(self._asked, str)
-            lengths = given_slices(tokens, self._asked)
-        parts = self._num_parts(rows)
-        return (RowSlices(rows // parts, lengths),) * parts
-
-    def _best(
-        self, stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch
-    ) -> tuple[tuple[RowSlices, ...], StepSeconds | None]:
+    def _plan(self, stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch) -> SlicePlan:
         rows, tokens = batch_rows(batch), sequence_length(batch)
         num_parts = self._num_parts(rows)
+        if not isinstance(self._asked, str):
+            return SlicePlan((RowSlices(rows // num_parts, slices_asked_for(tokens, self._asked)),) * num_parts)
+        uncut = SlicePlan(whole_rows(rows, tokens, num_parts))
         if len(points_to_measure(rows, tokens)) < FEWEST_POINTS:
-            return whole_rows(rows, tokens, num_parts), None
+            return uncut
         most_rows, most_tokens = self._profiled
         if self._latencies is None or rows > most_rows or tokens > 1.5 * most_tokens:  # a fit is valid a bit beyond
             self._latencies = self._profile(stage, whole, batch)
             self._profiled = (max(rows, most_rows), max(tokens, most_tokens))
         if not self._latencies:
-            return whole_rows(rows, tokens, num_parts), None
-        parts, seconds = choose_slices(self._latencies, rows, tokens, num_parts, chooses_parts=self._chooses_parts)
-        return parts, StepSeconds.of(seconds, self._latencies)
+            return uncut
+        return choose_slices(self._latencies, rows, tokens, num_parts, chooses_parts=self._chooses_parts)
 
     def _profile(self, stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch) -> list[StageLatency]:
         """Return all stages' latencies; an empty list if they are unreliable.
@@ -175,35 +118,29 @@ class SliceChooser:
             Exception: an error of any stage, on all stages; except lack of memory or time.
         """
         whole(1)  # first, because shapes are sent from stage to stage, which is not part of the profile
-        began = time.perf_counter()
-        deadline = began + PROFILE_SECONDS
-        for attempt in range(1, PROFILES + 1):
-            mine: _Fit | Exception
-            failure: Exception | None = None
-            try:
-                share = began + PROFILE_SECONDS * attempt / PROFILES
-                points = measure_slices(stage, whole, batch, self._windows, share, deadline)
-                one_round = sum(forward + backward for *_, forward, backward in points)
-                mine = _Fit(*fit_stage(points), time.perf_counter() + one_round <= deadline)
-            except Exception as error:  # the other stages must receive it, too
-                failure, mine = error, _portable(error)
-            everyone = self._everyone(mine)
-            failures = [one for one in everyone if isinstance(one, Exception)]
-            for one in (failure, *failures):  # the process's own error first, as it has the traceback
-                if one is not None and not _is_surmountable(one):
-                    raise one
-            if failures:
-                why = str(failures[0])
-                break
-            worst = max(fit.error for fit in everyone)
+        failure: Exception | None = None
+        mine: tuple[StageLatency, float] | str | Exception
+        try:
+            mine = fit_stage(measure_slices(stage, whole, batch, self._windows, time.perf_counter() + PROFILE_SECONDS))
+        except Exception as error:  # the other stages must receive it, too
+            if isinstance(error, SlowSlicesError) or is_out_of_memory(error):
+                mine = str(error)  # batches can be split along samples instead
+            else:
+                failure, mine = error, error if can_be_sent(error) else ValueError(in_one_line(error))
+        everyone = self._everyone(mine)
+        for one in (failure, *everyone):  # the process's own error first, as it has the traceback
+            if isinstance(one, Exception):
+                raise one
+        fits = [one for one in everyone if not isinstance(one, str)]
+        why = next((one for one in everyone if isinstance(one, str)), None)
+        if why is None:
+            worst = max(error for _, error in fits)
             if worst <= LARGEST_ERROR:
-                return [fit.latency for fit in everyone]
+                return [latency for latency, _ in fits]
             why = (
                 f"the root mean square of the fit's relative error is {worst:.2f}, but at most {LARGEST_ERROR} is"
                 " allowed; another program may be running on the device"
             )
-            if not all(fit.has_time for fit in everyone):
-                break
         log_once(
             logger,
             logging.WARNING,
@@ -226,20 +163,6 @@ def fit_stage(points: Sequence[Point]) -> tuple[StageLatency, float]:
         return StageLatency(forward, SliceLatency(0.0, 0.0, 0.0, 0.0, both.flat_tokens)), error
     backward, of_backward = SliceLatency.fit([(r, n, c, seconds) for r, n, c, _, seconds in points], both.flat_tokens)
     return StageLatency(forward, backward), max(error, of_forward, of_backward)
-
-
-def _is_surmountable(error: Exception) -> bool:
-    """Whether batches can be split along samples instead: the error shows no fault of the model, loss or device."""
-    return isinstance(error, SlowSlicesError) or is_out_of_memory(error)
-
-
-def _portable(error: Exception) -> Exception:
-    """Return the error, or one with the same message if it cannot be sent to another process."""
-    try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:  # an error class may raise anything when it is unpickled
-        kind = MemoryError if _is_surmountable(error) else ValueError
-        return kind(f"{type(error).__name__}: {error}")
 
 
 def shapes_of_slice(stage: StageModule, whole: StageShapes, length: int, tokens: int) -> StageShapes:
@@ -265,7 +188,10 @@ def shapes_of_slice(stage: StageModule, whole: StageShapes, length: int, tokens:
 
 
 def points_to_measure(rows: int, tokens: int) -> list[tuple[int, int, int]]:
-    """Sizes (samples, tokens of a slice, tokens before it) that separate the terms of the latency; at most 16."""
+    """Sizes (samples, tokens of a slice, tokens before it) that separate the terms of the latency.
+
+    There are at most 16; the cheapest one is the first.
+    """
     lengths = [tokens // share for share in (1, 2, 4, 8, 16, 32) if tokens // share >= SHORTEST_SLICE] or [tokens]
     points = [(1, length, 0) for length in lengths]
     for length, before in ((2, 2), (4, 2), (4, 4), (8, 4), (8, 8), (16, 8), (16, 16)):  # divisors of the tokens
@@ -274,7 +200,7 @@ def points_to_measure(rows: int, tokens: int) -> list[tuple[int, int, int]]:
             points.append((1, length, context))
     if rows > 1:
         points += [(rows, tokens // 4 or 1, 0), (rows, tokens // 4 or 1, tokens // 2), (rows, tokens // 16 or 1, 0)]
-    return sorted(set(points))
+    return sorted(set(points), key=lambda size: (size[0] * size[1], size[2]))
 
 
 def measure_slices(
@@ -282,8 +208,7 @@ def measure_slices(
     whole: Callable[[int], StageShapes],
     batch: Batch,
     windows: Windows,
-    until: float = math.inf,
-    deadline: float = math.inf,
+    deadline: float,
 ) -> list[Point]:
     """Time forward and backward of slices of the batch's first samples on this stage alone.
 
@@ -294,8 +219,8 @@ def measure_slices(
         whole: returns the shapes at the stage's boundaries for a number of whole samples.
         batch: the pipeline's batch.
         windows: attention windows of the model's layers.
-        until: time by which repetitions must end, by `time.perf_counter()`.
-        deadline: time by which all must end: sizes that would take longer are omitted, the most expensive first.
+        deadline: time by which all must end, by `time.perf_counter()`: there are fewer rounds, and sizes that would
+            take longer are omitted, the most expensive first.
 
     Returns:
         (rows, length, context, forward seconds, backward seconds) for each size; 0 seconds if there is no backward.
@@ -303,32 +228,24 @@ def measure_slices(
     Raises:
         SlowSlicesError: if there was time for less than half of the sizes.
     """
-    sizes = sorted(points_to_measure(batch_rows(batch), sequence_length(batch)), key=_cost)
+    sizes = points_to_measure(batch_rows(batch), sequence_length(batch))
     times: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
     before = [parameter.grad for parameter in stage.parameters()]
     try:
-        with (
-            global_state_kept(),
-            running_slices(stage.stack.model, batch),
-        ):
+        with global_state_kept(), running_slices(stage.stack.model, batch):
             for parameter in stage.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             _run_slice(stage, whole, batch, windows, sizes[0])  # discarded, because the very first run is slow
-            expected, tokens = 0.0, 1
-            for size in sizes:
-                expected *= size[0] * size[1] / tokens  # an upper bound, unless attention dominates
-                if time.perf_counter() + expected > deadline:
-                    break
-                times[size] = [_run_slice(stage, whole, batch, windows, size)]
-                expected, tokens = sum(times[size][0]), size[0] * size[1]
-            one_round = sum(sum(measured[0]) for measured in times.values())
-            if time.perf_counter() + one_round > deadline:
-                until = deadline  # there is no time for another profile, so this one may use all of it
-            for _ in range(ROUNDS - 1):
-                for size, measured in times.items():
-                    if time.perf_counter() + sum(measured[-1]) > until:
+            for _ in range(ROUNDS):
+                expected, tokens = 0.0, 1
+                for size in sizes:
+                    expected *= size[0] * size[1] / tokens  # an upper bound, unless attention dominates
+                    if size in times:
+                        expected = sum(times[size][-1])
+                    if time.perf_counter() + expected > deadline:
                         break
-                    measured.append(_run_slice(stage, whole, batch, windows, size))
+                    times.setdefault(size, []).append(_run_slice(stage, whole, batch, windows, size))
+                    expected, tokens = sum(times[size][-1]), size[0] * size[1]
     finally:
         for parameter, gradient in zip(stage.parameters(), before, strict=True):
             parameter.grad = gradient
@@ -337,14 +254,9 @@ def measure_slices(
             f"only {len(times)} of {len(sizes)} slice sizes could be measured in {PROFILE_SECONDS:g} seconds"
         )
     return [
-        (*size, median(forward for forward, _ in seconds), median(backward for _, backward in seconds))
+        (*size, min(forward for forward, _ in seconds), min(backward for _, backward in seconds))
         for size, seconds in times.items()
     ]
-
-
-def _cost(size: tuple[int, int, int]) -> tuple[int, int]:
-    rows, length, context = size
-    return rows * length, context
 
 
 def _run_slice(

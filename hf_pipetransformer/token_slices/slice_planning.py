@@ -14,10 +14,10 @@ first one, because it attends to all tokens before it. Li et al., TeraPipe, ICML
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import combinations
+from itertools import accumulate, combinations, pairwise
 from typing import overload
 
 import numpy as np
@@ -25,16 +25,14 @@ import numpy as np
 MINIMAL_GAIN = 0.02
 """Fraction of a step that more slices must save: the fitted latencies are no more accurate than that, and each slice
 costs messages and calls that they do not include."""
-TOLERANCE = 1e-3
-"""Fraction of a step by which the plan found may be slower than the fastest plan: far below `MINIMAL_GAIN`."""
+LIMITS_RATIO = 1.02
+"""Ratio of one limit on the seconds of a slice to the next one. A plan is slower than the fastest by no more."""
 GRANULARITY = 16
 """In tokens; the multiple to which a matrix product is padded on most devices."""
-MOST_UNITS = 128
+MOST_UNITS = 64
 """Maximum number of units of a sequence: the time of the dynamic program grows with its square."""
 FEWEST_POINTS = 4
 """Minimum number of measurements for a fit, equal to the number of coefficients of a `SliceLatency`."""
-PIECES = 8
-"""Number of pieces into which a range of limits is divided for a finer search."""
 
 
 @dataclass(frozen=True)
@@ -91,21 +89,8 @@ class SliceLatency:
 
         Returns:
             The fit, and the root mean square of its relative error at the points.
-
-        Raises:
-            ValueError: If there are fewer than 4 points, or a point is not a valid slice or took no time.
         """
-        if len(points) < FEWEST_POINTS:
-            raise ValueError(
-                f"points has {len(points)} measurements, but {FEWEST_POINTS} coefficients need at least as many. "
-                "Measure more lengths and contexts."
-            )
-        for number, (rows, length, context, measured) in enumerate(points):
-            if min(rows, length) < 1 or context < 0 or not (math.isfinite(measured) and measured > 0):
-                raise ValueError(
-                    f"points[{number}] is {(rows, length, context, measured)}, but rows and length must be at least "
-                    "1, context at least 0 and the seconds positive. Measure it again."
-                )
+        assert len(points) >= FEWEST_POINTS, points
         known = () if flat_tokens is None else (flat_tokens,)
         tokens = known or (0, *sorted({rows * length for rows, length, _, _ in points}))
         fits = [_fit_coefficients(points, flat) for flat in tokens]
@@ -121,54 +106,22 @@ class RowSlices:
     lengths: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class SlicingPlan:
-    """How a batch is split.
-
-    Attributes:
-        parts: groups of samples; the pipeline processes their slices one after the other.
-        seconds: predicted seconds of forward and backward of one step.
-    """
-
-    parts: tuple[RowSlices, ...]
-    seconds: float
-
-    @property
-    def num_slices(self) -> int:
-        return sum(len(part.lengths) for part in self.parts)
-
-    @property
-    def cuts_sequences(self) -> bool:
-        return any(len(part.lengths) > 1 for part in self.parts)
+def whole_rows(rows: int, length: int, num_parts: int) -> tuple[RowSlices, ...]:
+    """Return equal parts of the samples, each of them as one slice."""
+    return (RowSlices(rows // num_parts, (length,)),) * num_parts
 
 
 def step_seconds(stages: Sequence[SliceLatency], parts: Sequence[RowSlices]) -> float:
     """Predict forward and backward of one step: sum t_i + (K_eff - 1) max t_i over all slices of all parts.
 
     t_i is a slice's time on the stage that is slowest with it; K_eff is `effective_stages`.
-
-    Raises:
-        ValueError: If there are no stages or parts, a part is empty, or parts have samples of different lengths.
     """
-    if not parts:
-        raise ValueError("parts is empty, but a step needs at least 1 part. Pass all samples of the batch.")
-    for part in parts:
-        _check_at_least_one("rows", part.rows)
-        _check_at_least_one("number of slices", len(part.lengths))
-        _check_lengths(part.lengths)
-    lengths = {sum(part.lengths) for part in parts}
-    if len(lengths) > 1:
-        raise ValueError(
-            f"The samples of the parts have {' and '.join(map(str, sorted(lengths)))} tokens, but all samples of a "
-            "batch must have the same length. Pad them."
-        )
-    pace = effective_stages(stages, sum(part.rows for part in parts), lengths.pop()) - 1
-    times: list[float] = []
-    for part in parts:
-        context = 0
-        for length in part.lengths:
-            times.append(max(stage.seconds(part.rows, length, context) for stage in stages))
-            context += length
+    pace = effective_stages(stages, sum(part.rows for part in parts), sum(parts[0].lengths)) - 1
+    times = [
+        max(stage.seconds(part.rows, length, context) for stage in stages)
+        for part in parts
+        for length, context in zip(part.lengths, accumulate(part.lengths, initial=0), strict=False)
+    ]
     return float(sum(times) + pace * max(times))
 
 
@@ -176,12 +129,7 @@ def effective_stages(stages: Sequence[SliceLatency], rows: int, length: int) -> 
     """K_eff = sum w_k / max w_k, where w_k is stage k's time for the whole batch: K if the stages are equal.
 
     Filling and draining the pipeline takes one slice through all stages, and fast stages need less time for it.
-
-    Raises:
-        ValueError: If there are no stages.
     """
-    if not stages:
-        raise ValueError("stages is empty, but a pipeline needs at least 1 stage. Pass each stage's latency.")
     work = [stage.seconds(rows, length, 0) for stage in stages]
     return float(sum(work) / max(work)) if max(work) > 0 else 1.0
 
@@ -190,114 +138,71 @@ def plan_slices(
     stages: Sequence[SliceLatency],
     rows: int,
     length: int,
-    *,
-    num_parts: int | None = None,
-    most_rows: int | None = None,
+    sizes: Sequence[int],
     granularity: int | None = None,
-) -> SlicingPlan:
-    """Choose parts of the batch and slices of tokens so that a step takes the least time (`step_seconds`).
+) -> tuple[RowSlices, ...]:
+    """Choose equal parts of the batch and slices of tokens so that a step takes the least time (`step_seconds`).
 
-    1. For a limit on the seconds of one slice, a dynamic program over the units of a sample finds the split with the
-       least sum, for each number of samples that a part may have; a second one divides all samples into such parts.
-    2. The sum never falls when the limit falls. So a plan under a range of limits takes at least the sum at its upper
-       end plus K - 1 times its lower end: a range is searched only if this is less than the best plan found.
-    3. Of the plans within `MINIMAL_GAIN` of the best one, a plan that leaves the sequences whole is taken; otherwise
-       the one with the fewest slices.
-
-    The best plan found is within `TOLERANCE` of the fastest on the grid of `granularity`, so the returned plan is
-    at most a fraction `MINIMAL_GAIN + TOLERANCE` of its own time slower.
+    1. For each size of a part and each of many limits on the seconds of a slice, a dynamic program over the units of a
+       sample finds the split with the least sum. Limits grow by a factor of `LIMITS_RATIO`, so that one of them is
+       that little above the longest slice of the fastest plan.
+    2. Of the plans within `MINIMAL_GAIN` of the best one, that with the fewest slices is taken.
 
     Args:
         stages: latency of each stage. `[K]`
         rows: number of samples of the batch that the pipeline processes in a step.
         length: number of tokens of each sample.
-        num_parts: number of equal parts into which the samples are divided. Default: parts of 1, 2, 4, ... samples or
-            of all of them, whichever are fastest, not necessarily equal ones.
-        most_rows: maximum number of samples in a part if `num_parts` is not given: memory grows with it.
+        sizes: numbers of samples that a part may have; divisors of `rows`.
         granularity: slices are multiples of this many tokens, except the last one. Default: 16, or the next multiple
-            of 16 that leaves at most 128 units.
-
-    Raises:
-        ValueError: If a number is below 1, there are no stages, or `num_parts` does not divide the samples.
+            of 16 that leaves at most 64 units.
     """
-    _check_at_least_one("rows", rows)
-    _check_at_least_one("length", length)
     if granularity is None:
         granularity = GRANULARITY * math.ceil(max(length / MOST_UNITS, 1) / GRANULARITY)
-    _check_at_least_one("granularity", granularity)
+    bounds = np.minimum(np.arange(math.ceil(length / granularity) + 1) * granularity, length)
     pace = effective_stages(stages, rows, length) - 1
-    sizes = _part_sizes(rows, num_parts, most_rows)
-    different = tuple(dict.fromkeys(stages))  # equal stages share one table
+    different = tuple(dict.fromkeys(stages))  # equal stages have equal times
+    splits = {size: _split(_slice_table(different, size, bounds)) for size in sizes}
+    seconds = {size: rows // size * sums + pace * longest for size, (sums, longest, _) in splits.items()}
+    best = min(float(of_size.min()) for of_size in seconds.values())
+    plans: dict[tuple[int, tuple[int, ...]], float] = {}  # size and slices -> seconds
+    for size, (_, _, begins) in splits.items():
+        near = np.flatnonzero(seconds[size] * (1 - MINIMAL_GAIN) <= best)
+        for c in near[np.unique(seconds[size][near], return_index=True)[1]].tolist():
+            ends = [len(bounds) - 1]
+            while ends[-1]:
+                ends.append(int(begins[c, ends[-1]]))
+            plans[size, tuple(np.diff(bounds[ends[::-1]]).tolist())] = float(seconds[size][c])
+    size, lengths = min(plans, key=lambda plan: (len(plan[1]) > 1, len(plan[1]) / plan[0], plans[plan]))
+    return (RowSlices(size, lengths),) * (rows // size)
 
-    whole = np.array([0, length])
-    units = np.minimum(np.arange(math.ceil(length / granularity) + 1) * granularity, length)
-    plans = _search({size: _slice_table(different, size, whole) for size in sizes}, whole, rows, pace)
-    best = min(plan.seconds for plan in plans)
-    plans += _search({size: _slice_table(different, size, units) for size in sizes}, units, rows, pace, best)
-    best = min(plan.seconds for plan in plans)
-    near = [plan for plan in plans if plan.seconds * (1 - MINIMAL_GAIN) <= best]
-    return min(near, key=lambda plan: (plan.cuts_sequences, plan.num_slices, plan.seconds))
 
-
-def most_rows_of_part(rows: int, num_microbatches: int, num_stages: int) -> int:
-    """Maximum samples in a part such that no stage keeps more samples at once than with `num_microbatches`.
+def part_sizes(rows: int, num_microbatches: int, num_stages: int) -> list[int]:
+    """Sizes of parts with which no stage keeps more samples at once than with `num_microbatches`, the largest first.
 
     1F1B keeps K parts in the first stage. With fewer micro-batches than stages it keeps all samples anyway.
     """
-    return rows // num_microbatches if num_microbatches >= num_stages else rows
+    most = rows // num_microbatches if num_microbatches >= num_stages else rows
+    return [size for size in range(most, 0, -1) if rows % size == 0]
 
 
-def whole_rows(rows: int, length: int, num_parts: int) -> tuple[RowSlices, ...]:
-    """Return equal parts of the samples, each of them as one slice."""
-    return (RowSlices(rows // num_parts, (length,)),) * num_parts
+def slices_asked_for(length: int, asked: int | Sequence[int]) -> tuple[int, ...]:
+    """Split a sample as the user asks.
 
-
-def uniform_slices(length: int, count: int) -> tuple[int, ...]:
-    """Split a sample into nearly equal slices, longer ones first; into single tokens if it has fewer than `count`.
-
-    Raises:
-        ValueError: If a number is below 1.
+    Args:
+        length: number of tokens of the sample.
+        asked: a number of nearly equal slices, longer ones first, or of single tokens if there are fewer; or the
+            lengths of the slices, as far as the sample reaches, and the remainder is one more slice.
     """
-    _check_at_least_one("length", length)
-    _check_at_least_one("count", count)
-    count = min(count, length)
-    return tuple(length // count + (i < length % count) for i in range(count))
-
-
-def given_slices(length: int, lengths: Sequence[int]) -> tuple[int, ...]:
-    """Split a sample into slices of these lengths, as far as it reaches; the remainder is one more slice.
-
-    Raises:
-        ValueError: If a length is below 1.
-    """
-    _check_at_least_one("length", length)
-    _check_lengths(lengths)
-    slices = []
-    for wanted in (*lengths, length):
-        if length == 0:
-            break
-        slices.append(min(wanted, length))
-        length -= slices[-1]
-    return tuple(slices)
+    if isinstance(asked, int):
+        count = min(asked, length)
+        return tuple(length // count + (i < length % count) for i in range(count))
+    ends = [min(end, length) for end in (*accumulate(asked), length)]
+    return tuple(end - start for start, end in pairwise((0, *ends)) if end > start)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The dynamic program. C: limits tried at once; n: units of a sample; tables and times are in seconds
+# The dynamic program. C: limits; n: units of a sample; tables and times are in seconds
 # ---------------------------------------------------------------------------------------------------------
-
-
-def _part_sizes(rows: int, num_parts: int | None, most_rows: int | None) -> tuple[int, ...]:
-    """Possible numbers of samples in a part, the largest first."""
-    if num_parts is None:
-        most = rows if most_rows is None else min(rows, most_rows)
-        _check_at_least_one("most_rows", most)
-        return tuple(sorted({most, *(2**k for k in range(most.bit_length()))}, reverse=True))
-    if num_parts < 1 or rows % num_parts:
-        raise ValueError(
-            f"num_parts is {num_parts}, but {rows} samples must be split into equal parts. Set it to a divisor of "
-            f"{rows}, or to None."
-        )
-    return (rows // num_parts,)
 
 
 def _slice_table(stages: Sequence[SliceLatency], rows: int, bounds: np.ndarray) -> np.ndarray:
@@ -309,108 +214,25 @@ def _slice_table(stages: Sequence[SliceLatency], rows: int, bounds: np.ndarray) 
     return table
 
 
-def _search(
-    tables: Mapping[int, np.ndarray], bounds: np.ndarray, rows: int, pace: float, best: float = math.inf
-) -> list[SlicingPlan]:
-    """Find plans near the fastest one, and the fastest itself unless it is slower than `best`. See `plan_slices`, 2.
-
-    Args:
-        tables: number of samples in a part -> seconds of its slices.
-        bounds: positions where a sample may be split, in tokens. `[n + 1]`
-        pace: K_eff - 1.
-        best: seconds of a plan that is already known.
-    """
-    limits = np.unique(np.concatenate([table[np.isfinite(table)] for table in tables.values()]))
-    plans: list[SlicingPlan] = []
-    ranges = [(0, len(limits) - 1, 0.0)]  # limits not tried yet: first, last, and a lower bound of the sum
-    while ranges:
-        pieces = [
-            (first, last)
-            for lowest, highest, least_sum in ranges
-            if least_sum + pace * limits[lowest] < best * (1 - TOLERANCE)
-            for first, last in _pieces(lowest, highest)
-        ]
-        if not pieces:
-            break
-        cuts = _Cuts(tables, rows, limits[[last for _, last in pieces]])
-        seconds = cuts.sums + pace * cuts.longest
-        best = min(best, float(seconds.min()))
-        near = np.flatnonzero(seconds * (1 - MINIMAL_GAIN) <= best).tolist()
-        plans += [cuts.plan(c, bounds, float(seconds[c])) for c in near]
-        # all limits from the longest slice up to the limit that was tried have the same split
-        ends = np.searchsorted(limits, cuts.longest) - 1
-        ranges = [
-            (first, int(end), float(least_sum))
-            for (first, _), end, least_sum in zip(pieces, ends, cuts.sums, strict=True)
-            if first <= end and math.isfinite(least_sum)  # if a limit is too strict, so are all below it
-        ]
-    return plans
-
-
-def _pieces(first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Divide the range into at most `PIECES`; both ends are included."""
-    for end in np.unique(np.linspace(first, last, PIECES + 1).astype(int)[1:]).tolist():
-        yield first, end
-        first = end + 1
-
-
-class _Cuts:
-    """The split with the least sum under each of several limits on the seconds of a slice.
-
-    Attributes:
-        sums: total seconds of all slices; infinity if a limit is too strict. `[C]`
-        longest: seconds of the longest slice. `[C]`
-    """
-
-    def __init__(self, tables: Mapping[int, np.ndarray], rows: int, limits: np.ndarray) -> None:
-        self._sizes = np.array(list(tables))
-        of_sizes = [_cut_rows(table, limits) for table in tables.values()]
-        self._begins = [begins for _, _, begins in of_sizes]
-        part_sums = np.stack([sums for sums, _, _ in of_sizes], axis=1)
-        part_longest = np.stack([longest for _, longest, _ in of_sizes], axis=1)
-
-        # division into parts: sums[:, r] is the least for the first r samples, picks[:, r] the size of their last part
-        every = np.arange(len(limits))
-        sums = np.full((len(limits), rows + 1), np.inf)
-        sums[:, 0] = 0
-        longest = np.zeros_like(sums)
-        self._picks = np.zeros(sums.shape, int)
-        for r in range(int(self._sizes.min()), rows + 1):
-            fitting = np.flatnonzero(self._sizes <= r)
-            options = sums[:, r - self._sizes[fitting]] + part_sums[:, fitting]
-            choice = options.argmin(axis=1)
-            pick = fitting[choice]
-            sums[:, r] = options[every, choice]
-            longest[:, r] = np.maximum(longest[every, r - self._sizes[pick]], part_longest[every, pick])
-            self._picks[:, r] = pick
-        self.sums, self.longest = sums[:, rows], longest[:, rows]
-
-    def plan(self, c: int, bounds: np.ndarray, seconds: float) -> SlicingPlan:
-        """Return the split under limit `c`."""
-        parts = []
-        left = self._picks.shape[1] - 1
-        while left:
-            pick = self._picks[c, left]
-            ends = [len(bounds) - 1]
-            while ends[-1]:
-                ends.append(int(self._begins[pick][c, ends[-1]]))
-            parts.append(RowSlices(int(self._sizes[pick]), tuple(np.diff(bounds[ends[::-1]]).tolist())))
-            left -= parts[-1].rows
-        return SlicingPlan(tuple(sorted(parts, key=lambda part: -part.rows)), seconds)
-
-
-def _cut_rows(table: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Algorithm 1 of the paper, for several limits at once: the split of one part's samples with the least sum.
+def _split(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Algorithm 1 of the paper, for all limits at once: the split of one part's samples with the least sum.
 
     Returns:
-        The sum `[C]`, the longest slice `[C]`, and for each unit the start of the slice that ends there. `[C, n + 1]`
+        The sum `[C]`, infinity if a limit is too strict; the longest slice `[C]`; and for each unit the start of the
+        slice that ends there. `[C, n + 1]`
     """
-    num_bounds, every = len(table), np.arange(len(limits))
-    sums = np.full((len(limits), num_bounds), np.inf)
+    highest = float(table[np.isfinite(table)].max())
+    # the longest slice takes no less time than the fastest first one, and than the fastest last one
+    lowest = max(float(table[0].min()), float(table[:, -1].min()), 1e-4 * highest, np.finfo(float).tiny)
+    count = 2 + int(math.log(max(highest / lowest, 1.0)) / math.log(LIMITS_RATIO))
+    limits = np.geomspace(lowest, max(highest, lowest), count)
+    limits[-1] = max(highest, limits[-1])  # rounding must not forbid that one slice holds everything
+    every = np.arange(count)
+    sums = np.full((count, len(table)), np.inf)
     sums[:, 0] = 0
     longest = np.zeros_like(sums)
     begins = np.zeros(sums.shape, int)
-    for end in range(1, num_bounds):
+    for end in range(1, len(table)):
         slices = table[:end, end]
         options = np.where(slices <= limits[:, None], sums[:, :end] + slices, np.inf)
         begin = options.argmin(axis=1)  # of equally good ones the longest slice
@@ -444,14 +266,3 @@ def _fit_coefficients(points: Sequence[tuple[int, int, int, float]], flat_tokens
             coefficients[kept] = solution / scale[kept]
     fixed, per_token, per_pair, per_context = coefficients.tolist()
     return best, SliceLatency(fixed, per_token, per_pair, per_context, flat_tokens)
-
-
-def _check_at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} is {value}, but must be at least 1.")
-
-
-def _check_lengths(lengths: Sequence[int]) -> None:
-    for number, length in enumerate(lengths):
-        if length < 1:
-            raise ValueError(f"lengths[{number}] is {length}, but a slice needs at least 1 token. Remove it.")

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,18 +15,20 @@ from typing import Any
 import pytest
 from test_cli import run
 from test_plan import times_of, unit
+from transformers import TrainerState
 
-from hf_pipetransformer.planning.plan import MIB
+from hf_pipetransformer import PipeTransformerTrainingArguments
+from hf_pipetransformer.planning.plan import MIB, PipelinePlan
 from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.planning.schedules import virtual_stages_of
 from hf_pipetransformer.planning.timeline import simulate
-from hf_pipetransformer.report import report, report_figures
-from hf_pipetransformer.report.report_data import Training, read_trainings, thinned
-from hf_pipetransformer.report.report_words import changes, verdict
-from hf_pipetransformer.run import events_file, metrics_file
-from hf_pipetransformer.token_slices.slice_choice import StepSeconds
+from hf_pipetransformer.records.files import METRICS, SLICES, slices_of
+from hf_pipetransformer.records.history import Training, read_trainings
+from hf_pipetransformer.report import figures, report
+from hf_pipetransformer.report.words import changes, verdict
+from hf_pipetransformer.run.recorder import RunRecorder
 from hf_pipetransformer.token_slices.slice_planning import RowSlices, SliceLatency
-from hf_pipetransformer.token_slices.slice_timeline import StageLatency, simulate_slices
+from hf_pipetransformer.token_slices.slice_timeline import SlicePlan, StageLatency, simulate_slices
 
 UNITS = tuple(unit(k) for k in range(6))
 TIMES = times_of(6)
@@ -71,20 +74,23 @@ class Run:
             times=times,
         )
         begins = kind in ("start", "resume")
-        events_file.record(
-            self.folder, kind, plan, step, step / 100, run=self.name, facts={**FACTS, **facts} if begins else None
-        )
-        return self
+        return self._record(kind, plan, step, **({"facts": {**FACTS, **facts}} if begins else {}))
 
-    def slices(self, step: int, parts: list[Any], seconds: float | None) -> Run:
+    def slices(self, step: int, parts: list[Any], seconds: float | None, stages: Sequence[StageLatency] = ()) -> Run:
         plan = make_plan(UNITS, 4, 4, rows_per_device=4, memory_budget_bytes=None, times=TIMES)
-        cut = events_file.slices_of([RowSlices(rows, tuple(lengths)) for rows, lengths in parts], seconds)
-        events_file.record(self.folder, events_file.SLICES, plan, step, step / 100, run=self.name, slices=cut)
+        cut = SlicePlan(tuple(RowSlices(rows, tuple(lengths)) for rows, lengths in parts), seconds, tuple(stages))
+        return self._record(SLICES, plan, step, slices=slices_of(cut))
+
+    def _record(self, kind: str, plan: PipelinePlan, step: int, **more: Any) -> Run:
+        recorder = RunRecorder(PipeTransformerTrainingArguments(str(self.folder)))
+        recorder.begin(True)
+        recorder.run = self.name
+        recorder.record_event(kind, plan, TrainerState(global_step=step, epoch=step / 100), **more)
         return self
 
     def line(self, kind: str, step: int, **values: Any) -> Run:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / metrics_file.FILE_NAME).open("a") as file:
+        with (self.folder / METRICS).open("a") as file:
             file.write(json.dumps({"kind": kind, "run": self.name, "time": 0.0, "global_step": step, **values}) + "\n")
         return self
 
@@ -196,6 +202,16 @@ def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
     assert any("40 steps were done again" in problem for problem in training.problems)
 
 
+def test_what_came_after_a_training_is_left_out(tmp_path: Path) -> None:
+    """As in the card of its model, whatever was trained in the folder since."""
+    Run(tmp_path).event("start", 0, 4).steps(0, 40, 0.2).end(40, False)
+    Run(tmp_path, SECOND).event("resume", 20, 4).event("transform", 30, 2, 2).steps(20, 50, 0.2).end(50)
+    assert [layout.shape for layout in read_trainings(tmp_path, SECOND)[-1].layouts] == ["4 × 1", "4 × 1", "2 × 2"]
+    (before,) = read_trainings(tmp_path, FIRST)
+    assert before.last_step == 40 and len(before.layouts) == 1
+    assert read_trainings(tmp_path, "2026-01-01T12:00:00.000") == []
+
+
 def test_an_evaluation_after_the_training_is_not_one_of_it(tmp_path: Path) -> None:
     """It may be of the best checkpoint's weights, or of MNLI's second set: the same names at the last step."""
     run = Run(tmp_path).event("start", 0, 4).steps(0, 20, 0.2).line("log", 20, values={"eval_accuracy": 0.8}).end(20)
@@ -207,10 +223,10 @@ def test_an_evaluation_after_the_training_is_not_one_of_it(tmp_path: Path) -> No
 
 def test_broken_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     elastic_run(tmp_path)
-    with (tmp_path / metrics_file.FILE_NAME).open("a") as file:
+    with (tmp_path / METRICS).open("a") as file:
         file.write('{"kind": "time", "global_st')
     training = the_training(tmp_path)
-    assert training.problems[0] == f"{metrics_file.FILE_NAME}: 1 line cannot be read and were left out."
+    assert training.problems[0] == f"{METRICS}: 1 line cannot be read and were left out."
     assert training.last_step == 100
 
 
@@ -230,26 +246,13 @@ def test_the_trainers_own_state_stands_in(tmp_path: Path) -> None:
     assert "time and memory are not known" in page.text and "layouts and frozen layers are not known" in page.text
 
 
-def test_events_of_an_early_version(tmp_path: Path) -> None:
-    """Neither names nor predictions nor metrics."""
-    kept = ("event", "global_step", "epoch", "num_layers", "num_frozen_layers", "pipeline_parallel_size")
-    kept = (*kept, "data_parallel_size", "num_microbatches", "stage_bounds", "seconds", "bytes_moved", "phases")
-    elastic_run(tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / events_file.FILE_NAME).read_text().splitlines()]
-    (tmp_path / metrics_file.FILE_NAME).unlink()
-    (tmp_path / events_file.FILE_NAME).write_text("".join(json.dumps({k: e[k] for k in kept}) + "\n" for e in lines))
-    assert [layout.shape for layout in the_training(tmp_path).layouts] == ["4 × 1", "2 × 2"]
-    page = page_of(tmp_path)
-    assert "not timed" in page.text and "Memory was not recorded" in page.text
-
-
 # ------------------------------------------------------------------------------------------ what is drawn
 def test_each_figure_shows_the_recorded_numbers(tmp_path: Path) -> None:
     elastic_run(tmp_path).line("log", 100, values={"eval_accuracy": 0.9, "eval_loss": 0.4, "eval_runtime": 3.0})
-    figures = page_of(tmp_path).figures
+    drawn = page_of(tmp_path).figures
 
     def traces(name: str) -> dict[str, dict[str, Any]]:
-        return {trace["name"]: trace for trace in figures[name]["data"] if "name" in trace}
+        return {trace["name"]: trace for trace in drawn[name]["data"] if "name" in trace}
 
     assert traces("layers")["trained"]["y"] == [6, 6, 4, 4]
     assert traces("layers")["frozen (forward only)"]["y"] == [0, 0, 2, 2]
@@ -264,7 +267,7 @@ def test_each_figure_shows_the_recorded_numbers(tmp_path: Path) -> None:
     assert set(traces("memory")) == {"measured"}, "of the process: the stage's prediction is no match"
     assert traces("memory")["measured"]["y"] == [1.0] * 8
     assert traces("memory")["measured"]["x"] == ["4 × 1"] * 4 + ["2 × 2, 2 frozen"] * 4
-    lasting = sum(sum(trace["x"]) for trace in figures["time"]["data"])
+    lasting = sum(sum(trace["x"]) for trace in drawn["time"]["data"])
     assert lasting == pytest.approx(10 + 5 + 10 * 0.25)
 
 
@@ -293,12 +296,7 @@ def test_slices_belong_to_the_layout_that_they_were_made_for(tmp_path: Path) -> 
     ] * 4
     parts = [[2, [200, 200, 112]], [2, [512]], [1, [256, 256]]]
     seconds = simulate_slices(stages, [RowSlices(count, tuple(lengths)) for count, lengths in parts]).seconds
-    run = (
-        Run(tmp_path)
-        .event("start", 0, 4)
-        .slices(0, [[1, [16]]], None)
-        .slices(0, parts, StepSeconds.of(seconds, stages))
-    )
+    run = Run(tmp_path).event("start", 0, 4).slices(0, [[1, [16]]], None).slices(0, parts, seconds, stages)
     run.steps(0, 40, 0.2).event("transform", 40, 2, 2).slices(40, [[1, [512]]], None).steps(40, 80, 0.1).end(80)
     first, second = the_training(tmp_path).layouts
     assert [cut["parts"] for cut in first.slices] == [[[1, [16]]], parts] and second.slices[0]["rows"] == 1
@@ -328,13 +326,13 @@ def test_cache_hits_or_why_there_are_none(tmp_path: Path) -> None:
 def test_long_logs_are_thinned_and_keep_their_peaks(tmp_path: Path) -> None:
     xs, ys = list(range(100_000)), [0.0] * 100_000
     ys[54_321] = 7.0
-    x, y = thinned(xs, ys)
+    x, y = figures.thinned(xs, ys)
     assert len(x) <= 1500 and max(y) == 7.0 and x[y.index(7.0)] == 54_321 and x == sorted(x)
     Run(tmp_path).event("start", 0, 4).steps(0, 4_000, 0.2, every=1).end(4_000)
-    figures = page_of(tmp_path).figures
-    speed = figures["speed"]["data"][0]
-    assert len(speed["x"]) <= 2 * report_figures.MOST_BINS and speed["x"][-1] == 4_000
-    assert len(figures["loss"]["data"][0]["x"]) <= 1500
+    drawn = page_of(tmp_path).figures
+    speed = drawn["speed"]["data"][0]
+    assert len(speed["x"]) <= 2 * figures.MOST_BINS and speed["x"][-1] == 4_000
+    assert len(drawn["loss"]["data"][0]["x"]) <= 1500
 
 
 def test_nothing_on_the_page_is_taken_for_markup(tmp_path: Path) -> None:
@@ -381,9 +379,6 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = run("report", str(tmp_path / "run"), "--output", str(tmp_path / "file" / "x.html"))
     assert result.exit_code == 2 and "Pass another --output" in result.stderr
-
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

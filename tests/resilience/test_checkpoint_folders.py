@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hf_pipetransformer import own_files
+from hf_pipetransformer.file_formats import KEPT
 from hf_pipetransformer.resilience import checkpoint_folders
 from hf_pipetransformer.resilience.checkpoint_folders import (
-    KEPT,
     MANIFEST,
     REPLACED,
     SAVING,

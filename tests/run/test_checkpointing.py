@@ -31,8 +31,9 @@ from transformers import (
 
 from hf_pipetransformer import PipeTransformerTrainingArguments
 from hf_pipetransformer.errors import PeerFailedError
+from hf_pipetransformer.file_formats import KEPT
 from hf_pipetransformer.resilience import checkpoint_folders, watchdog
-from hf_pipetransformer.resilience.checkpoint_folders import KEPT, MANIFEST, SAVING, STATE, latest_valid
+from hf_pipetransformer.resilience.checkpoint_folders import MANIFEST, SAVING, STATE, latest_valid
 from hf_pipetransformer.run import checkpointing, cutting, resuming
 from hf_pipetransformer.run.checkpointing import PipelineState
 

@@ -11,8 +11,9 @@ import torch
 from distributed import run_ranks
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference
 
+from hf_pipetransformer.records.files import METRICS
 from hf_pipetransformer.resilience.checkpoint_folders import MANIFEST, validate
-from hf_pipetransformer.run.metrics_file import FILE_NAME, RunRecorder
+from hf_pipetransformer.run.recorder import RunRecorder
 
 RUN = Run(samples=40, epochs=1, per_device=4, accumulation=1)
 ON_TWO = replace(RUN, per_device=8)
@@ -102,7 +103,7 @@ def test_the_users_handler_and_callbacks_are_as_before(tmp_path: Path) -> None:
     assert trainer._pipeline_run is None
     # what is logged behind a training is recorded with it
     trainer.log({"rouge": 0.5})
-    assert '"rouge": 0.5' in (tmp_path / FILE_NAME).read_text().splitlines()[-1]
+    assert '"rouge": 0.5' in (tmp_path / METRICS).read_text().splitlines()[-1]
     trainer.train()
     assert sum(isinstance(c, RunRecorder) for c in handler.callbacks) == 1
 

@@ -6,26 +6,27 @@ from collections.abc import Sequence
 
 import pytest
 
+from hf_pipetransformer.planning.schedules import Work
 from hf_pipetransformer.token_slices.slice_planning import RowSlices, SliceLatency, step_seconds, whole_rows
 from hf_pipetransformer.token_slices.slice_timeline import (
     LEAST_GAIN_OF_CUTS,
-    SliceTask,
     StageLatency,
     choose_slices,
     simulate_slices,
-    tasks_of,
+    work_of,
 )
 
 NOTHING = SliceLatency(0.0, 0.0, 0.0, 0.0)
 
 
-def text_of(tasks: Sequence[SliceTask]) -> str:
-    return " ".join(f"{'F' if task.is_forward else 'B'}{task.part}.{task.slice}" for task in tasks)
+def text_of(work: Sequence[Work]) -> str:
+    return " ".join(f"{task.kind[0].upper()}{task.micro_batch}" for task in work)
 
 
 def test_parts_follow_1f1b_and_slices_go_back_in_reverse() -> None:
-    assert text_of(tasks_of(0, 2, [2, 1, 1])) == "F0.0 F0.1 F1.0 B0.1 B0.0 F2.0 B1.0 B2.0"
-    assert text_of(tasks_of(1, 2, [2, 1, 1])) == "F0.0 F0.1 B0.1 B0.0 F1.0 B1.0 F2.0 B2.0"
+    """Slices 0 and 1 are those of the first part."""
+    assert text_of(work_of(0, 2, [2, 1, 1])) == "F0 F1 F2 B1 B0 F3 B2 B3"
+    assert text_of(work_of(1, 2, [2, 1, 1])) == "F0 F1 B1 B0 F2 B2 F3 B3"
 
 
 def test_equal_slices_take_what_the_formula_says() -> None:
@@ -51,24 +52,24 @@ def latency(fixed: float, per_token: float) -> StageLatency:
 
 
 def test_rows_alone_may_be_cut_into_other_parts() -> None:
-    """Five rows in five stages, too short to be cut: 2, 2 and 1 are faster than all at once and than one by one."""
-    stages, others = [latency(4.0, 1 / 16)] * 5, tuple(RowSlices(rows, (16,)) for rows in (2, 2, 1))
-    at_once, one_by_one = whole_rows(5, 16, 1), whole_rows(5, 16, 5)
-    parts, seconds = choose_slices(stages, 5, 16, 1, chooses_parts=True)
-    assert parts == others and seconds < 0.95 * min(
-        simulate_slices(stages, at_once).seconds, simulate_slices(stages, one_by_one).seconds
-    )
-    assert choose_slices(stages, 5, 16, 1, chooses_parts=False)[0] == at_once
-    assert (
-        choose_slices(stages, 5, 16, 5, chooses_parts=True)[0] == one_by_one
-    )  # no more rows at once are known to fit
+    """Six rows in five stages, too short to be cut: two parts are faster than all at once and than one by one."""
+    stages = [latency(4.0, 1 / 16)] * 5
+    at_once, one_by_one = whole_rows(6, 16, 1), whole_rows(6, 16, 6)
+    plan = choose_slices(stages, 6, 16, 1, chooses_parts=True)
+    assert plan.parts == whole_rows(6, 16, 2) and plan.stages == tuple(stages)
+    for parts in (at_once, one_by_one):
+        assert plan.seconds is not None and plan.seconds < 0.95 * simulate_slices(stages, parts).seconds
+    assert choose_slices(stages, 6, 16, 1, chooses_parts=False).parts == at_once
+    # no more rows at once are known to fit
+    assert choose_slices(stages, 6, 16, 6, chooses_parts=True).parts == one_by_one
 
 
 @pytest.mark.parametrize(("k", "rows", "is_cut"), [(2, 1, True), (4, 4, True), (2, 4, False), (4, 16, False)])
 def test_sequences_are_cut_where_micro_batches_run_out(k: int, rows: int, is_cut: bool) -> None:
     """Two stages wait a fifth of the time with four rows, and half of it with one."""
     stages = [latency(0.02, 1e-3)] * k
-    parts, seconds = choose_slices(stages, rows, 1024, rows, chooses_parts=True)
+    plan = choose_slices(stages, rows, 1024, rows, chooses_parts=True)
     uncut = simulate_slices(stages, whole_rows(rows, 1024, rows)).seconds
-    assert (max(len(part.lengths) for part in parts) > 1) is is_cut
-    assert seconds < uncut * (1 - LEAST_GAIN_OF_CUTS) if is_cut else seconds == uncut
+    assert (max(len(part.lengths) for part in plan.parts) > 1) is is_cut
+    assert plan.seconds is not None
+    assert plan.seconds < uncut * (1 - LEAST_GAIN_OF_CUTS) if is_cut else plan.seconds == uncut

@@ -15,8 +15,8 @@ from training_data import PadCollator, TrainingData
 from transformers import TrainerCallback, TrainerState
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.run import events_file
-from hf_pipetransformer.run.metrics_file import FILE_NAME, RunRecorder, facts_of_run
+from hf_pipetransformer.records.files import EVENTS, METRICS
+from hf_pipetransformer.run.recorder import RunRecorder, facts_of_run
 
 SAMPLES, BATCH = 13, 4  # the last batch of an epoch has one row
 
@@ -43,7 +43,7 @@ def train(folder: Path, *callbacks: TrainerCallback, resume: bool = False, **opt
 
 
 def lines_of(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / FILE_NAME).read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     return [line for line in lines if kind in (None, line["kind"])]
 
 
@@ -75,7 +75,7 @@ def test_all_steps_rows_and_logged_numbers_are_there(tmp_path: Path) -> None:
 
 def test_layouts_and_lines_have_one_name(tmp_path: Path) -> None:
     train(tmp_path, freeze_policy="schedule", freeze_schedule={1: 1})
-    layouts = [json.loads(line) for line in (tmp_path / events_file.FILE_NAME).read_text().splitlines()]
+    layouts = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
     assert [event["event"] for event in layouts][:2] == ["start", "transform"]
     assert {event["run"] for event in layouts} == {line["run"] for line in lines_of(tmp_path)}
     facts = layouts[0]["facts"]
@@ -117,7 +117,7 @@ def test_only_numbers_are_logged_and_infinity_is_a_word(tmp_path: Path) -> None:
     recorder = recorder_of(tmp_path)
     recorder.record_log({"loss": math.nan, "norm": math.inf, "words": "x", "steps": 3}, TrainerState(global_step=1))
     recorder.record_cache_off("loading is slow", 7)
-    text, off = (tmp_path / FILE_NAME).read_text().splitlines()
+    text, off = (tmp_path / METRICS).read_text().splitlines()
     assert json.loads(off)["reason"] == "loading is slow"
     assert json.loads(text, parse_constant=lambda name: pytest.fail(name))["values"] == {
         "loss": "nan",

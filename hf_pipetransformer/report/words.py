@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from ..planning.plan import MIB
-from .report_data import Layout, Training
+from ..records.history import Layout, Training
 
 QUALITY_NAMES = ("accuracy", "_f1", "combined_score")
 """How the names of evaluation metrics end that summarize a training, instead of the loss."""
@@ -115,12 +115,9 @@ def _reason(before: Layout, after: Layout, first: Layout, arguments: dict[str, o
             else "no layers are read from the cache any more"
         )
     if after.num_stages < before.num_stages:
-        needed, allowed = (
-            max(one.event.get("predicted", {}).get("memory_bytes", []), default=0) for one in (after, first)
-        )
-        because = f": its largest stage needs {needed / MIB:,.1f} MiB, at the start it was {allowed / MIB:,.1f} MiB"
         parts.append(
-            f"the pipeline became shorter, {before.shape} → {after.shape}" + (because if needed and allowed else "")
+            f"the pipeline became shorter, {before.shape} → {after.shape}: its largest stage needs"
+            f" {after.stage_bytes / MIB:,.1f} MiB, at the start it was {first.stage_bytes / MIB:,.1f} MiB"
         )
     elif after.shape != before.shape:
         parts.append(f"{before.shape} → {after.shape} (stages × replicas)")

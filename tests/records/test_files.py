@@ -7,7 +7,7 @@ from test_plan import times_of, unit
 
 from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.planning.timeline import simulate
-from hf_pipetransformer.run import events_file
+from hf_pipetransformer.records.files import prediction_of
 
 UNITS = tuple(unit(k) for k in range(6))
 
@@ -16,7 +16,7 @@ def test_what_a_plan_predicts_draws_its_timeline():
     """The seconds of each stage are enough to simulate the step again."""
     options = {"rows_per_device": 4, "memory_budget_bytes": None, "num_frozen_layers": 4}
     timed = make_plan(UNITS, 4, 2, times=times_of(6, fixed=0.01), **options)
-    predicted = events_file.prediction_of(timed)
+    predicted = prediction_of(timed)
     assert predicted["memory_bytes"] == [
         timed.stage_bytes(stage, rows=8, num_microbatches=timed.num_microbatches_for(8)) for stage in (1, 0)
     ]

@@ -5,21 +5,28 @@ All figures over steps have the same x axis, with a line at each change of the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import plotly.graph_objects as go
 
 from ..planning.plan import MIB
 from ..planning.timeline import Timeline, simulate
-from .report_data import Layout, Training, thinned, timeline_of_slices
+from ..records.history import Layout, Training
+from ..token_slices.slice_planning import RowSlices, SliceLatency
+from ..token_slices.slice_timeline import StageLatency, simulate_slices
 
 BLUE, ORANGE, GREEN, TEAL, PURPLE, GREY = "#3b6fb6", "#ee8434", "#3f9b5b", "#2a9d9d", "#8661b0", "#8a929c"
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, "#c8485b", "#7a6a53", GREY)
 MOST_LAYOUTS_DRAWN = 6
 MOST_BINS = 400
 """Maximum number of points of the samples/s curve."""
+MOST_POINTS = 1500
+"""Maximum number of points of other curves."""
+MOST_MARKERS = 30
+"""A curve with fewer points has markers, without which a single point would not be seen."""
 TECHNICAL = ("_runtime", "_per_second", "_samples", "_time", "_seconds", "_bytes", "_flos", "_delta", "_allocated")
 
 ACTIVITIES = {
@@ -34,125 +41,148 @@ ACTIVITIES = {
 }
 PASSES = {"forward": ("forward", BLUE), "backward": ("backward", ORANGE), "weights": ("backward of weights", PURPLE)}
 """Kind of a pass -> label and color."""
+WAITING, AT_END = "waiting (bubble)", "gradients over replicas, optimizer"
+
+Curves = Mapping[str, tuple[Sequence[Any], Sequence[Any]]]
+"""Label -> x and y."""
+
+
+TITLES = {
+    "loss": "Loss",
+    "quality": "Evaluation",
+    "layers": "Layers: trained, frozen, cached",
+    "shape": "Stages K × replicas R, micro-batches M",
+    "speed": "Samples per second",
+    "cache": "Cache of frozen layers",
+    "step": "One step, as predicted",
+    "time": "Where the time went",
+    "memory": "Memory of each process",
+    "learning-rate": "Learning rate",
+    "gradients": "Gradient norm",
+}
+"""Name of each figure's element on the page -> title, in the order of the page."""
+WIDE = ("step", "time", "memory")
+OVER_STEPS = {
+    "loss": (
+        "As logged; the training loss is the mean since the entry before.",
+        "No loss was logged: logging_steps is larger than the training, or it was killed.",
+    ),
+    "quality": (
+        "Metrics as logged.",
+        "No metric of an evaluation was logged: set eval_strategy and compute_metrics.",
+    ),
+    "layers": ("The numbers of each layout.", "No layouts were recorded."),
+    "shape": ("M is the number that most steps ran with, or the planned one.", "No layouts were recorded."),
+    "speed": (
+        "While training, without evaluating, saving and changing layouts.",
+        "The time of steps was not recorded.",
+    ),
+    "learning-rate": ("The schedule goes by steps, whatever the layout.", "No learning rate was logged."),
+    "gradients": (
+        "Before clipping; the gradients of frozen layers are not in it.",
+        "No gradient norm was logged.",
+    ),
+}
+"""Name of a figure over the optimizer steps -> caption, and what is said if there is nothing to draw."""
+
+Drawn = tuple[str, "go.Figure | None"]
+"""How to read a figure and where its numbers come from, and the figure; or why there is none, and None."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure with its title and caption.
+    """A figure on the page.
 
     Attributes:
-        name: name of its element on the page.
+        name: name of its element.
         title: what it shows.
-        caption: how to read it, and where its numbers come from.
-        figure: the figure; None if it cannot be drawn, in which case `caption` gives the reason.
+        caption: how to read it; without a figure, why there is none.
+        figure: the figure; None if it cannot be drawn.
         is_wide: whether it takes the full width of the page.
     """
 
     name: str
     title: str
     caption: str
-    figure: go.Figure | None = None
-    is_wide: bool = False
+    figure: go.Figure | None
+    is_wide: bool
 
 
 def all_drawings(training: Training) -> list[Drawing]:
     """Create the figures in the order of the page."""
-    quality = [n for n in training.names if n.startswith("eval_") and not n.endswith(TECHNICAL)]
-    losses = {
-        "loss": "training",
-        **{n: n.replace("eval_", "evaluation_").removesuffix("_loss") for n in quality if "loss" in n},
+    evaluated = [n for n in training.names if n.startswith("eval_") and not n.endswith(TECHNICAL)]
+    losses = {n: n.replace("eval_", "evaluation_").removesuffix("_loss") for n in evaluated if "loss" in n}
+    metrics = {n: n.removeprefix("eval_") for n in evaluated if "loss" not in n}
+    layers, shape = _counts(training)
+    curves: dict[str, Curves] = {
+        "loss": _logged(training, {"loss": "training", **losses}),
+        "quality": _logged(training, metrics),
+        "layers": layers,
+        "shape": shape,
+        "speed": _speeds(training),
+        "learning-rate": _logged(training, {"learning_rate": "learning rate"}),
+        "gradients": _logged(training, {"grad_norm": "of all layers that train"}),
     }
-    metrics = {n: n.removeprefix("eval_") for n in quality if "loss" not in n}
-    return [
-        _draw_curves(
-            training,
-            Drawing("loss", "Loss", "As logged; the training loss is the mean since the entry before."),
-            losses,
-            "No loss was logged: logging_steps is larger than the training, or it was killed.",
-        ),
-        _draw_curves(
-            training,
-            Drawing("quality", "Evaluation", "Metrics as logged."),
-            metrics,
-            "No metric of an evaluation was logged: set eval_strategy and compute_metrics.",
-        ),
-        _draw_layers(training),
-        _draw_shape(training),
-        _draw_speed(training),
-        _draw_cache(training),
-        _draw_step(training),
-        _draw_time(training),
-        _draw_memory(training),
-        _draw_curves(
-            training,
-            Drawing("learning-rate", "Learning rate", "The schedule goes by steps, whatever the layout."),
-            {"learning_rate": "learning rate"},
-            "No learning rate was logged.",
-        ),
-        _draw_curves(
-            training,
-            Drawing("gradients", "Gradient norm", "Before clipping; the gradients of frozen layers are not in it."),
-            {"grad_norm": "of all layers that train"},
-            "No gradient norm was logged.",
-        ),
-    ]
+    drawn = {name: _draw_over_steps(training, name, of_figure) for name, of_figure in curves.items()}
+    drawn |= {"cache": _draw_cache(training), "step": _draw_step(training)}
+    drawn |= {"time": _draw_time(training), "memory": _draw_memory(training)}
+    return [Drawing(name, title, *drawn[name], name in WIDE) for name, title in TITLES.items()]
 
 
 # ---------------------------------------------------------------------------------------- over steps
-def _draw_curves(training: Training, drawing: Drawing, labels: dict[str, str], missing: str) -> Drawing:
-    """Draw logged numbers: name -> label."""
-    figure = _figure(drawing.title.lower(), training)
-    for name, label in labels.items():
-        steps, values = training.curve(name)
-        if steps:
-            x, y = thinned(steps, values)
-            is_short = len(x) == 1 or name.startswith("eval_")
-            figure.add_scatter(x=x, y=y, name=label, mode="lines+markers" if is_short else "lines")
-    if not figure.data:
-        return Drawing(drawing.name, drawing.title, missing)
-    return Drawing(drawing.name, drawing.title, drawing.caption, figure)
-
-
-def _draw_layers(training: Training) -> Drawing:
-    counts: dict[str, Callable[[Layout], int]] = {
-        "trained": lambda layout: layout.event["num_layers"] - layout.num_frozen,
-        "frozen (forward only)": lambda layout: layout.num_frozen - layout.num_cached,
-        "cached (not computed)": lambda layout: layout.num_cached,
-    }
-    drawing = _draw_layouts(training, "layers", "Layers: trained, frozen, cached", dict(reversed(counts.items())))
-    if drawing.figure is not None:
-        drawing.figure.update_traces(stackgroup="layers")
-    return drawing
-
-
-def _draw_shape(training: Training) -> Drawing:
-    counts: dict[str, Callable[[Layout], int]] = {
-        "K stages": lambda layout: layout.num_stages,
-        "R replicas": lambda layout: layout.num_replicas,
-        "M micro-batches": lambda layout: layout.num_microbatches,
-    }
-    return _draw_layouts(training, "shape", "Stages K × replicas R, micro-batches M", counts)
-
-
-def _draw_layouts(training: Training, name: str, title: str, counts: dict[str, Callable[[Layout], int]]) -> Drawing:
-    """Draw numbers of each layout, as the training went on."""
-    if not training.layouts:
-        return Drawing(name, title, "No layouts were recorded.")
-    figure = _figure("number", training)
-    x = [step for layout in training.layouts for step in (layout.first_step, layout.last_step)]
-    for label, count in counts.items():
+def _draw_over_steps(training: Training, name: str, curves: Curves) -> Drawn:
+    caption, missing = OVER_STEPS[name]
+    if not curves:
+        return missing, None
+    figure = _figure(TITLES[name].lower(), training)
+    for label, (steps, values) in curves.items():
         figure.add_scatter(
-            x=x, y=[n for layout in training.layouts for n in [count(layout)] * 2], name=label, mode="lines"
+            x=steps, y=values, name=label, mode="lines+markers" if len(steps) < MOST_MARKERS else "lines"
         )
-    return Drawing(name, title, "M is the number that most steps ran with, or the planned one.", figure)
+    figure.update_traces(stackgroup="layers" if name == "layers" else None)
+    figure.update_yaxes(rangemode="tozero" if name == "speed" else "normal")
+    return caption, figure
 
 
-def _draw_speed(training: Training) -> Drawing:
-    name, title = "speed", "Samples per second"
+def _logged(training: Training, labels: Mapping[str, str]) -> Curves:
+    """The curves of logged numbers: name -> label."""
+    curves = {label: training.curve(name) for name, label in labels.items()}
+    return {label: thinned(*curve) for label, curve in curves.items() if curve[0]}
+
+
+def thinned(xs: Sequence[Any], ys: Sequence[float]) -> tuple[list[Any], list[float]]:
+    """Reduce a long curve to `MOST_POINTS`: the lowest and the highest of each section, to keep all peaks."""
+    if len(xs) <= MOST_POINTS:
+        return list(xs), list(ys)
+    edges = [round(k * len(xs) / (MOST_POINTS // 2)) for k in range(MOST_POINTS // 2 + 1)]
+    chosen: list[int] = []
+    for section in (range(begin, end) for begin, end in pairwise(edges)):
+        chosen += sorted({min(section, key=ys.__getitem__), max(section, key=ys.__getitem__)})
+    return [xs[k] for k in chosen], [ys[k] for k in chosen]
+
+
+def _counts(training: Training) -> tuple[Curves, Curves]:
+    """Numbers of layers, and of stages, replicas and micro-batches, as the training went on."""
+    twice = [layout for layout in training.layouts for _ in range(2)]  # at the first and the last step
+    steps = [step for layout in training.layouts for step in (layout.first_step, layout.last_step)]
+    layers = {
+        "cached (not computed)": (steps, [layout.num_cached for layout in twice]),
+        "frozen (forward only)": (steps, [layout.num_frozen - layout.num_cached for layout in twice]),
+        "trained": (steps, [layout.num_layers - layout.num_frozen for layout in twice]),
+    }
+    shape = {
+        "K stages": (steps, [layout.num_stages for layout in twice]),
+        "R replicas": (steps, [layout.num_replicas for layout in twice]),
+        "M micro-batches": (steps, [layout.num_microbatches for layout in twice]),
+    }
+    return (layers, shape) if steps else ({}, {})
+
+
+def _speeds(training: Training) -> Curves:
+    """Samples per second between two log entries, and as the mean of each layout."""
     lines = [line for line in training.lines if line["kind"] == "time" and line["steps"] and line["rows"]]
     if not lines:
-        return Drawing(name, title, "The time of steps was not recorded.")
-    figure = _figure("samples/s", training)
+        return {}
     size = -(-len(lines) // MOST_BINS)
     x, y = list[int](), list[float]()
     for some in (lines[k : k + size] for k in range(0, len(lines), size)):
@@ -160,24 +190,19 @@ def _draw_speed(training: Training) -> Drawing:
         last = some[-1]["global_step"]
         x += [last - sum(line["steps"] for line in some), last]
         y += [sum(line["rows"] for line in some) / seconds] * 2
-    figure.add_scatter(x=x, y=y, name="between two log entries", mode="lines")
     known = [layout for layout in training.layouts if layout.samples_per_second is not None]
-    figure.add_scatter(
-        x=[step for layout in known for step in (layout.first_step, layout.last_step, None)],
-        y=[speed for layout in known for speed in (layout.samples_per_second, layout.samples_per_second, None)],
-        name="mean of the layout",
-        mode="lines",
+    means = (
+        [step for layout in known for step in (layout.first_step, layout.last_step, None)],
+        [speed for layout in known for speed in (layout.samples_per_second, layout.samples_per_second, None)],
     )
-    figure.update_yaxes(rangemode="tozero")
-    return Drawing(name, title, "While training, without evaluating, saving and changing layouts.", figure)
+    return {"between two log entries": (x, y), "mean of the layout": means}
 
 
-def _draw_cache(training: Training) -> Drawing:
-    name, title = "cache", "Cache of frozen layers"
+def _draw_cache(training: Training) -> Drawn:
     steps, hits = training.curve("cache_hit_rate")
     older, size = training.curve("cache_older_hit_rate")[1], training.curve("cache_bytes")[1]
     if not any((*hits, *older)):
-        return Drawing(name, title, _why_uncached(training))
+        return _why_uncached(training), None
     figure = _figure("samples found", training)
     figure.add_bar(x=steps, y=hits, name="behind all frozen layers")
     if any(older):
@@ -191,7 +216,7 @@ def _draw_cache(training: Training) -> Drawing:
     caption = (
         "Share of an epoch's samples that were found, drawn at the epoch's end, and size of the store on this node."
     )
-    return Drawing(name, title, caption, figure)
+    return caption, figure
 
 
 def _why_uncached(training: Training) -> str:
@@ -207,11 +232,10 @@ def _why_uncached(training: Training) -> str:
 
 
 # ---------------------------------------------------------------------------------------- sums
-def _draw_time(training: Training) -> Drawing:
-    name, title = "time", "Where the time went"
+def _draw_time(training: Training) -> Drawn:
     total = sum(training.seconds.values())
     if not total:
-        return Drawing(name, title, "The time was not recorded.", is_wide=True)
+        return "The time was not recorded.", None
     figure = _figure("")
     names = {
         what: f"{label}: {training.seconds[what]:.1f} s, {training.seconds[what] / total:.0%}"
@@ -226,7 +250,7 @@ def _draw_time(training: Training) -> Drawing:
     figure.add_bar(x=[max(rest[what], 0.0) for what in names], y=list(names.values()), name="other", orientation="h")
     figure.update_layout(barmode="stack", height=110 + 30 * len(names), xaxis={"title": "seconds"})
     figure.update_yaxes(autorange="reversed", showgrid=False, categoryorder="array", categoryarray=[*names.values()])
-    return Drawing(name, title, " ".join(_words_on_time(training, total)), figure, is_wide=True)
+    return " ".join(_words_on_time(training, total)), figure
 
 
 def _words_on_time(training: Training, total: float) -> list[str]:
@@ -237,25 +261,24 @@ def _words_on_time(training: Training, total: float) -> list[str]:
         words.append("Work that a device has not finished when a call returns counts for what waits for it.")
     phases: dict[str, float] = {}
     for event in training.events:
-        for phase, seconds in event.get("phases", {}).items():
+        for phase, seconds in event["phases"].items():
             phases[phase] = phases.get(phase, 0.0) + seconds
     if phases:
         parts = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases.items())
-        moved = sum(event.get("bytes_moved", 0) for event in training.events) / MIB
+        moved = sum(event["bytes_moved"] for event in training.events) / MIB
         words.append(f"Changing layouts, on the slowest process of each phase: {parts}; {moved:.1f} MiB were moved.")
     return words
 
 
-def _draw_memory(training: Training) -> Drawing:
-    name, title = "memory", "Memory of each process"
+def _draw_memory(training: Training) -> Drawn:
     used = [(layout, layout.usage) for layout in _distinct(training.layouts) if layout.usage is not None]
     if not used:
-        return Drawing(name, title, "Memory was not recorded.", is_wide=True)
+        return "Memory was not recorded.", None
     figure = _figure("MiB")
     is_on_device = any(usage.get("device_peak_bytes") for _, usage in used)
     boxes = {"measured": [usage["device_peak_bytes" if is_on_device else "resident_bytes"] for _, usage in used]}
     if is_on_device:  # that of the stage's tensors, which cannot be compared with a whole process
-        boxes["predicted"] = [layout.event.get("predicted", {}).get("memory_bytes", []) for layout, _ in used]
+        boxes["predicted"] = [layout.event["predicted"]["memory_bytes"] for layout, _ in used]
     for label, by_layout in boxes.items():
         figure.add_box(
             x=[layout.label for (layout, _), values in zip(used, by_layout, strict=True) for _ in values],
@@ -271,26 +294,24 @@ def _draw_memory(training: Training) -> Drawing:
         else "A point for each process: all that it holds, Python and libraries included; memory that was freed may"
         " stay with it. A prediction, which is of the stage's tensors alone, would not compare with it."
     )
-    return Drawing(name, title, words, figure, is_wide=True)
+    return words, figure
 
 
 # ---------------------------------------------------------------------------------------- one step
-def _draw_step(training: Training) -> Drawing:
-    name, title = "step", "One step, as predicted"
+def _draw_step(training: Training) -> Drawn:
     found = [(layout, step) for layout in _distinct(training.layouts) if (step := _step_of(layout)) is not None]
     if not found:
-        return Drawing(name, title, _why_untimed(training), is_wide=True)
-    figure = _figure("")
-    bars: dict[str, list[tuple[float, float, str, str]]] = {}
+        return _why_untimed(training), None
+    bars: dict[str, list[tuple[float, float, str, str]]] = {}  # label -> begin, seconds, row, text
     for number, (layout, (timeline, names, end)) in enumerate(found[:MOST_LAYOUTS_DRAWN], 1):
         rows = [f"{number}. {layout.label}, stage {stage}" for stage in range(layout.num_stages)]
-        seconds = timeline.seconds
-        bars.setdefault("waiting (bubble)", []).extend((0.0, seconds, row, f"{timeline.bubble:.1%}") for row in rows)
+        bars.setdefault(WAITING, []).extend((0.0, timeline.seconds, row, f"{timeline.bubble:.1%}") for row in rows)
         for span in timeline.spans:
             bar = (span.start, span.end - span.start, rows[span.stage], names[span.micro_batch])
             bars.setdefault(PASSES[span.kind][0], []).append(bar)
-        bars.setdefault("gradients over replicas, optimizer", []).extend((seconds, end, row, "") for row in rows)
-    colors = {**dict(PASSES.values()), "waiting (bubble)": "#e3e7ec", "gradients over replicas, optimizer": GREY}
+        bars.setdefault(AT_END, []).extend((timeline.seconds, end, row, "") for row in rows)
+    figure = _figure("")
+    colors = {**dict(PASSES.values()), WAITING: "#e3e7ec", AT_END: GREY}
     for label, drawn in bars.items():
         begins, lengths, rows_of, texts = zip(*drawn, strict=True)
         figure.add_bar(
@@ -306,9 +327,7 @@ def _draw_step(training: Training) -> Drawing:
             textangle=0,
         )
     figure.update_layout(
-        barmode="overlay",
-        height=110 + 30 * len({row for *_, row, _ in bars["forward"]}),
-        xaxis={"title": "milliseconds"},
+        barmode="overlay", height=110 + 30 * len({bar[2] for bar in bars[WAITING]}), xaxis={"title": "milliseconds"}
     )
     figure.update_yaxes(autorange="reversed", showgrid=False)
     words = (
@@ -319,15 +338,22 @@ def _draw_step(training: Training) -> Drawing:
     )
     if len(found) > MOST_LAYOUTS_DRAWN:
         words += f" {len(found) - MOST_LAYOUTS_DRAWN} more layouts are not drawn."
-    return Drawing(name, title, words, figure, is_wide=True)
+    return words, figure
 
 
 def _step_of(layout: Layout) -> tuple[Timeline, list[str], float] | None:
     """Return a step of one pipeline, the names of its micro-batches or slices, and the seconds after it."""
-    prediction, cut = layout.prediction, layout.timed_slices
+    cut = max(
+        (cut for cut in layout.slices if cut.get("latencies")),
+        key=lambda cut: cut["rows"] * cut["tokens"],
+        default=None,
+    )
     if cut is not None:
-        slices = [(p, i) for p, (_, lengths) in enumerate(cut["parts"]) for i in range(len(lengths))]
-        return timeline_of_slices(cut), [f"{p}.{i}" for p, i in slices], 0.0
+        names = [f"{p}.{i}" for p, (_, lengths) in enumerate(cut["parts"]) for i in range(len(lengths))]
+        parts = [RowSlices(rows, tuple(lengths)) for rows, lengths in cut["parts"]]
+        stages = [StageLatency(*(SliceLatency(*one) for one in stage)) for stage in cut["latencies"]]
+        return simulate_slices(stages, parts), names, 0.0
+    prediction = layout.prediction
     if prediction is None:
         return None
     m, forward = prediction["num_microbatches"], prediction["forward"]

@@ -1,17 +1,4 @@
-"""Record a training in `output_dir/pipeline_metrics.jsonl`, for `hf-pipetransformer report`.
-
-`pipeline_events.jsonl` (`events_file.py`) records the layouts; this file records what happens between their changes:
-
-    {"kind": "begin", ...}  the first step is about to begin
-    {"kind": "log",   ...}  what the Trainer logs: loss, learning rate, metrics of an evaluation, hit rates
-    {"kind": "time",  ...}  seconds of the main process since the last such line, by activity; steps and samples done
-    {"kind": "usage", ...}  under the layout that has ended: memory of each process, micro-batches M
-    {"kind": "cache_off", ...}  why the cache of frozen layers is off
-    {"kind": "end",   ...}  `train()` has returned (or raised); a training that was killed has no such line
-
-The Trainer writes its own `trainer_state.json` with checkpoints only. This file is written during training, so an
-interrupted run leaves a record too. All lines of one `train()` have the same "run", here and in the layouts' file.
-"""
+"""Observes a training and writes its record (`records/files.py`): layouts, logged numbers, time and memory."""
 
 from __future__ import annotations
 
@@ -24,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -34,14 +21,14 @@ import psutil
 import torch
 import transformers
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..own_files import open_regular
 from ..pipeline.devices import name_of_device, peak_memory
+from ..planning.plan import PipelinePlan
+from ..records.files import EVENTS, METRICS, layout_of, prediction_of
 
 logger = logging.getLogger(__name__)
-
-FILE_NAME = "pipeline_metrics.jsonl"
 
 RECORDED_ARGUMENTS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
@@ -56,12 +43,12 @@ RECORDED_ARGUMENTS = (
 
 
 @dataclass
-class StepsDone:
-    """Optimizer steps, the samples of their global batches, and the seconds that they took, without loading."""
+class Tally:
+    """Optimizer steps, the samples of their global batches, and the seconds of this process by activity."""
 
     steps: int = 0
     rows: int = 0
-    seconds: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class RunRecorder(TrainerCallback):
@@ -76,31 +63,50 @@ class RunRecorder(TrainerCallback):
     def __init__(self, args: TrainingArguments) -> None:
         self.run: str | None = None
         """Name of this `train()` in all records: the time at which it began."""
-        self.total_seconds: dict[str, float] = {}
-        """Seconds of this process since `train()` was called, by activity."""
+        self.total, self._line, self._layout = Tally(), Tally(), Tally()
+        """Since `train()` was called; since the last line of seconds; under the layout in force."""
         self._args = args
         self._writes = False
         self._is_training = False
         self._inside: str | None = None  # the activity set by `doing`, which no callback event shows
         self._is_evaluating = False
         self._mark = 0.0
-        self._seconds: dict[str, float] = {}
-        self._steps = self._rows = 0
         self._micro_batches: Counter[int] = Counter()
         self._most_resident = 0
-        self._under_layout = StepsDone()
         self._process = psutil.Process()
         self._has_warned = False
 
     # ------------------------------------------------------------------------------------ told by the trainer
+    @contextmanager
+    def recording(self, trainer: Trainer, before: Sequence[TrainerCallback] = ()) -> Iterator[None]:
+        """Record a `train()` inside the context, and how it ends.
+
+        Args:
+            trainer: the trainer.
+            before: callbacks to be placed before the recorder. These callbacks and the recorder are placed before all
+                others: loggers that save the model at the end must find it complete, and some callbacks remove numbers
+                from the logs.
+        """
+        handler = trainer.callback_handler
+        # the recorder of the last training has stayed, for what was logged behind it
+        others = [c for c in handler.callbacks if not isinstance(c, RunRecorder)]
+        handler.callbacks[:] = [*before, self, *others]
+        self.begin(trainer.is_world_process_zero())
+        has_ended = False
+        try:
+            yield
+            has_ended = True
+        finally:
+            self.end(has_ended, trainer.state.global_step)
+            handler.callbacks[:] = [c for c in handler.callbacks if not any(c is one for one in before)]
+
     def begin(self, is_main_process: bool) -> None:
         """Begin the record, when `train()` has been called."""
         self._writes = is_main_process
         self._is_training = True
-        self.total_seconds.clear()
+        self.total, self._line, self._layout = Tally(), Tally(), Tally()
         self.run = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         self._mark = time.perf_counter()
-        self._forget()
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -120,14 +126,14 @@ class RunRecorder(TrainerCallback):
             global_rows: number of samples of the batch in all pipelines.
             micro_batches: M on the last stage; 0 on the other stages, which do not know it.
         """
-        self._rows += global_rows
-        self._under_layout.rows += global_rows
+        for tally in self._tallies:
+            tally.rows += global_rows
         if micro_batches:
             self._micro_batches[micro_batches] += 1
 
-    def take_steps(self) -> StepsDone:
-        """Return the steps under the layout that ends."""
-        done, self._under_layout = self._under_layout, StepsDone()
+    def take_layout(self) -> Tally:
+        """Return what was done under the layout that ends."""
+        done, self._layout = self._layout, Tally()
         return done
 
     def take_usage(self) -> dict[str, Any] | None:
@@ -160,6 +166,41 @@ class RunRecorder(TrainerCallback):
             num_microbatches=max(counts, default=None),
         )
 
+    def record_event(
+        self,
+        event: str,
+        plan: PipelinePlan,
+        state: TrainerState,
+        *,
+        seconds: float = 0.0,
+        bytes_moved: int = 0,
+        phases: Mapping[str, float] | None = None,
+        **more: Any,
+    ) -> None:
+        """Write a change of the layout, or another event.
+
+        Args:
+            event: one of those in `records/files.py`.
+            plan: the plan in force from now on.
+            state: the Trainer's state.
+            seconds: duration of the change in seconds, on the slowest process.
+            bytes_moved: number of bytes received by all processes together.
+            phases: duration in seconds of each phase of the change, on the process that was slowest in it.
+            more: "facts" of a run that do not change during it, or the "slices" of a batch.
+        """
+        if not self._writes:
+            return
+        values = {
+            "epoch": state.epoch or 0.0,
+            **layout_of(plan),
+            "seconds": round(seconds, 6),
+            "bytes_moved": bytes_moved,
+            "phases": {name: round(value, 6) for name, value in (phases or {}).items()},
+            "predicted": prediction_of(plan),
+            **more,
+        }
+        self._append(EVENTS, {"event": event}, state.global_step, values)
+
     def record_cache_off(self, reason: str, global_step: int) -> None:
         """Write why frozen layers' outputs were not cached, or are no longer cached."""
         self._write("cache_off", global_step, reason=reason)
@@ -190,9 +231,9 @@ class RunRecorder(TrainerCallback):
         self._is_evaluating = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._under_layout.seconds += self._lap("steps")
-        self._under_layout.steps += 1
-        self._steps += 1
+        self._lap("steps")
+        for tally in self._tallies:
+            tally.steps += 1
         self._most_resident = max(self._most_resident, self._process.memory_info().rss)
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
@@ -230,35 +271,37 @@ class RunRecorder(TrainerCallback):
         self._lap("ending")
 
     # ------------------------------------------------------------------------------------ inside
-    def _lap(self, what: str) -> float:
-        """Count the time since the last call as spent on `what`. Returns it in seconds."""
-        now = time.perf_counter()
-        seconds, self._mark = now - self._mark, now
-        if self._is_training:
-            self._seconds[what] = self._seconds.get(what, 0.0) + seconds
-            self.total_seconds[what] = self.total_seconds.get(what, 0.0) + seconds
-        return seconds
+    @property
+    def _tallies(self) -> tuple[Tally, ...]:
+        return self.total, self._line, self._layout
 
-    def _forget(self) -> None:
-        self._seconds.clear()
-        self._steps = self._rows = 0
+    def _lap(self, what: str) -> None:
+        """Count the time since the last call as spent on `what`."""
+        now = time.perf_counter()
+        if self._is_training:
+            for tally in self._tallies:
+                tally.seconds[what] = tally.seconds.get(what, 0.0) + now - self._mark
+        self._mark = now
 
     def _flush(self, global_step: int) -> None:
-        if self._seconds:
-            seconds = {what: round(value, 6) for what, value in self._seconds.items()}
-            self._write("time", global_step, steps=self._steps, rows=self._rows, seconds=seconds)
-        self._forget()
+        done, self._line = self._line, Tally()
+        if done.seconds:
+            seconds = {what: round(value, 6) for what, value in done.seconds.items()}
+            self._write("time", global_step, steps=done.steps, rows=done.rows, seconds=seconds)
 
     def _write(self, kind: str, global_step: int, **values: Any) -> None:
+        self._append(METRICS, {"kind": kind}, global_step, values)
+
+    def _append(self, name: str, kind: Mapping[str, str], global_step: int, values: Mapping[str, Any]) -> None:
         if not self._writes or self.run is None:
             return
-        line = {"kind": kind, "run": self.run, "time": round(time.time(), 3), "global_step": global_step, **values}
-        path = Path(self._args.output_dir or ".") / FILE_NAME
+        line = {**kind, "run": self.run, "time": round(time.time(), 3), "global_step": global_step, **values}
+        path = Path(self._args.output_dir or ".") / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        except OSError as error:  # a missing record must not end the training
+        except OSError as error:  # only one process writes; if it raised here, the others would hang
             if not self._has_warned:
                 logger.warning("%s cannot be written (%s), so the report will be incomplete.", path, error)
             self._has_warned = True

@@ -1,0 +1,196 @@
+"""What a training records in its `output_dir`. Log lines, metrics, model card and report are made from the same facts.
+
+    pipeline_events.jsonl     each change of the layout, with what was predicted of it
+    pipeline_metrics.jsonl    what happens between these changes
+
+    {"kind": "begin", ...}  the first step is about to begin
+    {"kind": "log",   ...}  what the Trainer logs: loss, learning rate, metrics of an evaluation, hit rates
+    {"kind": "time",  ...}  seconds of the main process since the last such line, by activity; steps and samples done
+    {"kind": "usage", ...}  under the layout that has ended: memory of each process, micro-batches M
+    {"kind": "cache_off", ...}  why the cache of frozen layers is off
+    {"kind": "end",   ...}  `train()` has returned (or raised); a training that was killed has no such line
+
+The Trainer writes its own `trainer_state.json` with checkpoints only. These files are written during training, so an
+interrupted run leaves a record too. All lines of one `train()` have the same "run", in both files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from ..file_formats import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    OBJECT,
+    SIZE,
+    TEXT,
+    Both,
+    Format,
+    Is,
+    Maybe,
+    read_records,
+)
+from ..planning.plan import PipelinePlan
+from ..token_slices.slice_timeline import SlicePlan
+
+EVENTS = "pipeline_events.jsonl"
+METRICS = "pipeline_metrics.jsonl"
+BEGINNINGS = ("start", "resume")
+"""Events with which a `train()` begins. Others are "transform"; "cache", if a different number of layers counts as
+cached and nothing moves; and `SLICES`."""
+SLICES = "slices"
+"""An event that does not change the layout: how batches of a new shape are split along their tokens."""
+
+_FACTS = {
+    "model?": TEXT,
+    "name_or_path?": Maybe(TEXT),
+    "num_parameters": COUNT,
+    "world_size": SIZE,
+    "global_batch_size": COUNT,
+    "device": TEXT,
+    "device_type?": TEXT,
+    "backend?": Maybe(TEXT),
+    "threads": COUNT,
+    "versions": OBJECT,
+    "arguments": OBJECT,
+}
+_STEP = Both(
+    {
+        "num_microbatches": SIZE,
+        "forward": [NUMBER, ...],
+        "backward": [NUMBER, ...],
+        "end": NUMBER,
+        "seconds": NUMBER,
+    },
+    Is("a step with as many times forward as backward", lambda step: len(step["forward"]) == len(step["backward"])),
+)
+_LATENCY = (NUMBER, NUMBER, NUMBER, NUMBER, NUMBER)
+_EVENT = Both(
+    {
+        "event": TEXT,
+        "run": TEXT,
+        "global_step": COUNT,
+        "epoch": NUMBER,
+        "num_layers": COUNT,
+        "num_frozen_layers": COUNT,
+        "num_cached_layers": COUNT,
+        "pipeline_parallel_size": SIZE,
+        "data_parallel_size": SIZE,
+        "num_microbatches": SIZE,
+        "stage_bounds": [COUNT, ...],
+        "seconds": NUMBER,
+        "bytes_moved": NUMBER,
+        "phases": {str: NUMBER},
+        "predicted": {"schedule": TEXT, "memory_bytes": [NUMBER], "steps": [_STEP]},
+        "slices?": {
+            "rows": SIZE,
+            "tokens": SIZE,
+            "parts": [(SIZE, [SIZE, ...]), ...],
+            "predicted_seconds": Maybe(NUMBER),
+            "latencies?": [(_LATENCY, _LATENCY)],
+        },
+        "facts?": _FACTS,
+    },
+    Is(
+        "an event with times of whole stages",
+        lambda event: (
+            not any(len(step["forward"]) % event["pipeline_parallel_size"] for step in event["predicted"]["steps"])
+        ),
+    ),
+    Is('an event with its slices, which "slices" has', lambda e: e["event"] != SLICES or "slices" in e),
+)
+_OF_KIND: dict[str, Format] = {
+    "log": {"values": OBJECT},
+    "time": {"steps": COUNT, "rows": COUNT, "seconds": {str: NUMBER}},
+    "usage": {
+        "resident_bytes": [COUNT, ...],
+        "device_peak_bytes?": [COUNT],
+        "num_microbatches?": Maybe(SIZE),
+    },
+    "cache_off": {"reason": TEXT},
+    "end": {"has_ended": FLAG},
+}
+_METRIC = Both({"kind": TEXT, "run": TEXT, "global_step": COUNT}, lambda line: _OF_KIND.get(line["kind"], OBJECT))
+
+
+def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the events in an `output_dir`, and how many lines cannot be read.
+
+    Raises:
+        ValueError: a line is damaged.
+    """
+    return read_records(folder / EVENTS, _EVENT)
+
+
+def read_metrics(folder: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the metrics in an `output_dir`, and how many lines cannot be read.
+
+    Raises:
+        ValueError: a line is damaged.
+    """
+    return read_records(folder / METRICS, _METRIC)
+
+
+def layout_of(plan: PipelinePlan) -> dict[str, Any]:
+    """Return the layout of a plan, in plain values."""
+    return {
+        "num_layers": plan.num_units,
+        "num_frozen_layers": plan.num_frozen_layers,
+        "num_cached_layers": plan.num_cached_layers,
+        "pipeline_parallel_size": plan.pipeline_parallel_size,
+        "data_parallel_size": plan.data_parallel_size,
+        "num_microbatches": plan.num_microbatches_for(plan.rows_per_pipeline),
+        "num_virtual_stages": plan.num_virtual_stages,
+        "stage_bounds": list(plan.stage_bounds),
+    }
+
+
+def prediction_of(plan: PipelinePlan) -> dict[str, Any]:
+    """Return the predictions of a plan, in plain values.
+
+    Returns:
+        A dict with "memory_bytes", the bytes of each process of a pipeline without the memory of torch and Python
+        themselves; and "steps", which is empty unless the model's units have been timed. It has an entry for the
+        plan's number of micro-batches M: seconds of a micro-batch's forward and backward in each virtual stage, and of
+        the work after the pipeline (gradient reduction and optimizer). It also has the "schedule" that runs and
+        "rows_per_pipeline".
+    """
+    rows = plan.rows_per_pipeline
+    m = plan.num_microbatches_for(rows)
+    memory = [
+        plan.stage_bytes(plan.stage_of(place), rows=rows, num_microbatches=m)
+        for place in range(plan.pipeline_parallel_size)
+    ]
+    steps = []
+    if plan.times is not None:
+        prediction = plan.predict(rows, m)
+        forward, backward = plan.stage_seconds(rows / m)
+        steps.append(
+            {
+                "num_microbatches": m,
+                "forward": [round(seconds, 9) for seconds in forward],
+                "backward": [round(seconds, 9) for seconds in backward],
+                "end": round(prediction.seconds_at_end, 9),
+                "seconds": round(prediction.seconds, 9),
+            }
+        )
+    return {"schedule": plan.runs_as, "rows_per_pipeline": rows, "memory_bytes": memory, "steps": steps}
+
+
+def slices_of(plan: SlicePlan) -> dict[str, Any]:
+    """Return how a batch is split, in plain values: for each part, the number of samples and the lengths of slices.
+
+    If stages have been timed, "latencies" holds the coefficients of each stage's forward and backward.
+    """
+    cut: dict[str, Any] = {
+        "rows": sum(part.rows for part in plan.parts),
+        "tokens": sum(plan.parts[0].lengths),
+        "parts": [[part.rows, list(part.lengths)] for part in plan.parts],
+        "predicted_seconds": None if plan.seconds is None else round(plan.seconds, 6),
+    }
+    if plan.stages:
+        cut["latencies"] = [[list(map(float, one)) for one in astuple(stage)] for stage in plan.stages]
+    return cut
