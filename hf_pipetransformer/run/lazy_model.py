@@ -33,10 +33,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..file_formats import MAPPING, read_json
 from ..model.checkpoint_files import check_file, weight_files
-from ..model.mapped_weights import FileMappings, Place, into_memory, is_written, release, releasing
+from ..model.mapped_weights import FileMappings, Place, TensorLike, into_memory, is_written, tensors_in_file
 from ..model.placeholders import ParameterTable, is_elsewhere, set_values, values_of
 from ..pipeline.mesh import ProcessMesh
-from ..pipeline.spill import SpillFile
 from ..randomness import global_state_kept
 
 logger = logging.getLogger(__name__)
@@ -114,39 +113,30 @@ def _create(model_class: Any, config: PreTrainedConfig, options: dict[str, Any])
         options.pop("config")
     folder = Path(options.pop("offload_folder", None) or tempfile.gettempdir())
     make = getattr(model_class, "from_config", None) or model_class._from_config  # an auto class, or a model's
-    with _NewTensorsInFile(SpillFile(folder)):
+    with _NewTensorsInFile(folder):
         model = make(config, **options)
     setattr(model, MARK, True)
     return model
 
 
 class _NewTensorsInFile(TorchFunctionMode):
-    """Inside, new tensors of some size are mapped from a file, and have no pages after they have been written to.
+    """Inside, new tensors of some size are mapped from files in a folder.
 
     So a model is initialised by its own code, in its own order, with the values that it would have in memory.
     """
 
-    def __init__(self, file: SpillFile) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._file = file
-        self._addresses: set[int] = set()
+        self._folder = folder
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        written = args[0] if args else None
         if function is torch.empty and result.device.type == "cpu" and result.nbytes >= SMALLEST_IN_FILE:
-            (number,) = self._file.reserve([result])
-            result = self._file.open(number).requires_grad_(result.requires_grad)
-            self._addresses.add(result.data_ptr())
-        elif isinstance(written, torch.Tensor) and _address(written) in self._addresses:
-            release(written)
+            (in_file,) = tensors_in_file(self._folder, [TensorLike(result.shape, result.dtype)])
+            return in_file.requires_grad_(result.requires_grad)
         return result
-
-
-def _address(tensor: torch.Tensor) -> int | None:
-    return tensor.data_ptr() if tensor.device.type == "cpu" and tensor.layout is torch.strided else None
 
 
 def _agreed(load: Callable[[], T]) -> T:
@@ -319,16 +309,6 @@ def warn_of_unsaved(args: Any) -> None:
             " the processes end.",
             strategy,
         )
-
-
-@contextmanager
-def sparing_memory(model: nn.Module) -> Iterator[None]:
-    """Inside, a model that was loaded lazily gives its weights back after each use. No effect on other models."""
-    if not is_lazy(model):
-        yield
-        return
-    with releasing(model):
-        yield
 
 
 def weights_in_checkpoint(table: ParameterTable, mesh: ProcessMesh) -> frozenset[str]:
