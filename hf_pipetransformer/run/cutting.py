@@ -52,7 +52,7 @@ from ..pipeline.state import synchronise
 from ..planning.costs import UnitCost, cost_of_whole, measure_costs
 from ..planning.sharding_choice import AUTO
 from ..planning.unit_times import ModelTimes, measure_times, slowest
-from ..randomness import generators_kept, global_state_kept, seeded
+from ..randomness import global_state_kept, seeded
 from .consistency import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
 from .lazy_model import agree_on_laziness, weights_in_checkpoint
@@ -267,21 +267,12 @@ def _needs_units(job: TrainingJob) -> bool:
 
 
 def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator) -> Batch:
-    """Collate these samples, and check that all processes have the same model and, if it is shared, the same batch.
+    """Collate these samples, and check that all processes have the same model, and the same samples if all share them.
 
     Collective over all processes.
     """
     sample = collate(rows)
-    if not collate.is_shared:
-        check_same_everywhere(job.mesh, job.model, {})
-        return sample
-
-    def draw() -> Batch:
-        with seeded(job.args.seed):  # the collator draws the same from the global generators on every process
-            return dict(with_name(collate.collate_fn(list(rows))))
-
-    with generators_kept(collate.collate_fn):
-        check_same_everywhere(job.mesh, job.model, sample, draw, rows)
+    check_same_everywhere(job.mesh, job.model, rows if collate.is_shared else ())
     return sample
 
 

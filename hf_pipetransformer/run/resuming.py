@@ -35,7 +35,6 @@ from ..resilience.checkpoint_folders import (
     memory_in,
     refuse_taken,
     remove_incomplete,
-    replaced_weights,
     restore_replaced,
     saving_folder,
     step_of,
@@ -155,14 +154,6 @@ def _refuse_taken_names(job: TrainingJob, step: int) -> None:
 def _warn_of(chosen: Path, problems: list[str]) -> None:
     if problems:
         logger.warning("Resuming from %s: newer checkpoints are damaged (%s).", chosen, "; ".join(problems))
-    replaced = replaced_weights(chosen)
-    if replaced:
-        logger.warning(
-            "Resuming from %s, whose weight files were replaced (%s is missing). The new files are readable, but"
-            " without a checksum it cannot be verified that they match the optimizer's state.",
-            chosen,
-            ", ".join(replaced),
-        )
     # the stock Trainer loads both files or neither
     if not all((chosen / file).is_file() for file in (OPTIMIZER_NAME, SCHEDULER_NAME)):
         logger.warning(

@@ -259,7 +259,7 @@ def test_the_loss_of_one_stage_may_contain_collectives(tmp_path: Path) -> None:
 def misused(rank: int, world_size: int, folder: Path) -> list[str]:
     """What is missing here at the end."""
     trainer = prepare(rank, arguments(folder / "run", max_steps=1), "llama-tied", folder, lazily=True)
-    # changed alike on all processes: kept, although its pages are given back between probes
+    # changed alike on all processes: kept
     trainer.model.model.layers[0].mlp.up_proj.weight.data.zero_()
     logging.getLogger(lazy_model.__name__).addHandler(heard := Heard())
     trainer.train()
@@ -414,18 +414,13 @@ def test_new_weights_are_those_of_from_config(tmp_path: Path) -> None:
         assert torch.equal(torch.rand(1), (set_seed(3), AutoModelForCausalLM.from_config(config), torch.rand(1))[-1])
 
 
-def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
+def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     tied_llama(tmp_path)
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    with pytest.raises(ValueError, match=r"Pass load_lazily\(model, checkpoint\)"):
+    with pytest.raises(ValueError, match=r"Pass load_lazily\(LlamaForCausalLM, checkpoint\)"):
         PipeTransformerTrainer(made, PipeTransformerTrainingArguments(str(tmp_path / "run"), use_cpu=True))
-    model = load_lazily(made, tmp_path)
-    assert_equal(
-        dict(model.named_parameters()), dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
-    )
-    made.model.layers[0].mlp.up_proj = nn.Linear(16, 80, bias=False, device="meta")
-    with pytest.raises(ValueError, match="Load it first"):
+    with pytest.raises(ValueError, match="Pass the class, for example AutoModelForCausalLM"):
         load_lazily(made, tmp_path)
 
 
