@@ -209,8 +209,6 @@ MANIFEST_FORMAT = both(
 """File -> [size in bytes, checksum]."""
 
 WEIGHT_INDEX = fields({"weight_map": values(NAME)})
-TENSORS = values(fields({"dtype": TEXT, "shape": each(COUNT), "data_offsets": row(COUNT, COUNT)}))
-"""The header of a safetensors file, without its metadata."""
 
 _FREEZING = fields(
     {

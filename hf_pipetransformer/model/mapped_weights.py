@@ -22,11 +22,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from .checkpoint_files import TensorLike
 from .placeholders import set_values, values_of
 
 PAGE = mmap.PAGESIZE
@@ -121,17 +121,6 @@ def into_memory(parameters: Iterable[torch.Tensor]) -> None:
         values = values_of(parameter)
         if any(mappings.place_of(value) is not None for value in values):
             set_values(parameter, [value.clone() for value in values])
-
-
-class TensorLike(NamedTuple):
-    """Shape and dtype of a tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
 
 
 def tensors_in_file(folder: Path, likes: Sequence[TensorLike]) -> list[torch.Tensor]:

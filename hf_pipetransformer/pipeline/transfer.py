@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from ..cache.side_stream import is_apart
-from ..model.mapped_weights import TensorLike, tensors_in_file
+from ..model.checkpoint_files import TensorLike
+from ..model.mapped_weights import tensors_in_file
 from ..resilience.watchdog import PROGRESS
 from . import chunks
 from .devices import synchronise

