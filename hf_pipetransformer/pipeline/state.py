@@ -163,8 +163,14 @@ class WeightState:
         self._table[name].requires_grad_(self.is_trainable(name))
         self._missing.discard(name)
 
-    def drop(self, name: str, device: torch.device) -> None:
-        """Free the memory of a parameter, which becomes a placeholder on `device`."""
+    def drop(self, name: str, device: torch.device, holder: int | None = None) -> None:
+        """Free the memory of a parameter, which becomes a placeholder on `device`, and cannot be read.
+
+        Args:
+            name: the parameter's.
+            device: this process's.
+            holder: a rank that holds it, if it is known.
+        """
         parameter = self._table[name]
         parameter.requires_grad_(False)  # user code may have set it, also that of a placeholder
         parameter.grad = None
@@ -174,7 +180,8 @@ class WeightState:
             nothing = [float("nan") if value.is_floating_point() else 0 for value in values]
             set_values(parameter, [placeholder(v, fill, device) for v, fill in zip(values, nothing, strict=True)])
             self._missing.add(name)
-            hide(parameter, f"{name} is held by another process", HELD_ELSEWHERE, self.is_trainable(name))
+        about = f"{name} is held by {'another process' if holder is None else f'rank {holder}'}"
+        hide(parameter, about, HELD_ELSEWHERE, self.is_trainable(name))
 
     def keep_only(self, names: Collection[str], device: torch.device, holders: Holders) -> None:
         """Move these parameters to `device`; free the memory of the others, which become placeholders.
@@ -190,9 +197,7 @@ class WeightState:
             if name in names:
                 _move(self._table[name], device)
             else:
-                self.drop(name, device)
-                about = f"{name} is held by rank {holders[name][0]}"
-                hide(self._table[name], about, HELD_ELSEWHERE, self.is_trainable(name))
+                self.drop(name, device, holders[name][0])
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
         self._here = tuple(self._table[name] for name in self._table.names if name in names)
@@ -311,16 +316,12 @@ class WeightState:
         """
         self.onload()
         missing, self._missing = self._missing, set()
-        abouts = {name: getattr(self._table[name], "about", "") for name in missing}
-        placeholders = {name: values_of(self._table[name]) for name in missing}
         try:
             self._receive(holders, device)
             yield
         finally:
-            for name, nothing in placeholders.items():
-                set_values(self._table[name], nothing)
-                hide(self._table[name], abouts[name], HELD_ELSEWHERE, self.is_trainable(name))
-            self._missing = missing
+            for name in missing:
+                self.drop(name, device, holders[name][0])
 
     def restore(self, holders: Holders, device: torch.device) -> None:
         """Restore every weight on every process, on `device`. Collective over all processes."""

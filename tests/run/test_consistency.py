@@ -25,7 +25,7 @@ DIFFERENCES = {
     "precision": "different models",
     "dataset length": "different datasets: process 0 has 32 samples, process 2 has 31 samples",
     "dataset content": "different datasets: process 0 has first samples .*content",
-    "columns": r"different datasets: process 0 has first samples \['input_ids', 'labels'\]",
+    "columns": r"different datasets: process 0 has first samples \['idx', 'input_ids', 'labels'\]",
     "arrays": "different datasets",
     "objects": "different datasets",
 }
