@@ -180,7 +180,7 @@ class WeightState:
             nothing = [float("nan") if value.is_floating_point() else 0 for value in values]
             set_values(parameter, [placeholder(v, fill, device) for v, fill in zip(values, nothing, strict=True)])
             self._missing.add(name)
-        about = f"{name} is held by {'another process' if holder is None else f'rank {holder}'}"
+        about = f"{name} is held by another process" if holder is None else f"{name} is held by rank {holder}"
         hide(parameter, about, HELD_ELSEWHERE, self.is_trainable(name))
 
     def keep_only(self, names: Collection[str], device: torch.device, holders: Holders) -> None:
