@@ -235,8 +235,6 @@ MANIFEST_FORMAT = Both(
 """File -> [size in bytes, checksum]."""
 
 WEIGHT_INDEX = {"weight_map": {str: NAME}}
-TENSORS = {str: {"dtype": TEXT, "shape": [COUNT], "data_offsets": (COUNT, COUNT)}}
-"""The header of a safetensors file, without its metadata."""
 
 _FREEZING = {
     "num_frozen": COUNT,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_ranks
 from safetensors.torch import load_file
 from selection import few, slow
@@ -28,7 +28,6 @@ from training_runs import (
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import LayerFreezeCallback
-from hf_pipetransformer.pipeline.mesh import ProcessMesh
 
 peft = pytest.importorskip("peft")
 
@@ -105,24 +104,21 @@ def saved_in_training(rank: int, world_size: int, name: str, folder: str) -> tup
         model = peft.get_peft_model(run.build_model(), config).train()
     trainer = pipeline_trainer(run, 2, folder, model=model, save_strategy="steps", save_steps=2)
     sent = 0
-    send_to = ProcessMesh.send_to
+    stock, save_model = dist.batch_isend_irecv, trainer.save_model
 
-    def counting(self: ProcessMesh, tensors: Sequence[torch.Tensor], destination: int) -> None:
+    def counting(operations: list[dist.P2POp]) -> Any:
         nonlocal sent
-        sent += sum(tensor.numel() for tensor in tensors)
-        send_to(self, tensors, destination)
+        sent += sum(operation.tensor.nbytes // 4 for operation in operations if operation.op is dist.isend)
+        return stock(operations)
 
-    save_model = trainer.save_model
-    with pytest.MonkeyPatch.context() as patch:
-
-        def counted(*args: Any, **options: Any) -> None:
-            patch.setattr(ProcessMesh, "send_to", counting)
+    def counted(*args: Any, **options: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "batch_isend_irecv", counting)
             save_model(*args, **options)
-            patch.setattr(ProcessMesh, "send_to", send_to)
 
-        patch.setattr(trainer, "save_model", counted)
-        trainer.add_callback(StopAfter(2))
-        trainer.train()
+    trainer.save_model = counted
+    trainer.add_callback(StopAfter(2))
+    trainer.train()
     file = load_file(f"{folder}/checkpoint-2/adapter_model.safetensors")
     assert all(bool(value.isfinite().all()) for value in file.values())
     return set(file), sent

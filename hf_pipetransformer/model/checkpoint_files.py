@@ -6,18 +6,29 @@ So the files are checked before they are mapped, and again before the first of t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+import torch
+from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..file_formats import OBJECT, TENSORS, WEIGHT_INDEX, checked, read_json
-from ..own_files import open_regular
+from ..file_formats import WEIGHT_INDEX, read_json
 
-LENGTH_BYTES = 8
-"""A safetensors file begins with the length of its header."""
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating dtypes as safetensors names them; others are only told from them."""
+
+
+class TensorLike(NamedTuple):
+    """Shape and dtype of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -25,11 +36,11 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises:
         ValueError: there are none; or a file is missing, incomplete or unreadable, or lacks a tensor. The message
-            names the file and a tensor.
+            names the file.
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).is_file():
-        check_file(folder / SAFE_WEIGHTS_NAME)
+        tensors_in(folder / SAFE_WEIGHTS_NAME)
         return [folder / SAFE_WEIGHTS_NAME]
     if not index.is_file():
         raise ValueError(
@@ -41,7 +52,7 @@ def weight_files(folder: Path) -> list[Path]:
         file_of: Mapping[str, str] = read_json(index, WEIGHT_INDEX)["weight_map"]
     except ValueError as error:
         raise ValueError(f"{index} cannot be read ({error}). Copy the checkpoint again.") from error
-    headers: dict[str, Mapping[str, Any]] = {}
+    headers: dict[str, Mapping[str, TensorLike]] = {}
     for tensor, file in file_of.items():
         if file not in headers:
             if not (folder / file).is_file():
@@ -49,33 +60,29 @@ def weight_files(folder: Path) -> list[Path]:
                     f"{folder / file} is missing; by {index.name} it holds {tensor!r} (and"
                     f" {sum(other == file for other in file_of.values()) - 1} more tensors). Copy it again."
                 )
-            headers[file] = check_file(folder / file)
+            headers[file] = tensors_in(folder / file)
         if tensor not in headers[file]:
             raise ValueError(f"{folder / file} lacks {tensor!r}, which it holds by {index.name}. Copy both again.")
     return [folder / file for file in headers]
 
 
-def check_file(file: Path) -> Mapping[str, Any]:
-    """Check that a safetensors file is as long as its header says, and return the header: tensor -> description.
+def tensors_in(file: Path) -> dict[str, TensorLike]:
+    """Shapes and dtypes of the tensors in a safetensors file, which has been checked to be as long as it should be.
 
     Raises:
-        ValueError: it is not. The message names the file and the first tensor that is not complete.
+        ValueError: it is not, or it is no such file. The message names the file.
     """
     size = file.stat().st_size
-    with open(open_regular(file), "rb") as content:
-        length = int.from_bytes(content.read(LENGTH_BYTES), "little")
-        text = content.read(length) if length <= size else b""
     try:
-        header: dict[str, Any] = json.loads(text)
-        checked(header, OBJECT, file.name).pop("__metadata__", None)
-        checked(header, TENSORS, file.name)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} ({size:,} bytes) has no complete safetensors header. Copy it again.") from error
-    end_of = {name: LENGTH_BYTES + length + entry["data_offsets"][1] for name, entry in header.items()}
-    cut_off = [name for name, end in sorted(end_of.items(), key=lambda item: item[1]) if end > size]
-    if cut_off:
+        if not file.is_file():
+            raise OSError("it is not a regular file")
+        with safe_open(file, framework="pt") as content:
+            slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
+            return {
+                name: TensorLike(torch.Size(found.get_shape()), DTYPES.get(found.get_dtype(), torch.uint8))
+                for name, found in slices.items()
+            }
+    except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"{file} is truncated: it has {size:,} bytes and should have {max(end_of.values()):,}. {cut_off[0]!r} is"
-            f" the first of {len(cut_off)} tensors that are not complete. Copy the file again."
-        )
-    return header
+            f"{file} ({size:,} bytes) is truncated, or no safetensors file ({error}). Copy it again."
+        ) from error

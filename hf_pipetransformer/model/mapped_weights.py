@@ -1,38 +1,38 @@
 """Weights that are mapped from files and not in memory, as `from_pretrained` leaves those of a safetensors checkpoint.
 
 transformers maps a checkpoint's files privately (copy-on-write): a weight costs no memory until it is read, then page
-cache that all processes of a host share, and memory of this process only for the pages that it writes to. So every
-process can have the whole model although no process has memory for it, if it gives back the pages that it has read:
+cache that all processes of a host share and that the kernel takes back when memory is needed, and memory of this
+process only for the pages that it writes to. So every process can have the whole model although no process has memory
+for it:
 
-    a module's weights   mapped ──forward──> read from the file ──`release`──> mapped
+    a module's weights   mapped ──forward──> read from the file
     its stage's weights  mapped ──`into_memory`──> a copy in this process's memory, and no mapping
 
-A page that this process has written to differs from the file and is never given back. The kernel knows which pages
-these are (`/proc/self/pagemap`), so no bookkeeping is needed. Where it does not say (not Linux), nothing is given
-back.
+A page that this process has written to differs from the file. The kernel knows which pages these are
+(`/proc/self/pagemap`), so no bookkeeping is needed.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
+import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
+from .checkpoint_files import TensorLike
 from .placeholders import set_values, values_of
 
 PAGE = mmap.PAGESIZE
 MAPPINGS = Path("/proc/self/maps")
 PAGES = Path("/proc/self/pagemap")
+WRITTEN_AT_ONCE = 2**24
 IS_PRESENT, IS_SWAPPED, IS_OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 """Bits of the kernel's 8-byte entry for each page. A page in memory that is not a file's was written to."""
 
@@ -94,29 +94,21 @@ class FileMappings:
         return self.place_of(values[0]) if len(values) == 1 else None
 
 
-def release(tensor: torch.Tensor) -> None:
-    """Give the pages of a mapped tensor back to the kernel; they are read from the file again when they are needed.
-
-    Pages at its ends, which it shares with its neighbours, stay. Does nothing if this process has written to a page of
-    the tensor, or if the kernel does not tell.
-
-    Args:
-        tensor: a tensor that `FileMappings` has found; it must still be mapped.
-    """
-    begin = -(-tensor.data_ptr() // PAGE) * PAGE
-    size = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE - begin
-    if size > 0 and not _has_own_pages(begin, size):
-        assert _LIBC is not None
-        _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
-
-
 def is_written(tensor: torch.Tensor) -> bool:
     """Whether this process has written to a privately mapped tensor. Neighbours on its pages count as well.
 
     False if the kernel does not tell.
     """
-    begin = tensor.data_ptr() // PAGE * PAGE
-    return _has_own_pages(begin, tensor.data_ptr() + tensor.nbytes - begin, unknown=False)
+    first = tensor.data_ptr() // PAGE
+    count = -(-(tensor.data_ptr() + tensor.nbytes) // PAGE) - first
+    try:
+        with PAGES.open("rb", buffering=0) as file:
+            file.seek(first * 8)
+            entries = np.frombuffer(file.read(count * 8), dtype=np.uint64)
+    except (OSError, ValueError):
+        return False
+    own = ((entries & IS_PRESENT) != 0) & ((entries & IS_OF_FILE) == 0) | ((entries & IS_SWAPPED) != 0)
+    return bool(own.any())
 
 
 def into_memory(parameters: Iterable[torch.Tensor]) -> None:
@@ -129,43 +121,42 @@ def into_memory(parameters: Iterable[torch.Tensor]) -> None:
         values = values_of(parameter)
         if any(mappings.place_of(value) is not None for value in values):
             set_values(parameter, [value.clone() for value in values])
-            for value in values:
-                if mappings.place_of(value) is not None:
-                    release(value)
 
 
-@contextmanager
-def releasing(model: nn.Module) -> Iterator[None]:
-    """Inside, each module of a model gives its mapped weights back when its forward is over; at the end all are.
+def tensors_in_file(folder: Path, likes: Sequence[TensorLike]) -> list[torch.Tensor]:
+    """Return empty tensors in a temporary file without a name, which vanishes with the last of them.
 
-    So the model can run although there is no memory for it. Values that autograd keeps for a backward pass stay valid.
+    Their pages are those of a file: the kernel writes them to the disk and takes them back when memory is needed.
+
+    Args:
+        folder: a folder on the disk that the file takes space of; created if it is missing.
+        likes: the shapes and dtypes of the tensors.
+
+    Raises:
+        OSError: the disk has no space for them. Without this, writing to them would end the process by a SIGBUS.
     """
-    mappings = FileMappings()
-
-    def give_back(module: nn.Module, *_: Any) -> None:
-        for parameter in module.parameters(recurse=False):
-            if mappings.place_of(parameter) is not None:  # not so a placeholder that has taken its place
-                release(parameter)
-
-    hooks = [
-        module.register_forward_hook(give_back, always_call=True)
-        for module in model.modules()
-        if any(mappings.place_of(parameter) is not None for parameter in module.parameters(recurse=False))
+    folder.mkdir(parents=True, exist_ok=True)
+    begins = [0, *accumulate(-(-like.num_bytes // PAGE) * PAGE for like in likes)]
+    if not begins[-1]:
+        return [torch.empty(like.shape, dtype=like.dtype) for like in likes]
+    with tempfile.TemporaryFile(dir=folder) as file:
+        _allocate(file.fileno(), begins[-1])
+        pages = mmap.mmap(file.fileno(), begins[-1])
+    return [
+        torch.frombuffer(pages, dtype=like.dtype, count=like.shape.numel(), offset=begin).view(like.shape)
+        if like.num_bytes
+        else torch.empty(like.shape, dtype=like.dtype)
+        for like, begin in zip(likes, begins, strict=False)
     ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module in model.modules():
-            give_back(module)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The kernel
-# ---------------------------------------------------------------------------------------------------------
-
-_LIBC = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+def _allocate(file: int, size: int) -> None:
+    """Give a file its space on the disk; where the system cannot (macOS), by writing zeros."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+        return
+    for offset in range(0, size, WRITTEN_AT_ONCE):
+        os.pwrite(file, bytes(min(WRITTEN_AT_ONCE, size - offset)), offset)
 
 
 def _lines_of(path: Path) -> list[str]:
@@ -173,25 +164,3 @@ def _lines_of(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return []
-
-
-def _has_own_pages(begin: int, size: int, unknown: bool = True) -> bool:
-    """Whether pages of [begin, begin + size) are this process's own, because it has written to them.
-
-    Args:
-        begin: an address at the beginning of a page.
-        size: in bytes.
-        unknown: the answer if the kernel does not tell.
-    """
-    count = -(-size // PAGE)
-    try:
-        with PAGES.open("rb", buffering=0) as file:
-            file.seek(begin // PAGE * 8)
-            content = file.read(count * 8)
-    except OSError:
-        return unknown
-    if len(content) != count * 8:
-        return unknown
-    entries = np.frombuffer(content, dtype=np.uint64)
-    own = ((entries & IS_PRESENT) != 0) & ((entries & IS_OF_FILE) == 0) | ((entries & IS_SWAPPED) != 0)
-    return bool(own.any())

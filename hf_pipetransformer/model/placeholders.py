@@ -18,18 +18,6 @@ from torch import nn
 from .elsewhere import placeholder, show
 
 
-def is_elsewhere(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is a placeholder of one whose values another process has: NaN in a single element of memory.
-
-    False for parameters of one element, and of integers.
-    """
-    return any(
-        value.is_floating_point() and value.numel() > 1 and not any(value.stride()) and bool(value.view(-1)[0].isnan())
-        for value in values_of(parameter)
-        if value.layout is torch.strided
-    )
-
-
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether it is a tensor subclass around other tensors, such as torchao's quantised weights.
 

@@ -29,14 +29,13 @@ from ..model.nested import on_device
 from ..planning.plan import PipelinePlan
 from ..resilience.watchdog import PROGRESS, phase
 from . import prediction
-from .holders import holders_under, source_of_buffers
+from .holders import holders_under, source_of_buffers, updaters_under
 from .mesh import ProcessMesh
-from .moves import exchange, undivided
+from .moves import Distribution, move
 from .optimizer_state import OptimizerState
 from .placed import PlacedPipeline, SequenceSlicing, WrapReplicas
-from .shards import Shards, joined, shards_under
 from .stage import LossFunction
-from .state import Holders, WeightState, WholeParameter, synchronise_buffers
+from .state import Holders, Kept, WeightState, synchronise
 from .virtual_stages import VirtualStages, names_of_stage
 
 
@@ -109,7 +108,7 @@ class ElasticPipeline(nn.Module):
         self._wrap_replicas = wrap_replicas
         self._loss_of: LossFunction | None = None  # kept until the plan is left
         self._optimizer: OptimizerState | None = None
-        self._set_aside: dict[str, WholeParameter] | None = None
+        self._set_aside: Kept | None = None
         self._gradients_synchronise = True
 
     # ------------------------------------------------------------------------------------ layout
@@ -196,26 +195,26 @@ class ElasticPipeline(nn.Module):
 
     def _bring_optimizer_state(self, optimizer: OptimizerState, plan: PipelinePlan) -> None:
         """Move the optimizer state from the ranks where an earlier training left it. Collective over all processes."""
-        before, holders = optimizer.holders(), holders_under(plan, self.stack)
-        after = {name: holders[name] for name in before}
-        shards = undivided(before, self.stack.table), self._shards_under(plan)
-        exchange(before, after, self.stack.table, self.weights, optimizer, self.mesh, self.device, shards)
+        states = self._distribution(plan).states
+        self._move(Distribution({}, optimizer.holders()), Distribution({}, states))
 
-    def _shards_under(self, plan: PipelinePlan) -> Shards:
-        """Who has which part of the optimizer's state under a plan."""
-        optimizer = self.optimizer_state
-        return shards_under(plan, self.stack, optimizer.names, optimizer.is_elementwise)
-
-    def _divide_optimizer_state(self, shards: Shards | None = None) -> None:
-        """Divide the optimizer's state, which the holders of the parameters have. Collective over all processes.
-
-        Args:
-            shards: who will have which part; None for the division under the plan in force.
-        """
+    def _divide_optimizer_state(self) -> None:
+        """Divide the optimizer's state as the plan in force says. Collective over all processes."""
         if self._optimizer is not None and self.plan is not None:
-            here, after = self.holders(), shards if shards is not None else self._shards_under(self.plan)
-            between = self._optimizer.shards(here), after
-            exchange(here, here, self.stack.table, self.weights, self._optimizer, self.mesh, self.device, between)
+            self._move(self._distribution_now(), self._distribution(self.plan))
+
+    def _distribution_now(self) -> Distribution:
+        """Who has which parameters, and which optimizer state."""
+        holders = self.holders()
+        return Distribution(holders, self._optimizer.updaters(holders) if self._optimizer is not None else {})
+
+    def _distribution(self, plan: PipelinePlan) -> Distribution:
+        """Who has which parameters, and which optimizer state, under a plan."""
+        names = self._optimizer.names if self._optimizer is not None else ()
+        return Distribution(holders_under(plan, self.stack), updaters_under(plan, self.stack, names))
+
+    def _move(self, before: Distribution, after: Distribution) -> int:
+        return move(before, after, self.weights, self._optimizer, self.mesh, self.device)
 
     def transform(self, plan: PipelinePlan) -> Transformation:
         """Change to another plan, between two optimizer steps. Collective over all processes.
@@ -246,13 +245,7 @@ class ElasticPipeline(nn.Module):
                 self._optimizer.keep_what_is_here()
             self._close()
         with _timed_phase("move", seconds):
-            after, table = holders_under(plan, self.stack), self.stack.table
-            shards = None
-            if self._optimizer is not None:
-                shards = self._optimizer.shards(self.holders()), self._shards_under(plan)
-            moved = exchange(
-                self.holders(), after, table, self.weights, self._optimizer, self.mesh, self.device, shards
-            )
+            moved = self._move(self._distribution_now(), self._distribution(plan))
         self.plan = plan
         with _timed_phase("drop", seconds):
             self.weights.keep_only(self._names_here(), self.device, self.holders())
@@ -370,11 +363,8 @@ class ElasticPipeline(nn.Module):
         """
         self.synchronise_buffers()
         holders = self.holders()
-        if self._optimizer is not None and self.current_plan.shards_optimizer:
-            sizes = {name: self.stack.table[name].numel() for name in holders}
-            self._divide_optimizer_state(joined(self._optimizer.shards(holders), sizes))
-            self._optimizer.share_updates(None, ())
         if self._optimizer is not None:
+            self._optimizer.share_updates(None, ())
             self._optimizer.share_outside()
         self._leave_plan()
         self.weights.restore(holders, device)
@@ -410,7 +400,8 @@ class ElasticPipeline(nn.Module):
 
         The values of the first replica are used, as under DDP.
         """
-        synchronise_buffers(self.model, self.mesh, source_of_buffers(self.stack.table, self.holders()))
+        buffers = dict(self.model.named_buffers())
+        synchronise(buffers, self.mesh, source_of_buffers(self.stack.table, self.holders()))
 
     # ------------------------------------------------------------------------------------ frozen layers' outputs
     def use_cache(self, cache: ActivationCache | None) -> None:
@@ -461,11 +452,6 @@ class ElasticPipeline(nn.Module):
         if self.stage is None:
             self.model.train(mode)
         return self
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._optimizer is not None:
-            self._optimizer.forget_gradients()
-        super().zero_grad(set_to_none)
 
     def forward(self, *positional: Any, **batch: Any) -> Any:
         """The model's own forward, for a user's `training_step` or `prediction_step` that calls the model it is given.
@@ -594,10 +580,7 @@ class ElasticPipeline(nn.Module):
         if unscale is not None and self._optimizer is not None and self.current_plan.shards_optimizer:
             unscale = partial(self._optimizer.over_whole_gradients, unscale)
         outside = self._optimizer.outside if self._optimizer is not None else ()
-        norm = self._current.gradients.clip(max_norm, unscale, loss_scale, stand_in, outside)
-        if self._optimizer is not None:
-            self._optimizer.show_gradients()
-        return norm
+        return self._current.gradients.clip(max_norm, unscale, loss_scale, stand_in, outside)
 
     def squared_gradient_norms(self, loss_scale: float = 1.0) -> torch.Tensor:
         """Squared gradient norm of each unit, before clipping: `StageGradients.squared_norms`.
@@ -608,18 +591,12 @@ class ElasticPipeline(nn.Module):
         return self._current.gradients.squared_norms(self.freezable.inside, loss_scale)
 
     # ------------------------------------------------------------------------------------ the optimizer
-    def attach_optimizer(self, optimizer: torch.optim.Optimizer, is_elementwise: bool = False) -> None:
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer of the whole model's parameters update those that are here, now and after `place`.
 
         Collective over all processes.
-
-        Args:
-            optimizer: the optimizer.
-            is_elementwise: whether it may be given a part of a parameter (`OptimizerState`).
         """
-        self._optimizer = OptimizerState(
-            unwrapped(optimizer), self.stack.table, self.weights, self.mesh, is_elementwise
-        )
+        self._optimizer = OptimizerState(unwrapped(optimizer), self.stack.table, self.weights, self.mesh)
         self._share_outside()
         if self.plan is not None and self.plan.shards_optimizer:
             self._divide_optimizer_state()

@@ -1,8 +1,12 @@
-"""Which ranks hold which parameters and buffers under a plan. Pure functions: the same result on every process."""
+"""Which ranks hold which parameters, optimizer state and buffers. Pure functions: the same result on every process.
+
+Replicas that divide the optimizer state (ZeRO-1) have that of whole parameters: the largest goes first, to the replica
+that has the fewest bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ..model.layer_stack import LayerStack
 from ..model.placeholders import ParameterTable
@@ -18,6 +22,30 @@ def holders_under(plan: PipelinePlan, stack: LayerStack) -> Holders:
         for name in names_of_stage(plan, stack, stage):
             ranks[name].extend(plan.ranks_of_stage(stage))
     return {name: tuple(sorted(held)) for name, held in ranks.items()}
+
+
+def updaters_under(plan: PipelinePlan, stack: LayerStack, names: Collection[str]) -> Holders:
+    """The ranks that update each parameter, and have its optimizer state, under a plan.
+
+    They are those that hold it, or one replica of each stage that holds it.
+
+    Args:
+        plan: the plan.
+        stack: the units of the model.
+        names: the parameters that the optimizer updates.
+    """
+    if not plan.shards_optimizer:
+        return {name: ranks for name, ranks in holders_under(plan, stack).items() if name in names}
+    table = stack.table
+    updaters: dict[str, list[int]] = {name: [] for name in table.names if name in names}
+    for stage in range(plan.pipeline_parallel_size):
+        loads = dict.fromkeys(plan.ranks_of_stage(stage), 0)
+        held = names_of_stage(plan, stack, stage)
+        for name in sorted(filter(held.__contains__, updaters), key=lambda name: -table[name].nbytes):
+            rank = min(loads, key=loads.__getitem__)
+            loads[rank] += table[name].nbytes
+            updaters[name].append(rank)
+    return {name: tuple(sorted(ranks)) for name, ranks in updaters.items()}
 
 
 def source_of_buffers(table: ParameterTable, holders: Holders) -> Callable[[str], int]:

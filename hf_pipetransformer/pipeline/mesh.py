@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PeerFailedError, in_one_line
-from .chunks import as_bytes, packed, unpacked
+from .chunks import as_bytes
 
 T = TypeVar("T")
 
@@ -214,28 +214,6 @@ class ProcessMesh:
             dist.broadcast(as_bytes(tensor), src=source, group=self.control)
         return tensor
 
-    # ------------------------------------------------------------------------------------ many tensors, in chunks
-    def send_to(self, tensors: Sequence[torch.Tensor], destination: int) -> None:
-        """Send tensors, whose shapes the receiver must know, through the CPU."""
-        _send(tensors, lambda chunk: dist.isend(chunk, destination, group=self.control))
-
-    def receive_from(self, like: Sequence[torch.Tensor], source: int) -> list[torch.Tensor]:
-        """Receive what `send_to` sent, as CPU tensors in the shapes and dtypes of `like` (meta tensors suffice)."""
-        return list(unpacked(like, lambda chunk: dist.recv(chunk, source, group=self.control)))
-
-    def receive_into(self, tensors: Iterable[torch.Tensor], like: Sequence[torch.Tensor], source: int) -> None:
-        """Receive what `send_to` sent into contiguous CPU tensors. Each of them is let go when it is complete."""
-        for _ in unpacked(like, lambda chunk: dist.recv(chunk, source, group=self.control), into=tensors):
-            pass
-
-    def send_to_all(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send tensors to all other processes, which call `receive_from_one`. Collective over all processes."""
-        _send(tensors, lambda chunk: dist.broadcast(chunk, self.rank, group=self.control, async_op=True))
-
-    def receive_from_one(self, like: Sequence[torch.Tensor], source: int) -> Iterator[torch.Tensor]:
-        """Yield what `send_to_all` sends, as `receive_from` does. Collective over all processes, so read all of it."""
-        return unpacked(like, lambda chunk: dist.broadcast(chunk, source, group=self.control))
-
 
 def can_be_sent(value: object) -> bool:
     """Whether another process can be given a copy of a value."""
@@ -244,14 +222,3 @@ def can_be_sent(value: object) -> bool:
     except Exception:  # whatever a user's class raises
         return False
     return True
-
-
-def _send(tensors: Sequence[torch.Tensor], send: Callable[[torch.Tensor], dist.Work | None]) -> None:
-    """Send tensors in chunks; while one is on its way, the next one is copied."""
-    under_way: dist.Work | None = None
-    for chunk in packed(tensors):
-        if under_way is not None:
-            under_way.wait()
-        under_way = send(chunk)
-    if under_way is not None:
-        under_way.wait()

@@ -1,13 +1,13 @@
 """Optimizer state that is distributed over stages, and over their replicas if these divide it: gather, save and load.
 
-model's parameters          embedding             w         b
-groups of replica 0         embedding[:n]                         a part, and after each step
-groups of replica 1         embedding[n:]         w         b     each replica gets what the other has updated
+model's parameters          embedding   w   b
+groups of replica 0         embedding
+groups of replica 1                     w   b     after each step each replica gets what the other has updated
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from torch import nn
 
 from ..model.placeholders import ParameterTable
 from ..resilience.watchdog import phase
-from .chunks import on_cpu
+from .devices import synchronise as wait_for
 from .mesh import ProcessMesh
-from .shards import Shards, Span, segments_of
-from .state import Holders, WeightState, spill_file
-from .updated_shards import UpdatedShards
+from .replica_updates import exchange_updates
+from .state import Holders, WeightState, synchronise
+from .transfer import CPU, transfer
 
 Member = str | nn.Parameter
 """A parameter in an optimizer's group: the model's by its name, any other one itself."""
@@ -35,9 +35,8 @@ class OptimizerState:
     groups' lists of parameters change. Its `state_dict` is that of a single process: it is complete inside `gathered`,
     and loading it keeps this process's part.
 
-    Replicas of a stage may divide its parameters (`assign`). Then the groups hold those that this process updates,
-    and in the place of a parameter that is cut, its elements as a parameter of one dimension (a *part*); after each
-    step every replica gets what the others have updated.
+    Replicas of a stage may divide its parameters (`assign`). Then the groups hold those that this process updates, and
+    after each step every replica gets what the others have updated.
 
     It may also update parameters outside of the model, such as a loss's own. They stay in their groups, at their
     places among the model's, and get their gradients where the loss is computed.
@@ -47,20 +46,12 @@ class OptimizerState:
         table: the model's parameters, in the state in which the optimizer was created.
         weights: says which of the parameters are here.
         mesh: all processes of the run.
-        is_elementwise: whether the optimizer updates each element by its own gradient alone, with state that has the
-            parameter's shape, so that it may be given a part of a parameter.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        table: ParameterTable,
-        weights: WeightState,
-        mesh: ProcessMesh,
-        is_elementwise: bool = False,
+        self, optimizer: torch.optim.Optimizer, table: ParameterTable, weights: WeightState, mesh: ProcessMesh
     ) -> None:
         self.optimizer = optimizer
-        self.is_elementwise = is_elementwise
         self._table = table
         self._weights = weights
         self._mesh = mesh
@@ -81,18 +72,15 @@ class OptimizerState:
                 " to the trainer."
             )
         self._members: list[list[Member]] = []
-        self._shards: Shards = {}  # a parameter that is missing is updated as a whole wherever it is
-        self._parts: dict[str, tuple[Span, nn.Parameter]] = {}  # of the parameters that this process updates in part
-        self._seen: dict[str, int] = {}  # where the gradients are that the parts have been shown for this step
-        self._updated: UpdatedShards | None = None
+        self._updaters: Holders = {}  # a parameter that is missing is updated wherever it is
+        self._replicas: tuple[dist.ProcessGroup, tuple[int, ...]] | None = None
         self._gathered: dict[str, Any] | None = None
         # stands in for the parameters of a stage that trains nothing
         self._idle_parameter = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
         self._hooks = [
             optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered),
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict)),
-            optimizer.register_step_pre_hook(lambda *_: self._show_changed_gradients()),
-            optimizer.register_step_post_hook(lambda *_: self._share_updates()),
+            optimizer.register_step_post_hook(lambda *_: self._exchange_updates()),
         ]
         self.keep_what_is_here()
 
@@ -103,11 +91,10 @@ class OptimizerState:
         Includes groups that a callback has appended, and parameters outside of the model that it has added to a group.
         """
         groups = self.optimizer.param_groups
-        own = {id(self._idle_parameter), *(id(part) for _, part in self._parts.values())}
         self._members += [[] for _ in groups[len(self._members) :]]
         for group, members in zip(groups, self._members, strict=True):
             is_new = not members
-            known = {id(member) for member in members} | own
+            known = {id(member) for member in members} | {id(self._idle_parameter)}
             for parameter in group["params"]:
                 name = self._name_of.get(id(parameter))
                 if name is None and id(parameter) not in known:
@@ -124,17 +111,19 @@ class OptimizerState:
     def release(self) -> None:
         """Restore the optimizer's parameter lists over the whole model and remove the hooks. Not collective.
 
-        The state stays on the processes where it is, except that of parts, which is dropped: parameters are still cut
-        only if their model stays distributed after its training and is given up (`shards.joined` otherwise).
+        The state stays on the processes where it is.
         """
         for hook in self._hooks:
             hook.remove()
-        for _, part in self._parts.values():
-            self.optimizer.state.pop(part, None)
-        self._parts = {}
         for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
             group["params"] = [self._parameter(member) for member in members]
         self.optimizer.state.pop(self._idle_parameter, None)
+
+    # ------------------------------------------------------------------------------------ who updates what
+    @property
+    def names(self) -> list[str]:
+        """The names of the model's parameters that are updated on some process, in the order of the groups."""
+        return [name for names in self._group_names for name in names if not self._weights.is_frozen(name)]
 
     def holders(self) -> Holders:
         """The ranks that have optimizer state of each parameter that has any. Collective over all processes."""
@@ -145,69 +134,49 @@ class OptimizerState:
         having = [frozenset(theirs) for theirs in everyone]
         return {name: tuple(rank for rank, has in enumerate(having) if name in has) for name in names}
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the model's parameters that are updated on some process, in the order of the groups."""
-        return [name for names in self._group_names for name in names if not self._weights.is_frozen(name)]
-
-    def shards(self, holders: Holders) -> Shards:
-        """Who has which part of the state, for all `names`.
+    def updaters(self, holders: Holders) -> Holders:
+        """The ranks that update each of `names`.
 
         Args:
-            holders: the ranks that hold each parameter, which update it if it is not divided.
+            holders: the ranks that hold each parameter, which update it if nothing else was assigned.
         """
-        whole = {name: dict.fromkeys(holders[name], (0, self._table[name].numel())) for name in self.names}
-        return {name: self._shards.get(name, spans) for name, spans in whole.items()}
+        return {name: self._updaters.get(name, holders[name]) for name in self.names}
 
-    def assign(self, shards: Shards, states: Mapping[str, dict[str, Any]]) -> None:
-        """Update from now on the elements that `shards` gives to this process. Not collective.
+    def assign(self, updaters: Holders) -> None:
+        """Update from now on the parameters that are given to this process. Not collective.
 
         Args:
-            shards: who has which part of the state, for all `names`.
-            states: the new state of those parameters of which this process gets other elements than before.
+            updaters: the ranks that update each of `names`, and have its state.
         """
         for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
             # `keep_what_is_here` puts in those of the model
             group["params"] = [member for member in members if not isinstance(member, str)]
-        keys = {name: self._key(name) for name in shards}
-        self._shards, before = shards, self._parts
-        self._parts = {}
-        for name in shards:
-            span = self._span(name)
-            if span is None or span == (0, self._table[name].numel()):
-                continue
-            known, part = before.get(name, (None, None))
-            if known != span or part is None:
-                part = nn.Parameter(self._values_of_part(name, span).data)  # with a version of its own
-            self._parts[name] = span, part
-        for name, state in states.items():
-            self._set_state(name, state)
-        for name, key in keys.items():  # the same elements, but a part now, or no longer
-            if name not in states and key is not self._key(name) and key in self.optimizer.state:
-                self._set_state(name, self.optimizer.state.pop(key))
+        self._updaters = updaters
         self.keep_what_is_here()
 
     def share_updates(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
         """After each step, give every replica of the stage here what the others have updated. Not collective.
 
         Args:
-            group: the replicas of the stage; None if none of its parameters is divided.
+            group: the replicas of the stage; None if they do not divide its parameters.
             ranks: their ranks.
         """
-        self._updated = None
-        if group is not None:
-            names = [name for name in self.names if self._weights.is_here(name) and self._table[name].requires_grad]
-            spans = [(name, self._shards[name]) for name in names]
-            rows = [[(name, of_ranks[rank]) for name, of_ranks in spans if rank in of_ranks] for rank in ranks]
-            self._updated = UpdatedShards(self._table, rows, group)
+        self._replicas = None if group is None else (group, tuple(ranks))
+
+    def _exchange_updates(self) -> None:
+        if self._replicas is None:
+            return
+        group, ranks = self._replicas
+        here = [name for name in self.names if self._weights.is_here(name) and self._table[name].requires_grad]
+        rows = [[self._table[name] for name in here if rank in self._updaters[name]] for rank in ranks]
+        with phase("update"):
+            exchange_updates(rows, group)
 
     def keep_what_is_here(self) -> None:
         """Remove parameters, and their state, that this process does not update or that are permanently frozen.
 
         Parameters that the user has frozen temporarily stay, with their state and without a gradient.
         """
-        for name, (span, part) in self._parts.items():
-            part.data = self._values_of_part(name, span)  # because the values may be in another place now
         for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
             group["params"] = [self._parameter(member) for member in members if self._updates(member)]
         if self._has_idle_parameter:
@@ -216,6 +185,17 @@ class OptimizerState:
         for parameter in [p for p in self.optimizer.state if id(p) not in kept]:
             del self.optimizer.state[parameter]
 
+    def _parameter(self, member: Member) -> nn.Parameter:
+        return self._table[member] if isinstance(member, str) else member
+
+    def _updates(self, member: Member) -> bool:
+        """Whether this process updates a parameter; those outside of the model are here and never frozen."""
+        if not isinstance(member, str):
+            return True
+        is_mine = self._mesh.rank in self._updaters.get(member, (self._mesh.rank,))
+        return is_mine and self._weights.is_here(member) and not self._weights.is_frozen(member)
+
+    # ------------------------------------------------------------------------------------ gradients
     def over_whole_gradients(self, act: Callable[[], None]) -> None:
         """Call a function that reads or changes the gradients in the groups (a scaler's) on those of the whole stage.
 
@@ -225,7 +205,7 @@ class OptimizerState:
         lists = [group["params"] for group in groups]
         for group, members in zip(groups, self._group_members, strict=True):
             here = [member for member in members if not isinstance(member, str) or self._weights.is_here(member)]
-            group["params"] = [self._table[member] if isinstance(member, str) else member for member in here]
+            group["params"] = [self._parameter(member) for member in here]
         if self._is_idle:
             groups[0]["params"].append(self._idle_parameter)
         try:
@@ -233,12 +213,6 @@ class OptimizerState:
         finally:
             for group, parameters in zip(groups, lists, strict=True):
                 group["params"] = parameters
-
-    def adopt_added(self) -> None:
-        """Count parameters that were added to the optimizer's groups since it was created as outside of the model."""
-        known = {id(p) for p in (*self._table.model.parameters(), *self.outside, self._idle_parameter)}
-        known |= {id(part) for _, part in self._parts.values()}
-        self.outside += [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
 
     @property
     def _is_idle(self) -> bool:
@@ -259,108 +233,11 @@ class OptimizerState:
         if self._has_idle_parameter:
             self._idle_parameter.grad = torch.full_like(self._idle_parameter, value)
 
-    @contextmanager
-    def gathered(self, holders: Holders, spill: Path | None = None) -> Iterator[None]:
-        """Inside, `optimizer.state_dict()` on rank 0 is that of a single process that holds the whole model.
-
-        Collective over all processes.
-
-        Args:
-            holders: who holds what.
-            spill: as in `WeightState.gathered`. The state of parameters that replicas divide among them, at most one
-                between two neighbours, is put together in memory.
-        """
-        state = self._gather(holders, spill)
-        if self._mesh.rank == 0:
-            groups: list[dict[str, Any]] = []
-            states: list[dict[str, Any]] = []  # of each parameter, in the order of their numbers
-            for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
-                first = len(states)
-                for member in members:
-                    states.append(state.get(member, {}) if isinstance(member, str) else self._copied_state(member))
-                groups.append({**group, "params": list(range(first, len(states)))})
-            self._gathered = {
-                "state": {number: values for number, values in enumerate(states) if values},
-                "param_groups": groups,
-            }
-        try:
-            yield
-        finally:
-            self._gathered = None
-
-    def state_of(self, name: str) -> dict[str, Any]:
-        """The optimizer's state here for one parameter, or the part of it; empty before its first step."""
-        return dict(self.optimizer.state.get(self._key(name), {}))
-
-    def part_of_state(self, name: str, span: Span) -> dict[str, Any]:
-        """The state of some of the elements that this process has, for which `put_part` fills in what arrives.
-
-        Keys of values with one entry for each element begin with `ELEMENTS`; these are flat.
-        """
-        shape, state = self._key(name).shape, self.state_of(name)
-        own = self._span(name)
-        if own is None or span == own == (0, self._table[name].numel()):
-            return state
-        inside = slice(span[0] - own[0], span[1] - own[0])
-        return {
-            f"{ELEMENTS}{key}" if _has_shape(value, shape) else key: (
-                value.reshape(-1)[inside] if _has_shape(value, shape) else value
-            )
-            for key, value in state.items()
-        }
-
-    def drop(self, name: str) -> None:
-        """Free the optimizer state here of a parameter."""
-        self.optimizer.state.pop(self._key(name), None)
-
-    # ------------------------------------------------------------------------------------ inside
-    def _parameter(self, member: Member) -> nn.Parameter:
-        return self._key(member) if isinstance(member, str) else member
-
-    def _copied_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's state for a parameter, with its tensors on the CPU."""
-        state = self.optimizer.state.get(parameter, {})
-        return {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-
-    def _updates(self, member: Member) -> bool:
-        """Whether this process updates a parameter; those outside of the model are here and never frozen."""
-        if not isinstance(member, str):
-            return True
-        is_divided_elsewhere = member in self._shards and self._mesh.rank not in self._shards[member]
-        return self._weights.is_here(member) and not self._weights.is_frozen(member) and not is_divided_elsewhere
-
-    def _span(self, name: str) -> Span | None:
-        """The elements that this process updates; None if it updates none."""
-        whole = {self._mesh.rank: (0, self._table[name].numel())}
-        return self._shards.get(name, whole).get(self._mesh.rank)
-
-    def _key(self, name: str) -> nn.Parameter:
-        """What stands in the optimizer's groups and state for a parameter: itself, or the part of it."""
-        return self._parts[name][1] if name in self._parts else self._table[name]
-
-    def _values_of_part(self, name: str, span: Span) -> torch.Tensor:
-        """A view of a parameter's elements."""
-        return self._flat(name)[slice(*span)]
-
-    def _flat(self, name: str) -> torch.Tensor:
-        """The values of a parameter, flattened; no copy."""
-        parameter = self._table[name]
-        if not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-        return parameter.detach().view(-1)
-
-    def _set_state(self, name: str, state: dict[str, Any]) -> None:
-        if state:
-            self.optimizer.state[self._key(name)] = state
-
-    def show_gradients(self) -> None:
-        """Let the parts see values and gradients of their parameters, wherever these are now. Not collective.
-
-        Called when the gradients are complete, for code between clipping and the step that changes those in the
-        groups. They are views, so what is changed in place on either side reaches the step.
-        """
-        self._seen = {}
-        self._show_changed_gradients()
+    # ------------------------------------------------------------------------------------ outside of the model
+    def adopt_added(self) -> None:
+        """Count parameters that were added to the optimizer's groups since it was created as outside of the model."""
+        known = {id(p) for p in (*self._table.model.parameters(), *self.outside, self._idle_parameter)}
+        self.outside += [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
 
     def share_outside(self) -> None:
         """Set the parameters outside of the model to rank 0's. Collective over all processes.
@@ -375,8 +252,7 @@ class OptimizerState:
                 f"The optimizer's parameters that do not belong to the model have other shapes on some processes:"
                 f" {everyone}. Create the same loss on all of them."
             )
-        for parameter in self.outside:
-            parameter.data.copy_(self._mesh.broadcast_tensor(parameter.detach().cpu().contiguous(), source=0))
+        synchronise({str(number): parameter for number, parameter in enumerate(self.outside)}, self._mesh)
 
     def average_outside(self, group: dist.ProcessGroup) -> None:
         """Average the gradients of parameters outside of the model. Collective over those that compute the loss."""
@@ -387,78 +263,61 @@ class OptimizerState:
             if together[-1]:  # where no process has a gradient, the optimizer must not see one
                 parameter.grad = together[:-1].view_as(parameter) / group.size()
 
-    def forget_gradients(self) -> None:
-        """Free the gradients of the parts, where the model's parameters lose theirs. Not collective."""
-        for _, part in self._parts.values():
-            part.grad = None
+    # ------------------------------------------------------------------------------------ states
+    def state_of(self, name: str) -> dict[str, Any]:
+        """The optimizer's state here for one parameter; empty before its first step."""
+        return dict(self.optimizer.state.get(self._table[name], {}))
 
-    def _show_changed_gradients(self) -> None:
-        """Before the step, the same for gradients that have been set since then; one that a part was given stays."""
-        for name, (span, part) in self._parts.items():
-            gradient = self._table[name].grad
-            part.data = self._flat(name)[slice(*span)]
-            place = None if gradient is None or gradient.is_sparse else gradient.data_ptr()
-            if place is not None and self._seen.get(name) == place:
-                continue
-            if gradient is not None:
-                gradient = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)[slice(*span)]
-            part.grad = gradient
-            if place is not None:
-                self._seen[name] = place
+    def put_state(self, name: str, state: dict[str, Any]) -> None:
+        """Store the state of a parameter that another process has sent."""
+        if state:
+            self.optimizer.state[self._table[name]] = state
 
-    def _share_updates(self) -> None:
-        self._seen = {}
-        self.forget_gradients()
-        if self._updated is not None:
-            with phase("update"):
-                self._updated.gather()
+    def drop(self, name: str) -> None:
+        """Free the optimizer state here of a parameter."""
+        self.optimizer.state.pop(self._table[name], None)
 
-    def _gather(self, holders: Holders, spill: Path | None) -> dict[str, dict[str, Any]]:
-        """On rank 0: parameter name -> its optimizer state, on the CPU."""
-        first = {(n, s.span): s.holders[0][0] for n, spans in self.shards(holders).items() for s in segments_of(spans)}
-        mine = {
-            segment: state
-            for segment, rank in first.items()
-            if rank == self._mesh.rank and (state := self.part_of_state(*segment))
-        }
-        layouts = self._mesh.gather_objects({segment: _on_meta(state) for segment, state in mine.items()})
-        gathered: dict[str, dict[str, Any]] = {}
-        own = [(s, k) for s, vs in mine.items() for k, v in vs.items() if isinstance(v, torch.Tensor)]
+    @contextmanager
+    def gathered(self, holders: Holders, folder: Path | None = None) -> Iterator[None]:
+        """Inside, `optimizer.state_dict()` on rank 0 is that of a single process that holds the whole model.
+
+        Collective over all processes.
+
+        Args:
+            holders: who holds what.
+            folder: as in `WeightState.gathered`.
+        """
+        before = self.updaters(holders)
+        arrived: dict[Member, dict[str, Any]] = {}
+        wanted = dict.fromkeys(before, (0,))
+        transfer(before, wanted, self._mesh, CPU, self.state_of, arrived.__setitem__, folder=folder)
         if self._mesh.rank == 0:
-            arrived = {s: dict(vs) for s, vs in mine.items()}
-            for (s, k), tensor in zip(own, on_cpu([mine[s][k] for s, k in own]), strict=True):
-                arrived[s][k] = tensor
-            self._put_together(arrived, gathered)
-        slots_of = [
-            [(s, k, v) for s, vs in theirs.items() for k, v in vs.items() if isinstance(v, torch.Tensor)]
-            for theirs in layouts
-        ]
-        file = spill_file(spill, [v for slots in slots_of[1:] for *_, v in slots], self._mesh)
-        number = 0
-        for source, slots in enumerate(slots_of[1:], start=1):
-            if self._mesh.rank == source:
-                self._mesh.send_to([mine[s][k] for s, k, _ in slots], destination=0)
-            elif self._mesh.rank == 0:
-                arrived = {s: dict(vs) for s, vs in layouts[source].items()}
-                like = [v for *_, v in slots]
-                if file is not None:
-                    numbers = range(number, number + len(like))
-                    self._mesh.receive_into(map(file.open, numbers), like, source)
-                    number, tensors = numbers.stop, list(map(file.open, numbers))
-                else:
-                    tensors = self._mesh.receive_from(like, source)
-                for (s, k, _), tensor in zip(slots, tensors, strict=True):
-                    arrived[s][k] = tensor
-                self._put_together(arrived, gathered)
-        return gathered
+            states = [  # of each parameter, in the order of their numbers
+                arrived.get(member) or self._state_on_cpu(member)
+                for members in self._group_members
+                for member in members
+            ]
+            wait_for(self._idle_parameter.device)
+            groups: list[dict[str, Any]] = []
+            first = 0
+            for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
+                groups.append({**group, "params": list(range(first, first + len(members)))})
+                first += len(members)
+            self._gathered = {
+                "state": {number: values for number, values in enumerate(states) if values},
+                "param_groups": groups,
+            }
+        try:
+            yield
+        finally:
+            self._gathered = None
 
-    def _put_together(
-        self, arrived: Mapping[tuple[str, Span], Mapping[str, Any]], whole: dict[str, dict[str, Any]]
-    ) -> None:
-        """Fill the states of whole parameters with those of some of their elements (`part_of_state`)."""
-        for (name, span), values in arrived.items():
-            parameter = self._table[name]
-            put_part(whole.setdefault(name, {}), values, parameter.shape, (0, parameter.numel()), span)
+    def _state_on_cpu(self, member: Member) -> dict[str, Any]:
+        state = self.optimizer.state.get(self._parameter(member), {})
+        return {
+            key: v.detach().to(CPU, non_blocking=True) if isinstance(v, torch.Tensor) else v
+            for key, v in state.items()
+        }
 
     def _keep_mine(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """This process's part of a whole model's state dict, renumbered; None leaves any other state dict as it is."""
@@ -469,62 +328,15 @@ class OptimizerState:
         groups: list[dict[str, Any]] = []
         position = 0
         for group, numbers, members in zip(state_dict["param_groups"], saved, self._group_members, strict=True):
-            here = []
-            for number, member in zip(numbers, members, strict=True):
-                if self._updates(member):
-                    if number in state_dict["state"]:
-                        values = self._part_of_saved(member, state_dict["state"][number])
-                        # copied, because a memory-mapped file may be damaged or deleted later
-                        state[position] = {k: _own(v) for k, v in values.items()}
-                    here.append(position)
-                    position += 1
-            if not groups and self._has_idle_parameter:
-                here.append(position)
-                position += 1
-            groups.append({**group, "params": here})
+            mine = [number for number, member in zip(numbers, members, strict=True) if self._updates(member)]
+            for place, number in enumerate(mine, start=position):
+                if number in state_dict["state"]:
+                    # copied, because a memory-mapped file may be damaged or deleted later
+                    state[place] = {k: _own(v) for k, v in state_dict["state"][number].items()}
+            size = len(mine) + (not groups and self._has_idle_parameter)
+            groups.append({**group, "params": list(range(position, position + size))})
+            position += size
         return {"state": state, "param_groups": groups}
-
-    def _part_of_saved(self, member: Member, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What this process has of a parameter's saved state."""
-        if not isinstance(member, str) or member not in self._parts:
-            return values
-        (span, part), shape = self._parts[member], self._table[member].shape
-        return {
-            key: v.reshape(-1)[slice(*span)].view(part.shape) if _has_shape(v, shape) else v
-            for key, v in values.items()
-        }
-
-
-ELEMENTS = "elements "
-"""How the keys of a state's values begin that have one entry for each element of a part of a parameter."""
-
-
-def put_part(state: dict[str, Any], values: Mapping[str, Any], shape: torch.Size, span: Span, part: Span) -> None:
-    """Fill the state of elements `span` of a parameter with that of `part` of them (`OptimizerState.part_of_state`).
-
-    Args:
-        state: the state, which is filled; empty at first.
-        values: the state of the part.
-        shape: the shape that the state of the elements has: the parameter's, or flat.
-        span: the elements whose state is filled.
-        part: the elements whose state has arrived.
-    """
-    for key, value in values.items():
-        if not key.startswith(ELEMENTS):
-            state[key] = value
-            continue
-        name = key.removeprefix(ELEMENTS)
-        if name not in state:
-            state[name] = torch.zeros(shape, dtype=value.dtype, device=value.device)
-        state[name].view(-1)[part[0] - span[0] : part[1] - span[0]] = value
-
-
-def _on_meta(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: v.to("meta") if isinstance(v, torch.Tensor) else v for key, v in state.items()}
-
-
-def _has_shape(value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == shape
 
 
 def _own(value: Any) -> Any:

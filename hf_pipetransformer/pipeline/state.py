@@ -7,10 +7,8 @@ takes the parts that it holds. So a checkpoint fits any number of stages and rep
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from ..model.elsewhere import computing_with_nan, hide
 from ..model.placeholders import ParameterTable, placeholder, set_values, values_of, with_values
 from .chunks import as_bytes
 from .mesh import ProcessMesh
-from .spill import SpillFile
+from .transfer import CPU, transfer
 
 Holders = Mapping[str, tuple[int, ...]]
 """Parameter name -> the ranks that hold the parameter, ascending. The same on every process."""
@@ -35,12 +33,8 @@ HELD_ELSEWHERE = (
 )
 
 
-@dataclass(frozen=True)
-class WholeParameter:
-    """A complete parameter's values and gradient, kept while an evaluation uses a part of the model."""
-
-    values: Sequence[torch.Tensor]
-    grad: torch.Tensor | None
+Kept = Mapping[str, tuple[Sequence[torch.Tensor], torch.Tensor | None]]
+"""Complete parameters' values and gradients, kept while an evaluation uses a part of the model."""
 
 
 class WeightState:
@@ -61,7 +55,7 @@ class WeightState:
         self._frozen: set[str] = set()
         self._offloaded: dict[str, list[torch.Tensor]] = {}
         self._offload_hooks: list[Any] = []
-        self._gathered: dict[str, Callable[[], torch.Tensor]] | None = None
+        self._gathered: dict[str, torch.Tensor] | None = None
         self._lists_placeholders = False
         self._hooks: list[Any] = []
         self._reading = ExitStack()  # while `model.state_dict()` runs
@@ -159,14 +153,24 @@ class WeightState:
         mine = {name: self._table[name].requires_grad for name, r in holders.items() if r[0] == self._mesh.rank}
         return {name: flag for theirs in self._mesh.gather_objects(mine) for name, flag in theirs.items()}
 
+    def values_of(self, name: str) -> dict[int, torch.Tensor]:
+        """The tensors with the values of a parameter, numbered."""
+        return dict(enumerate(values_of(self._table[name])))
+
     def put(self, name: str, values: Sequence[torch.Tensor]) -> None:
         """Store the values of a parameter that another process has sent, in the order of `values_of`."""
         set_values(self._table[name], values)
         self._table[name].requires_grad_(self.is_trainable(name))
         self._missing.discard(name)
 
-    def drop(self, name: str, device: torch.device) -> None:
-        """Free the memory of a parameter, which becomes a placeholder on `device`."""
+    def drop(self, name: str, device: torch.device, holder: int | None = None) -> None:
+        """Free the memory of a parameter, which becomes a placeholder on `device`, and cannot be read.
+
+        Args:
+            name: the parameter's.
+            device: this process's.
+            holder: a rank that holds it, if it is known.
+        """
         parameter = self._table[name]
         parameter.requires_grad_(False)  # user code may have set it, also that of a placeholder
         parameter.grad = None
@@ -176,7 +180,8 @@ class WeightState:
             nothing = [float("nan") if value.is_floating_point() else 0 for value in values]
             set_values(parameter, [placeholder(v, fill, device) for v, fill in zip(values, nothing, strict=True)])
             self._missing.add(name)
-            hide(parameter, f"{name} is held by another process", HELD_ELSEWHERE, self.is_trainable(name))
+        about = f"{name} is held by another process" if holder is None else f"{name} is held by rank {holder}"
+        hide(parameter, about, HELD_ELSEWHERE, self.is_trainable(name))
 
     def keep_only(self, names: Collection[str], device: torch.device, holders: Holders) -> None:
         """Move these parameters to `device`; free the memory of the others, which become placeholders.
@@ -192,9 +197,7 @@ class WeightState:
             if name in names:
                 _move(self._table[name], device)
             else:
-                self.drop(name, device)
-                about = f"{name} is held by rank {holders[name][0]}"
-                hide(self._table[name], about, HELD_ELSEWHERE, self.is_trainable(name))
+                self.drop(name, device, holders[name][0])
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
         self._here = tuple(self._table[name] for name in self._table.names if name in names)
@@ -269,7 +272,7 @@ class WeightState:
 
     @contextmanager
     def gathered(
-        self, holders: Holders, spill: Path | None = None, needed: Collection[str] | None = None
+        self, holders: Holders, folder: Path | None = None, needed: Collection[str] | None = None
     ) -> Iterator[None]:
         """Inside, on rank 0, `model.state_dict()` holds every weight; those of other processes are on the CPU.
 
@@ -277,11 +280,18 @@ class WeightState:
 
         Args:
             holders: who holds what.
-            spill: the folder of a temporary file that they are collected in, if there may be no memory for them.
+            folder: the folder of a temporary file that they are collected in, if there may be no memory for them.
             needed: the parameters that will be read, the same on every process; None: all.
         """
         self.onload()
-        self._gathered = self._gather(holders, spill, self._table.names if needed is None else needed)
+        gathered: dict[str, torch.Tensor] = {}
+
+        def store(name: str, values: Mapping[int, torch.Tensor]) -> None:
+            gathered[name] = with_values(self._table[name], iter(values.values()))
+
+        wanted = {name: (0,) for name in self._table.names if needed is None or name in needed}
+        transfer(holders, wanted, self._mesh, CPU, self.values_of, store, folder=folder)
+        self._gathered = gathered
         try:
             yield
         finally:
@@ -306,59 +316,48 @@ class WeightState:
         """
         self.onload()
         missing, self._missing = self._missing, set()
-        abouts = {name: getattr(self._table[name], "about", "") for name in missing}
-        placeholders = {name: values_of(self._table[name]) for name in missing}
         try:
-            self._receive(missing, holders, device)
+            self._receive(holders, device)
             yield
         finally:
-            for name, nothing in placeholders.items():
-                set_values(self._table[name], nothing)
-                hide(self._table[name], abouts[name], HELD_ELSEWHERE, self.is_trainable(name))
-            self._missing = missing
+            for name in missing:
+                self.drop(name, device, holders[name][0])
 
     def restore(self, holders: Holders, device: torch.device) -> None:
         """Restore every weight on every process, on `device`. Collective over all processes."""
         self.onload()
         for name, flag in self._flags_of_first_holders(holders).items():
             self._trainable[name] = flag or (name in self._frozen and self._trainable[name])
-        self._receive(self._missing, holders, device)
+        self._receive(holders, device)
         for name in holders:
             _move(self._table[name], device)
         self._is_whole_again(device)
 
-    def set_aside(self) -> dict[str, WholeParameter]:
+    def set_aside(self) -> Kept:
         """Return the complete weights and their gradients, for `put_back`. Not collective."""
         kept = {}
         for name in self._table.names:
             parameter = self._table[name]
-            kept[name] = WholeParameter(values_of(parameter), parameter.grad)
+            kept[name] = values_of(parameter), parameter.grad
             parameter.grad = None
         return kept
 
-    def put_back(self, weights: Mapping[str, WholeParameter]) -> None:
+    def put_back(self, weights: Kept) -> None:
         """Make the model complete again with the weights that it had before `keep_only`. Not collective."""
-        for name, kept in weights.items():
-            set_values(self._table[name], kept.values)
-            self._table[name].grad = kept.grad
-        self._is_whole_again(next(iter(weights.values())).values[0].device)
+        for name, (values, grad) in weights.items():
+            set_values(self._table[name], values)
+            self._table[name].grad = grad
+        self._is_whole_again(next(iter(weights.values()))[0][0].device)
 
     # ------------------------------------------------------------------------------------ inside
-    def _receive(self, missing: Collection[str], holders: Holders, device: torch.device) -> None:
-        """Fill these placeholders with the weights of their first holders. Collective over all processes."""
-        lacking = [name for name, ranks in holders.items() if len(ranks) < self._mesh.world_size]
-        for source in sorted({holders[name][0] for name in lacking}):
-            names = [name for name in lacking if holders[name][0] == source]
-            theirs = self._values_of_all(names)
-            if self._mesh.rank == source:
-                self._mesh.send_to_all(theirs)
-                continue
-            received = self._mesh.receive_from_one(theirs, source)
-            for name in names:
-                values = [next(received) for _ in values_of(self._table[name])]
-                if name in missing:
-                    set_values(self._table[name], [value.to(device) for value in values])
-            assert next(received, None) is None, "all has been read"
+    def _receive(self, holders: Holders, device: torch.device) -> None:
+        """Fill placeholders with the weights that other processes hold. Collective over all processes."""
+
+        def store(name: str, values: Mapping[int, torch.Tensor]) -> None:
+            set_values(self._table[name], values.values())
+
+        everyone = dict.fromkeys(holders, tuple(range(self._mesh.world_size)))
+        transfer(holders, everyone, self._mesh, device, self.values_of, store)
 
     def _is_whole_again(self, device: torch.device) -> None:
         for buffer in self._table.model.buffers():
@@ -369,40 +368,6 @@ class WeightState:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    def _gather(
-        self, holders: Holders, spill: Path | None, needed: Collection[str]
-    ) -> dict[str, Callable[[], torch.Tensor]]:
-        """On rank 0, receive the weights that are needed, and missing there, from the ranks that hold them.
-
-        Returns:
-            For each name a function that returns the weight. What is collected in a file is mapped anew by each call.
-        """
-        gathered: dict[str, Callable[[], torch.Tensor]] = {}
-        names = [name for name in self._table.names if name in needed]
-        sources = sorted({holders[name][0] for name in names} - {0})
-        names_of = {rank: [name for name in names if holders[name][0] == rank] for rank in sources}
-        values_of_source = {rank: self._values_of_all(names) for rank, names in names_of.items()}
-        file = spill_file(spill, [value for values in values_of_source.values() for value in values], self._mesh)
-        number = 0
-        for source, theirs in names_of.items():
-            like = values_of_source[source]
-            if self._mesh.rank == source:
-                self._mesh.send_to(like, destination=0)
-            elif self._mesh.rank == 0 and file is not None:
-                self._mesh.receive_into(map(file.open, range(number, number + len(like))), like, source)
-                for name in theirs:
-                    numbers = range(number, number + len(values_of(self._table[name])))
-                    gathered[name] = partial(_opened, self._table[name], file, numbers)
-                    number = numbers.stop
-            elif self._mesh.rank == 0:
-                received = iter(list(self._mesh.receive_from(like, source)))
-                for name in theirs:
-                    gathered[name] = partial(_itself, with_values(self._table[name], received))
-        return gathered
-
-    def _values_of_all(self, names: Collection[str]) -> list[torch.Tensor]:
-        return [value for name in names for value in values_of(self._table[name])]
 
     def _missing_keys(self) -> set[str]:
         return {alias for name in self._missing for alias in self._table.aliases[name]}
@@ -437,96 +402,42 @@ class WeightState:
         if module is not self._table.model:
             return
         self._reading.close()
-        for name, gathered in (self._gathered or {}).items():
-            tensor = gathered()
+        for name, tensor in (self._gathered or {}).items():
             for alias in self._table.aliases[name]:
                 state_dict[prefix + alias] = tensor
 
 
-def synchronise_weights(table: ParameterTable, mesh: ProcessMesh, known_equal: Collection[str] = ()) -> list[str]:
-    """Give every process rank 0's weights, as DDP does. Collective over all processes.
+def synchronise(
+    tensors: Mapping[str, torch.Tensor], mesh: ProcessMesh, source_of: Callable[[str], int] = lambda _: 0
+) -> list[str]:
+    """Give every process the values that one process has, as DDP does. Collective over all processes.
 
-    Only weights that differ between processes are sent (a head that was initialised without a common seed).
-
-    Args:
-        table: the weights, complete on every process.
-        mesh: all processes of the run.
-        known_equal: names of weights that need not be compared, the same on every process.
-
-    Returns:
-        The names of the weights that differed.
-    """
-    if mesh.world_size == 1:
-        return []
-    mine = {name: _checksum(table[name]) for name in table.names if name not in known_equal}
-    everyone = mesh.gather_objects(mine)
-    different = [name for name in mine if any(other[name] != everyone[0][name] for other in everyone)]
-    for name in different:
-        for mine_here in values_of(table[name]):
-            value = mine_here.cpu().clone(memory_format=torch.contiguous_format)
-            mesh.broadcast_tensor(value, source=0)
-            mine_here.copy_(value)
-    return different
-
-
-def synchronise_buffers(model: nn.Module, mesh: ProcessMesh, source_of: Callable[[str], int]) -> list[str]:
-    """Give every process the buffers of one process, whether or not they are saved with the model.
-
-    Collective over all processes. Only buffers that differ between processes are sent.
+    Only what differs between processes is sent (a head that was initialised without a common seed).
 
     Args:
-        model: the whole model, on every process; a buffer that some process lacks is left unchanged.
+        tensors: parameters or buffers, by name; what some process lacks is left unchanged.
         mesh: all processes of the run.
-        source_of: the rank whose value is used, by the buffer's name; the same on every process.
+        source_of: the rank whose values are used, by name; the same on every process.
 
     Returns:
-        The names of the buffers that differed.
+        The names of those that differed.
     """
-    if mesh.world_size == 1:
-        return []
-    here = dict(model.named_buffers())
-    mine = {name: (tuple(buffer.shape), buffer.dtype, _checksum(buffer)) for name, buffer in here.items()}
+    mine = {name: (tensor.shape, tensor.dtype, _checksum(tensor)) for name, tensor in tensors.items()}
     everyone = mesh.gather_objects(mine)
-    different = [
-        name for name, first in everyone[0].items() if any(other.get(name, first) != first for other in everyone)
-    ]
-    different = [name for name in different if all(name in other for other in everyone)]
-    for name in different:
+    before, after = {}, {}
+    for name in everyone[0]:
+        found = [theirs.get(name) for theirs in everyone]
         source = source_of(name)
-        shape, dtype, _ = everyone[source][name]
-        value = torch.empty(shape, dtype=dtype)
-        if mesh.rank == source:
-            value.copy_(here[name].detach())
-        mesh.broadcast_tensor(value, source)
-        if mesh.rank != source:
-            here[name].data = value.to(here[name].device)
-    return different
+        if None not in found and any(theirs != found[source] for theirs in found):
+            before[name] = (source,)
+            after[name] = tuple(rank for rank, theirs in enumerate(found) if theirs != found[source])
 
+    def store(name: str, values: Mapping[int, torch.Tensor]) -> None:
+        device = tensors[name].device
+        set_values(tensors[name], [value.to(device) for value in values.values()])
 
-def spill_file(folder: Path | None, like: Sequence[torch.Tensor], mesh: ProcessMesh) -> SpillFile | None:
-    """A file in a folder for tensors that rank 0 is about to receive; None on other ranks and without a folder.
-
-    Collective over all processes if there is a folder, which all pass or none.
-
-    Raises:
-        OSError: the disk has no space for them. On the other ranks it is a `RuntimeError`.
-    """
-    if folder is None:
-        return None
-    with mesh.failing_together():
-        if mesh.rank > 0:
-            return None
-        file = SpillFile(folder)
-        file.reserve(like)
-        return file
-
-
-def _opened(parameter: torch.Tensor, file: SpillFile, numbers: Iterable[int]) -> torch.Tensor:
-    return with_values(parameter, map(file.open, numbers))
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    transfer(before, after, mesh, CPU, lambda name: dict(enumerate(values_of(tensors[name]))), store)
+    return list(after)
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -375,9 +375,17 @@ class PipelinePlan:
 
     def _state_bytes(self, stage: int) -> int:
         """Return the bytes of a stage's parameters, gradients and optimizer state on one device."""
-        replicas = self.data_parallel_size if self.shards_optimizer else 1
-        state = self._trainable_bytes(stage) * (1 + ADAM_BYTES_PER_PARAMETER_BYTE / replicas)
-        return self.parameter_bytes_of(stage) + round(state)
+        trainable = self._trainable_bytes(stage)
+        updated: float = trainable
+        if self.shards_optimizer:  # replicas divide whole parameters
+            updated = max(trainable / self.data_parallel_size, self._largest_trained(stage))
+        return self.parameter_bytes_of(stage) + round(trainable + updated * ADAM_BYTES_PER_PARAMETER_BYTE)
+
+    def _largest_trained(self, stage: int) -> int:
+        """Return the bytes of the largest parameter of a stage's trained units that is trained, by its size."""
+        costs = [self.unit_costs[unit] for unit in self.units_of(stage) if unit >= self.num_frozen_layers]
+        sizes = [size for cost in costs for size in cost.parameters.values() if size <= cost.trainable_bytes]
+        return max(sizes, default=0)
 
     def __str__(self) -> str:
         """Return a table of the stages (units, memory, share of the work) and the predicted time of a step."""

@@ -22,17 +22,14 @@ import os
 import re
 import shutil
 import stat
-import zipfile
 import zlib
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..file_formats import MANIFEST_FORMAT, TRAINER_STATE, WEIGHT_INDEX, memory_in, read_json
+from ..file_formats import MANIFEST_FORMAT, TRAINER_STATE, memory_in, read_json
 from ..own_files import NotOursError, OwnFolder, open_regular
 
 MANIFEST = "manifest.json"
@@ -42,8 +39,6 @@ REPLACED = "replaced-"
 STATE = "trainer_state.json"
 """The file that the stock Trainer writes last."""
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
-WEIGHTS = re.compile(r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
-SHARD = re.compile(r"-\d+-of-\d+\.")
 TRAINERS = (STATE, MANIFEST)
 """Files that tell a checkpoint of the Trainer, one of which is in each that was completed."""
 TRAINERS_OWN = re.compile(
@@ -170,10 +165,7 @@ def validate(checkpoint: Path) -> str | None:
         return _damage_without_manifest(checkpoint)
     except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be read ({error})"
-    replaced = _replaced_weights(checkpoint, manifest)
     for name, (size, checksum) in manifest.items():
-        if name in replaced:
-            continue
         path = checkpoint / name
         try:
             if path.stat().st_size != size:
@@ -188,49 +180,6 @@ def validate(checkpoint: Path) -> str | None:
     except (OSError, ValueError) as error:
         return f"{STATE} cannot be read ({error})"
     return None
-
-
-def replaced_weights(checkpoint: Path) -> list[str]:
-    """Weight files that are missing from a checkpoint because they were sharded or merged into other weight files.
-
-    The manifest has no checksums of the new files; it is only known that they can be read.
-    """
-    try:
-        return sorted(_replaced_weights(checkpoint, read_json(checkpoint / MANIFEST, MANIFEST_FORMAT)))
-    except (OSError, ValueError):
-        return []
-
-
-def _replaced_weights(checkpoint: Path, names: Collection[str]) -> set[str]:
-    gone = {name for name in names if WEIGHTS.fullmatch(name) and not (checkpoint / name).exists()}
-    if not gone:
-        return set()
-    new = [path for path in checkpoint.iterdir() if WEIGHTS.fullmatch(path.name) and path.name not in names]
-    indices = [path for path in new if path.suffix == ".json"]
-    whole = [path for path in new if path.suffix != ".json" and not SHARD.search(path.name)]
-    is_there = any(map(_is_readable, whole)) or any(map(_has_all_shards, indices))
-    return gone if is_there else set()
-
-
-def _has_all_shards(index: Path) -> bool:
-    try:
-        shards = set(read_json(index, WEIGHT_INDEX)["weight_map"].values())
-    except (OSError, ValueError):
-        return False
-    return bool(shards) and all(_is_readable(index.parent / shard) for shard in shards)
-
-
-def _is_readable(weights: Path) -> bool:
-    """Whether a weight file is readable and as long as its header states."""
-    if not weights.is_file():
-        return False
-    if weights.suffix != ".safetensors":
-        return zipfile.is_zipfile(weights)
-    try:
-        with safe_open(weights, framework="pt"):
-            return True
-    except (OSError, SafetensorError):
-        return False
 
 
 def _damage_without_manifest(checkpoint: Path) -> str | None:

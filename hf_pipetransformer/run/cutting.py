@@ -48,14 +48,14 @@ from ..pipeline.devices import fits, is_on, name_of_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh, can_be_sent
 from ..pipeline.stage import StageModule
-from ..pipeline.state import synchronise_buffers, synchronise_weights
+from ..pipeline.state import synchronise
 from ..planning.costs import UnitCost, cost_of_whole, measure_costs
 from ..planning.sharding_choice import AUTO
 from ..planning.unit_times import ModelTimes, measure_times, slowest
-from ..randomness import generators_kept, global_state_kept, seeded
+from ..randomness import global_state_kept, seeded
 from .consistency import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
-from .lazy_model import agree_on_laziness, sparing_memory, weights_in_checkpoint
+from .lazy_model import agree_on_laziness, weights_in_checkpoint
 from .probed_once import found_by_each
 from .samples import SampleCollator
 
@@ -181,9 +181,8 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
     if not lazy and not is_on(model, job.device) and fits(sum(map(num_bytes, model.parameters())), job.device):
         model.to(job.device)  # some kernels only run there
     in_checkpoint = weights_in_checkpoint(ParameterTable(model), mesh) if lazy else frozenset[str]()
-    with sparing_memory(model):
-        stack, freezable, unit_costs = _find(job, rows, collate)
-        _make_equal(stack, mesh, in_checkpoint)
+    stack, freezable, unit_costs = _find(job, rows, collate)
+    _make_equal(stack, mesh, in_checkpoint)
     # this only patches the forward for mixed precision, as for DDP
     job.trainer.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     wrap = partial(_wrap_replicas, job)
@@ -268,21 +267,12 @@ def _needs_units(job: TrainingJob) -> bool:
 
 
 def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator) -> Batch:
-    """Collate these samples, and check that all processes have the same model and, if it is shared, the same batch.
+    """Collate these samples, and check that all processes have the same model, and the same samples if all share them.
 
     Collective over all processes.
     """
     sample = collate(rows)
-    if not collate.is_shared:
-        check_same_everywhere(job.mesh, job.model, {})
-        return sample
-
-    def draw() -> Batch:
-        with seeded(job.args.seed):  # the collator draws the same from the global generators on every process
-            return dict(with_name(collate.collate_fn(list(rows))))
-
-    with generators_kept(collate.collate_fn):
-        check_same_everywhere(job.mesh, job.model, sample, draw, rows)
+    check_same_everywhere(job.mesh, job.model, rows if collate.is_shared else ())
     return sample
 
 
@@ -460,9 +450,8 @@ def _costs_of_units(
 
 def _make_equal(stack: LayerStack, mesh: ProcessMesh, known_equal: Collection[str]) -> None:
     """Make weights and buffers equal to those of process 0, as DDP does. Collective over all processes."""
-    different = synchronise_weights(stack.table, mesh, known_equal) + synchronise_buffers(
-        stack.model, mesh, lambda _: 0
-    )
+    weights = {name: stack.table[name] for name in stack.table.names if name not in known_equal}
+    different = synchronise({**weights, **dict(stack.model.named_buffers())}, mesh)
     if different:
         log_once(
             logger,

@@ -2,7 +2,7 @@
 
     model = load_lazily(AutoModelForCausalLM, "checkpoint")    weights are mapped from the files (`mapped_weights`)
     PipeTransformerTrainer(model, ...)
-    train()    units, loss, cache     probed on the mapped model, module by module given back
+    train()    units, loss, cache     probed on the mapped model
                place                  each process copies the weights of its stage into memory, and forgets the others
                save                   rank 0 writes shard by shard, from a file in which the stages' weights arrive
                end                    the model stays distributed
@@ -18,25 +18,25 @@ import logging
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..file_formats import OBJECT, read_json
-from ..model.checkpoint_files import check_file, weight_files
-from ..model.mapped_weights import FileMappings, Place, into_memory, is_written, release, releasing
-from ..model.placeholders import ParameterTable, is_elsewhere, set_values, values_of
+from ..model.checkpoint_files import TensorLike, tensors_in, weight_files
+from ..model.elsewhere import Hidden
+from ..model.mapped_weights import FileMappings, Place, into_memory, is_written, tensors_in_file
+from ..model.placeholders import ParameterTable, set_values
 from ..pipeline.mesh import ProcessMesh
-from ..pipeline.spill import SpillFile
 from ..randomness import global_state_kept
 
 logger = logging.getLogger(__name__)
@@ -47,11 +47,10 @@ MAX_SHARD_SIZE = "2GB"
 """Size of the files in which such a model is saved. Their pages count as memory of the process that writes them."""
 SAMPLE_BYTES = 4096
 """Bytes at the beginning and at the end of a mapped weight that are compared between processes."""
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Floating dtypes as safetensors and torch name them."""
 SMALLEST_IN_FILE = 2**16
 """Size in bytes of the smallest new weights that are kept in a file."""
-T = TypeVar("T")
+LONGEST_LOAD = timedelta(hours=2)
+"""How long a process waits for the others to load the model."""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -69,14 +68,13 @@ def load_lazily(model_class: Any, checkpoint: str | Path | PreTrainedConfig, **o
     over all processes: an error on one of them is raised on all.
 
     Args:
-        model_class: an auto class (`AutoModelForCausalLM`) or model class; or a model on the meta device, of which
-            another one with the same configuration is loaded.
+        model_class: an auto class (`AutoModelForCausalLM`) or model class.
         checkpoint: a folder with a safetensors checkpoint in one or several files, or the name of a model on the hub.
             Or a configuration, for a model with new weights: each process draws those that `from_config` draws, and
-            keeps them in a temporary file as large as the model.
+            keeps them in temporary files as large as the model.
         **options: arguments for `from_pretrained`, or for `from_config`. Set the same seed on all processes first if
-            weights are drawn (a new head). With a configuration, `offload_folder` is the folder of the temporary file,
-            on a disk; the default is the system's folder for temporary files.
+            weights are drawn (a new head). With a configuration, `offload_folder` is the folder of the temporary
+            files, on a disk; the default is the system's folder for temporary files.
 
     Returns:
         The model, in the mode in which `from_pretrained` or `from_config` returns it.
@@ -85,116 +83,59 @@ def load_lazily(model_class: Any, checkpoint: str | Path | PreTrainedConfig, **o
         ValueError: a file is missing, truncated or not in safetensors format; or the weights would have to be
             converted while they are loaded (another dtype, quantization, layers that transformers stores differently).
     """
-    if isinstance(checkpoint, PreTrainedConfig):
-        return _agreed(lambda: _create(model_class, checkpoint, options))
-    return _agreed(lambda: _load(model_class, checkpoint, options))
+    with ProcessMesh(LONGEST_LOAD).failing_together():
+        if isinstance(model_class, nn.Module):
+            raise ValueError(
+                f"load_lazily got a {type(model_class).__name__} in the place of a class. Pass the class, for example"
+                " AutoModelForCausalLM; changes to the model (new embeddings, adapters) are made after it is loaded."
+            )
+        if isinstance(checkpoint, PreTrainedConfig):
+            model = _create(model_class, checkpoint, options)
+        else:
+            model = _load(model_class, checkpoint, options)
+        setattr(model, MARK, True)
+    return model
 
 
 def _load(model_class: Any, checkpoint: str | Path, options: dict[str, Any]) -> PreTrainedModel:
-    expected: PreTrainedModel | None = None
-    if isinstance(model_class, nn.Module):
-        expected, model_class, options = _described(model_class, options)
     for name in ("device_map", "quantization_config", "tp_plan", "distributed_config"):
         if options.get(name) is not None:
             raise ValueError(f"load_lazily does not support {name}: the trainer distributes the weights. Remove it.")
     folder = Path(checkpoint) / options.get("subfolder", "")
     if folder.is_dir() and "variant" not in options:
         _refuse_other_dtype(folder, weight_files(folder), options)
+    model: PreTrainedModel
     model, info = model_class.from_pretrained(checkpoint, **options, output_loading_info=True)
     _refuse_converted(model, folder, {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
-    if expected is not None:
-        _refuse_other_weights(expected, model)
-    setattr(model, MARK, True)
     return model
 
 
 def _create(model_class: Any, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
-    if isinstance(model_class, nn.Module):
-        _, model_class, options = _described(model_class, options)
-        options.pop("config")
     folder = Path(options.pop("offload_folder", None) or tempfile.gettempdir())
     make = getattr(model_class, "from_config", None) or model_class._from_config  # an auto class, or a model's
-    with _NewTensorsInFile(SpillFile(folder)):
-        model = make(config, **options)
-    setattr(model, MARK, True)
+    with _NewTensorsInFile(folder):
+        model: PreTrainedModel = make(config, **options)
     return model
 
 
 class _NewTensorsInFile(TorchFunctionMode):
-    """Inside, new tensors of some size are mapped from a file, and have no pages after they have been written to.
+    """Inside, new tensors of some size are mapped from files in a folder.
 
     So a model is initialised by its own code, in its own order, with the values that it would have in memory.
     """
 
-    def __init__(self, file: SpillFile) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._file = file
-        self._addresses: set[int] = set()
+        self._folder = folder
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        written = args[0] if args else None
         if function is torch.empty and result.device.type == "cpu" and result.nbytes >= SMALLEST_IN_FILE:
-            (number,) = self._file.reserve([result])
-            result = self._file.open(number).requires_grad_(result.requires_grad)
-            self._addresses.add(result.data_ptr())
-        elif isinstance(written, torch.Tensor) and _address(written) in self._addresses:
-            release(written)
+            (in_file,) = tensors_in_file(self._folder, [TensorLike(result.shape, result.dtype)])
+            return in_file.requires_grad_(result.requires_grad)
         return result
-
-
-def _address(tensor: torch.Tensor) -> int | None:
-    return tensor.data_ptr() if tensor.device.type == "cpu" and tensor.layout is torch.strided else None
-
-
-def _agreed(load: Callable[[], T]) -> T:
-    """Call a function on all processes, and raise an error of one of them on all. Collective if there are several."""
-    failure: Exception | None = None
-    result: T | None = None
-    try:
-        result = load()
-    except Exception as error:
-        failure = error
-    told = str(failure) if isinstance(failure, ValueError) else None
-    if failure is not None and told is None:
-        told = f"{type(failure).__name__}: {failure}"
-    everyone: list[str | None] = [told]
-    if dist.is_available() and dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, told)
-    if failure is not None:
-        raise failure
-    for rank, theirs in enumerate(everyone):
-        if theirs is not None:
-            raise ValueError(f"process {rank} could not load the model: {theirs}")
-    return result  # type: ignore[return-value]
-
-
-def _described(made: nn.Module, options: dict[str, Any]) -> tuple[PreTrainedModel, type, dict[str, Any]]:
-    """The model on the meta device, its class, and the options with its configuration and dtype."""
-    real = [name for name, parameter in made.named_parameters() if not parameter.is_meta]
-    if not isinstance(made, PreTrainedModel) or real:
-        why = f"its parameter {real[0]!r} is not on the meta device" if real else "it is no transformers model"
-        raise ValueError(
-            f"load_lazily needs a model class, or a transformers model on the meta device, but got a"
-            f" {type(made).__name__}: {why}. Pass the class, for example AutoModelForCausalLM."
-        )
-    dtype = next(made.parameters()).dtype
-    return made, type(made), {"config": made.config, "dtype": dtype, **options}
-
-
-def _refuse_other_weights(expected: nn.Module, model: nn.Module) -> None:
-    """Refuse a model on the meta device that was changed after it was made: the change would be lost."""
-    shapes, theirs = ({n: tuple(p.shape) for n, p in m.named_parameters()} for m in (expected, model))
-    for name in shapes | theirs:
-        if shapes.get(name) != theirs.get(name):
-            raise ValueError(
-                f"The model on the meta device has the parameter {name!r} of shape {shapes.get(name)}, but a"
-                f" {type(model).__name__} with its configuration has shape {theirs.get(name)}. Load it first, and"
-                " change it (resize embeddings, add adapters) afterwards."
-            )
 
 
 def _refuse_other_dtype(folder: Path, files: list[Path], options: Mapping[str, Any]) -> None:
@@ -208,10 +149,9 @@ def _refuse_other_dtype(folder: Path, files: list[Path], options: Mapping[str, A
     wanted = str(wanted).removeprefix("torch.")
     sizes: Counter[str] = Counter()
     for file in files:
-        for entry in check_file(file).values():
-            start, stop = entry["data_offsets"]
-            sizes[DTYPES.get(entry["dtype"], "")] += stop - start
-    del sizes[""]
+        for like in tensors_in(file).values():
+            if like.dtype.is_floating_point:
+                sizes[str(like.dtype).removeprefix("torch.")] += like.num_bytes
     if sizes and (stored := sizes.most_common(1)[0][0]) != wanted:
         raise ValueError(
             f"The checkpoint {folder} is stored in {stored}, but the model is to be loaded in {wanted}, so every"
@@ -279,9 +219,9 @@ def _why_without_values(model: Any) -> str | None:
         if parameter.is_meta:
             return (
                 f"{name!r} of the {type(model).__name__} is on the meta device and has no values. Pass"
-                " load_lazily(model, checkpoint) with the checkpoint that they are to be read from."
+                f" load_lazily({type(model).__name__}, checkpoint) with the checkpoint that they are to be read from."
             )
-        if is_elsewhere(parameter):
+        if isinstance(parameter, Hidden):
             return (
                 f"{name!r} of the {type(model).__name__} has no values, because another trainer has left the model"
                 " distributed over the processes. Call that trainer's make_model_whole() on all processes first, or"
@@ -321,16 +261,6 @@ def warn_of_unsaved(args: Any) -> None:
         )
 
 
-@contextmanager
-def sparing_memory(model: nn.Module) -> Iterator[None]:
-    """Inside, a model that was loaded lazily gives its weights back after each use. No effect on other models."""
-    if not is_lazy(model):
-        yield
-        return
-    with releasing(model):
-        yield
-
-
 def weights_in_checkpoint(table: ParameterTable, mesh: ProcessMesh) -> frozenset[str]:
     """The names of the weights that are still mapped, after a check that they are the same on all processes.
 
@@ -347,7 +277,7 @@ def weights_in_checkpoint(table: ParameterTable, mesh: ProcessMesh) -> frozenset
         for file in sorted({place.file for place in places.values()}):
             if not file.is_file():
                 raise ValueError(f"{file}, which the model was loaded from, is gone. Keep it until train() has begun.")
-            check_file(file)
+            tensors_in(file)
         mine = {n: (place.file.name, place.offset, place.size, _ends_of(table[n])) for n, place in places.items()}
     everyone = mesh.gather_objects(mine)
     for rank, theirs in enumerate(everyone):
@@ -380,59 +310,47 @@ def _ends_of(parameter: torch.Tensor) -> int:
 def map_from(model: PreTrainedModel, checkpoint: str, mesh: ProcessMesh) -> None:
     """Map the weights of a lazily loaded model from a checkpoint of its training. Collective over all processes.
 
-    Weights that the model's class does not know or that are in memory in another form (a head of your own, a part in
-    another dtype) are copied, by their names. Those that are not in the checkpoint stay as they are, with a warning,
-    as they do when the stock Trainer resumes.
+    Weights that are in memory in another dtype are copied. Those that are not in the checkpoint stay as they are, with
+    a warning, as they do when the stock Trainer resumes.
 
     Raises:
-        ValueError: as `load_lazily`. Every process raises it.
+        ValueError: as `load_lazily`; or a weight has another shape in the checkpoint. Every process raises it.
     """
-    with mesh.failing_together(), global_state_kept():
-        options: dict[str, Any] = {"config": model.config, "dtype": model.dtype}
-        _refuse_other_dtype(Path(checkpoint), weight_files(Path(checkpoint)), options)
-        saved = type(model).from_pretrained(checkpoint, **options)
-        theirs = ParameterTable(saved)
-        mapped = FileMappings().places_in({name: theirs[name] for name in theirs.names})
-        table = ParameterTable(model)
-        others = []
+    with mesh.failing_together(), global_state_kept(), torch.no_grad():
+        table, stored, missing = ParameterTable(model), _stored_for(model, Path(checkpoint)), []
         for name in table.names:
-            if name in mapped and _looks_like(theirs[name], table[name]):
-                set_values(table[name], values_of(theirs[name]))
+            weight = table[name]
+            found = next((stored[alias] for alias in table.aliases[name] if alias in stored), None)
+            if found is None:
+                missing += [name] if weight.numel() else []
+            elif found.shape != weight.shape:
+                raise ValueError(
+                    f"{name!r} has the shape {tuple(found.shape)} in {checkpoint}, but {tuple(weight.shape)} in the"
+                    " model. Resume with a model that is changed (labels, vocabulary) as the one that was saved."
+                )
+            elif found.dtype == weight.dtype:
+                set_values(weight, [found])
             else:
-                others.append(name)
-        missing = _copy_by_name(table, others, weight_files(Path(checkpoint)))
+                weight.copy_(found)
         if missing and mesh.rank == 0:
             logger.warning("These weights are not in %s and keep their values: %s.", checkpoint, ", ".join(missing))
-        buffers = dict(saved.named_buffers())
-        for name in model.state_dict().keys() & buffers.keys():
-            model.get_buffer(name).copy_(buffers[name])
+        for name, buffer in model.named_buffers():
+            if name in stored:
+                buffer.copy_(stored[name])
 
 
-def _looks_like(stored: torch.Tensor, weight: torch.Tensor) -> bool:
-    return stored.shape == weight.shape and stored.dtype == weight.dtype
-
-
-@torch.no_grad()
-def _copy_by_name(table: ParameterTable, names: Collection[str], files: Sequence[Path]) -> list[str]:
-    """Copy weights from files; returns the names of those that are in none of them.
-
-    Raises:
-        ValueError: a weight has another shape in its file.
-    """
-    name_of = {alias: name for name in names for alias in table.aliases[name] if table[name].numel()}
-    missing = dict.fromkeys(name_of.values())
+def _stored_for(model: PreTrainedModel, checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, mapped, by the model's names for them."""
+    files = weight_files(checkpoint)
+    _refuse_other_dtype(checkpoint, files, {"config": model.config, "dtype": model.dtype})
+    stored: dict[str, torch.Tensor] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
-            for alias in name_of.keys() & set(file.keys()):
-                weight, stored = table[name_of[alias]], file.get_tensor(alias)
-                if stored.shape != weight.shape:
-                    raise ValueError(
-                        f"{alias!r} has the shape {tuple(stored.shape)} in {path}, but {tuple(weight.shape)} in the"
-                        " model. Resume with a model that is changed (labels, vocabulary) as the one that was saved."
-                    )
-                weight.copy_(stored)
-                missing.pop(name_of[alias], None)
-    return [*missing]
+            stored.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+    if not model.state_dict().keys() >= stored.keys():  # `save_pretrained` has written names that are published
+        loaded = type(model).from_pretrained(checkpoint, config=model.config, dtype=model.dtype).state_dict()
+        stored.update((name, loaded[name]) for name in FileMappings().places_in(loaded))  # others are new
+    return stored
 
 
 @contextmanager

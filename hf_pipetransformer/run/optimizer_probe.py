@@ -1,7 +1,5 @@
 """Probe whether an optimizer updates each parameter by that parameter's own gradient only, as stages require.
 
-And, for replicas that divide the optimizer state, whether it updates each element by that element's own gradient only.
-
 Prodigy, D-Adaptation, SAM and optimizers that clip by the norm over all parameters compute one value from all
 gradients, and each stage of a pipeline would compute a different one. An optimizer does not say which kind it is, so
 copies of it are stepped on tiny parameters; the real optimizer does not change.
@@ -66,39 +64,6 @@ def _depends_on(optimizer: torch.optim.Optimizer, half_of: list[int], half: int)
     _step_together(first, second, factors)
     others = [index for index, its_half in enumerate(half_of) if its_half != half]
     return not all(_equal(first.values_of(index), second.values_of(index)) for index in others)
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer may be given a part of a parameter in the place of the parameter. Not collective.
-
-    It may if it updates each element by that element's own gradient alone, and if each tensor of its state has either
-    one value for each element or one value. Adafactor, which keeps sums over rows and columns, may not. Those that
-    are not of PyTorch may look at a parameter's shape or size, which a part does not have (weight decay for matrices
-    only, states of 8 bits from a certain size on), and that cannot be seen on tiny ones.
-    """
-    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
-        return False
-    try:
-        with seeded(0):
-            first, second = (_Twin(optimizer) for _ in range(2))
-            one_of_all = [torch.ones(p.numel()) for p in first.parameters]
-            for factors in one_of_all:
-                factors[:1] = 3.0
-            shaped = [f.view(p.shape) for f, p in zip(one_of_all, first.parameters, strict=True)]
-            _step_together(first, second, shaped)
-    except Exception:
-        return False
-    for index, factors in enumerate(one_of_all):
-        shape = first.parameters[index].shape
-        for a, b in zip(first.values_of(index), second.values_of(index), strict=True):
-            if not isinstance(a, torch.Tensor):
-                continue
-            if a.shape != shape:
-                if a.dim():
-                    return False
-            elif not torch.equal(a.flatten()[factors == 1.0], b.flatten()[factors == 1.0]):
-                return False
-    return True
 
 
 def _step_together(first: _Twin, second: _Twin, factors: Sequence[torch.Tensor]) -> None:

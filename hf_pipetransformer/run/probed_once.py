@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -51,22 +51,12 @@ def found_by_each(mesh: ProcessMesh, once: bool, probe: Callable[[], T]) -> list
 
 @contextmanager
 def threads_of_host(mesh: ProcessMesh) -> Iterator[None]:
-    """Inside, this process computes with the threads of all processes of its host, if their cores are free."""
+    """Inside, this process computes with the threads of all processes of its host, but no more than it has cores."""
     before = torch.get_num_threads()
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
-    torch.set_num_threads(max(before, min(before * processes, _free_cores(before * processes))))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wanted = before * int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
+    torch.set_num_threads(max(before, min(wanted, cores)))
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _free_cores(own: int) -> int:
-    """How many cores are left to the processes of a job, which have this many threads, by what other programs use.
-
-    The threads of an operation wait for one another, which takes many times as long if one of them has no core.
-    """
-    cores = os.cpu_count() or 1
-    with suppress(OSError):  # not every system tells its load
-        cores -= max(round(os.getloadavg()[0]) - own, 0)
-    return min(cores, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else cores

@@ -35,7 +35,6 @@ from ..resilience.checkpoint_folders import (
     latest_valid,
     refuse_taken,
     remove_incomplete,
-    replaced_weights,
     restore_replaced,
     saving_folder,
     step_of,
@@ -101,29 +100,16 @@ def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | b
         ValueError: the named checkpoint is damaged, or all checkpoints are; or something else has the name of the
             folder in which checkpoints are written.
     """
+    choice = None
     with job.mesh.failing_together():
-        saving_folder(Path(job.args.output_dir or ".")).refuse_foreign()
-    is_first = job.args.process_index == 0
-    mine = None
-    if is_first and wanted:
-        mine = (wanted, *_choose(Path(job.args.output_dir or "."), wanted))
-    choice = job.mesh.gather_objects(mine)[0]  # other nodes may have another disk, or see new files late
-    if choice is None:
-        _refuse_taken_names(job, 0)
-        return None
-    wanted, chosen, problems = choice
-    if chosen is None and problems:
-        raise ValueError(
-            f"resume_from_checkpoint={wanted!r} cannot be used: {'; '.join(problems)}. Pass another checkpoint, or"
-            " train from the beginning. (If you changed its files on purpose, replace the content of"
-            f" {MANIFEST} with {{}} to skip this check.)"
-        )
+        folder = Path(job.args.output_dir or ".")
+        saving_folder(folder).refuse_foreign()
+        if job.args.process_index == 0 and wanted:
+            choice = wanted, _choose(folder, wanted)
+    # other nodes may have another disk, or see new files late
+    wanted, chosen = job.mesh.gather_objects(choice)[0] or (None, None)
     _refuse_taken_names(job, step_of(chosen))
-    if chosen is None:
-        return None if wanted == LAST else wanted  # the stock Trainer raises that there is none
-    if is_first:
-        _warn_of(Path(chosen), problems)
-    return str(chosen)
+    return chosen if chosen is not None or wanted == LAST else wanted  # the stock Trainer raises that there is none
 
 
 def _refuse_taken_names(job: TrainingJob, step: int) -> None:
@@ -152,46 +138,45 @@ def _refuse_taken_names(job: TrainingJob, step: int) -> None:
             )
 
 
-def _warn_of(chosen: Path, problems: list[str]) -> None:
-    if problems:
-        logger.warning("Resuming from %s: newer checkpoints are damaged (%s).", chosen, "; ".join(problems))
-    replaced = replaced_weights(chosen)
-    if replaced:
-        logger.warning(
-            "Resuming from %s, whose weight files were replaced (%s is missing). The new files are readable, but"
-            " without a checksum it cannot be verified that they match the optimizer's state.",
-            chosen,
-            ", ".join(replaced),
+def _choose(folder: Path, wanted: str | bool) -> str | None:
+    """Choose a checkpoint on one process; None if there is none.
+
+    Raises:
+        ValueError: the named checkpoint is damaged, or all are, or the folder cannot be read.
+    """
+    path: Path | None = None
+    problems: list[str] = []
+    try:
+        if wanted is True or wanted == LAST:
+            if folder.is_dir():
+                remove_incomplete(folder)  # it may also restore a checkpoint that was about to be replaced
+                path, problems = latest_valid(folder)
+        else:
+            path = Path(str(wanted))
+            if not path.is_dir():
+                restore_replaced(path.parent)  # the job may have ended while it was being replaced
+            damage = validate(path) if path.is_dir() else None  # the stock Trainer raises if it is missing
+            path, problems = (path, []) if damage is None else (None, [f"{path.name}: {damage}"])
+    except OSError as error:
+        path, problems = None, [str(error)]
+    if path is None and problems:
+        raise ValueError(
+            f"resume_from_checkpoint={wanted!r} cannot be used: {'; '.join(problems)}. Pass another checkpoint, or"
+            " train from the beginning. (If you changed its files on purpose, replace the content of"
+            f" {MANIFEST} with {{}} to skip this check.)"
         )
+    if problems:
+        logger.warning("Resuming from %s: newer checkpoints are damaged (%s).", path, "; ".join(problems))
     # the stock Trainer loads both files or neither
-    if not all((chosen / file).is_file() for file in (OPTIMIZER_NAME, SCHEDULER_NAME)):
+    if path is not None and not all((path / file).is_file() for file in (OPTIMIZER_NAME, SCHEDULER_NAME)):
         logger.warning(
             "%s contains only the model (save_only_model), so the optimizer, the learning rate scheduler and the"
             " random number generators start from scratch.",
-            chosen,
+            path,
         )
-
-
-def _choose(folder: Path, wanted: str | bool) -> tuple[str | None, list[str]]:
-    """Choose a checkpoint on one process. An error is returned as a problem, so that all processes can raise it."""
-    try:
-        return _look_for(folder, wanted)
-    except OSError as error:
-        return None, [str(error)]
-
-
-def _look_for(folder: Path, wanted: str | bool) -> tuple[str | None, list[str]]:
-    if wanted is True or wanted == LAST:
-        if not folder.is_dir():
-            return None, []
-        remove_incomplete(folder)  # it may also restore a checkpoint that was about to be replaced
-        newest, problems = latest_valid(folder)
-        return (None if newest is None else str(newest)), problems
-    path = Path(str(wanted))
-    if not path.is_dir():
-        restore_replaced(path.parent)  # the job may have ended while it was being replaced
-    damage = validate(path) if path.is_dir() else None  # the stock Trainer raises if it is missing
-    return (str(wanted), []) if damage is None else (None, [f"{path.name}: {damage}"])
+    if path is None:
+        return None
+    return str(path if wanted is True or wanted == LAST else wanted)
 
 
 # ---------------------------------------------------------------------------------------------------------

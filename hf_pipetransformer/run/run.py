@@ -44,9 +44,9 @@ from .cutting import CutModel, time_model
 from .evaluation import refuse_generation_that_does_not_fit
 from .front_cache import FrontCache
 from .job import COST_SAMPLE_ROWS, TrainingJob
-from .lazy_model import sparing_memory, warn_of_unsaved
+from .lazy_model import warn_of_unsaved
 from .loss import TrainersLoss
-from .optimizer_probe import is_elementwise, probe_coupling
+from .optimizer_probe import probe_coupling
 from .planner import Planner
 from .preemption import Moment, Preemption
 from .resuming import recall, refuse_best_model_that_some_lack
@@ -254,7 +254,7 @@ class PipelineRun(TrainerCallback):
                 optimizer = make_optimizer()
             if _divides_optimizer(pipeline.current_plan):
                 self._refuse_coupling(self._coupling_of(optimizer))
-            self._attach(optimizer)
+            self.pipeline.attach_optimizer(optimizer)
         assert trainer.optimizer is not None
         return trainer.optimizer
 
@@ -283,7 +283,7 @@ class PipelineRun(TrainerCallback):
                 )
             if _divides_optimizer(pipeline.current_plan):
                 self._refuse_coupling(self._coupling_of(optimizer))
-            self._attach(optimizer)
+            self.pipeline.attach_optimizer(optimizer)
         if optimizer is not None and self._job.mesh.world_size > 1:
             pipeline.adopt_outside()
             if pipeline.serves_callbacks:  # before a step: the stages that serve must not be ahead of those that call
@@ -311,7 +311,7 @@ class PipelineRun(TrainerCallback):
         collate: SampleCollator | None = None
         if job.is_probed:
             rows, collate = data.sample_rows(COST_SAMPLE_ROWS), job.collator(data.collate_fn, data.is_shared)
-        with generators_kept(trainer, job.model), sparing_memory(job.model):
+        with generators_kept(trainer, job.model):
             self._cut = self._find_units(rows, collate)
             setup = self._set_up(self._cut, rows, collate)
         pipeline = self._cut.pipeline
@@ -330,7 +330,7 @@ class PipelineRun(TrainerCallback):
         coupling = None
         if trainer.optimizer is not None and not pipeline.updates_with(trainer.optimizer):
             coupling = self._coupling_of(trainer.optimizer)
-            self._attach(trainer.optimizer)
+            self.pipeline.attach_optimizer(trainer.optimizer)
         kept = recall(job)
         self.preemption.owes_evaluation = bool(kept.get("owes_evaluation"))
         # 3
@@ -339,7 +339,7 @@ class PipelineRun(TrainerCallback):
             assert self.generations is not None
             self.why_not_cached = self._why_not_for_calls() or self._trouble_with_folder()
             if self.why_not_cached is None:
-                with generators_kept(trainer, job.model), sparing_memory(job.model):
+                with generators_kept(trainer, job.model):
                     self.cache = make_cache(job, pipeline, data, setup.times, self.generations, most)
         # 4
         num_frozen = self._attach_freezing(pipeline.freezable)
@@ -447,11 +447,6 @@ class PipelineRun(TrainerCallback):
             why = probe_coupling(unwrapped(optimizer), units)
         found = next((theirs for theirs in self._job.mesh.gather_objects(why) if theirs is not None), None)
         return None if found is None else f"{type(optimizer).__name__}: {found}"
-
-    def _attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer update what the plan gives to this process. Collective over all processes."""
-        may_cut = self._sharding != "none" and is_elementwise(unwrapped(optimizer))
-        self.pipeline.attach_optimizer(optimizer, all(self._job.mesh.gather_objects(may_cut)))
 
     def _refuse_coupling(self, coupling: str | None) -> None:
         """Refuse an optimizer that cannot be divided among stages or replicas.

@@ -44,7 +44,7 @@ class Memory:
 
     @property
     def bound(self) -> int:
-        """As the docstring of `pipeline.moves` has it."""
+        """As the docstring of `pipeline.transfer` has it."""
         return max(self.before, self.after) + 2 * CHUNK_BYTES + self.largest_flows
 
 

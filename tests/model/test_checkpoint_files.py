@@ -1,4 +1,4 @@
-"""Damaged checkpoints are refused by file and tensor, before anything is mapped."""
+"""Damaged checkpoints are refused by file, before anything is mapped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from model_zoo import MODELS
 
-from hf_pipetransformer.model.checkpoint_files import check_file, weight_files
+from hf_pipetransformer.model.checkpoint_files import tensors_in, weight_files
 
 INDEX = "model.safetensors.index.json"
 
@@ -25,7 +25,7 @@ def sharded(tmp_path: Path) -> Path:
 def test_complete(sharded: Path) -> None:
     files = weight_files(sharded)
     assert {file.name for file in files} == {file.name for file in sharded.glob("*.safetensors")}
-    tensors = [name for file in files for name in check_file(file)]
+    tensors = [name for file in files for name in tensors_in(file)]
     assert sorted(tensors) == sorted(json.loads((sharded / INDEX).read_text())["weight_map"])
 
 
@@ -37,8 +37,8 @@ def shard_of(folder: Path, tensor: str) -> Path:
     ("damage", "words"),
     [
         (lambda file: file.unlink(), rf"is missing; by {INDEX} it holds '.+'"),
-        (lambda file: os.truncate(file, file.stat().st_size - 1), r"is truncated: it has [\d,]+ .*[\d,]+\. '.+'"),
-        (lambda file: os.truncate(file, 20), r".20 bytes. has no complete safetensors header"),
+        (lambda file: os.truncate(file, file.stat().st_size - 1), r".[\d,]+ bytes. is truncated"),
+        (lambda file: os.truncate(file, 20), r".20 bytes. is truncated, or no safetensors file"),
     ],
 )
 def test_a_damaged_shard_is_named(damage: Callable[[Path], None], words: str, sharded: Path) -> None:

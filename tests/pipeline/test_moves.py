@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,36 +16,17 @@ from hypothesis import strategies as st
 from selection import slow
 from torch import nn
 
+from hf_pipetransformer.errors import PeerFailedError
+from hf_pipetransformer.model.mapped_weights import FileMappings
 from hf_pipetransformer.model.placeholders import ParameterTable
 from hf_pipetransformer.pipeline import chunks
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
-from hf_pipetransformer.pipeline.moves import exchange, undivided
+from hf_pipetransformer.pipeline.moves import Distribution, move
 from hf_pipetransformer.pipeline.optimizer_state import OptimizerState
-from hf_pipetransformer.pipeline.shards import Shards
 from hf_pipetransformer.pipeline.state import Holders, WeightState
+from hf_pipetransformer.pipeline.transfer import in_proportion, rounds_of, routes_between
 
 CPU = torch.device("cpu")
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.sampled_from([(), (0,), (1,), (3, 5), (0, 4), (7,), (64,)]), max_size=8),
-    st.integers(1, 300),
-)
-def test_tensors_travel_in_messages_of_a_bounded_size(shapes: list[tuple[int, ...]], limit: int) -> None:
-    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
-    tensors = [torch.randn(shape).mul(9).to(dtypes[n % len(dtypes)]) for n, shape in enumerate(shapes)]
-    tensors = [tensor.t() if tensor.dim() == 2 else tensor for tensor in tensors]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CHUNK_BYTES", limit)
-        sent = [chunk.clone() for chunk in chunks.packed(tensors)]
-        assert all(chunk.numel() == limit for chunk in sent[:-1]) and all(0 < chunk.numel() <= limit for chunk in sent)
-        arriving = iter(sent)
-        received = list(chunks.unpacked([t.to("meta") for t in tensors], lambda buffer: buffer.copy_(next(arriving))))
-    assert next(arriving, None) is None
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(received, tensors, strict=True))
-    storages = [tensor.untyped_storage() for tensor in received]  # torch.save writes whole storages
-    assert [storage.nbytes() for storage in storages] == [tensor.nbytes for tensor in tensors]
 
 
 class Layers(nn.Module):
@@ -73,17 +56,22 @@ LAYOUTS = (
 )
 
 
-def go_round(rank: int, mesh: ProcessMesh, limit: int, fused: bool) -> int:
-    chunks.CHUNK_BYTES = limit
+def trained(rank: int, mesh: ProcessMesh, fused: bool = False) -> tuple[Layers, WeightState, OptimizerState]:
     model = Layers()
-    table = ParameterTable(model)
-    weights = WeightState(table, mesh)
+    weights = WeightState(ParameterTable(model), mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+        parameter.grad = torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype)
     optimizer.step()
     optimizer.zero_grad()
-    state = OptimizerState(optimizer, table, weights, mesh)
+    return model, weights, OptimizerState(optimizer, weights.table, weights, mesh)
+
+
+def go_round(rank: int, mesh: ProcessMesh, fused: bool) -> int:
+    """Parameters move, and their states to the same ranks or to one of them, or to others."""
+    _, weights, state = trained(rank, mesh, fused)
+    table = weights.table
     expected = {name: (table[name].detach().clone(), state.state_of(name)) for name in table.names}
 
     def here(holders: Holders) -> set[str]:
@@ -92,137 +80,115 @@ def go_round(rank: int, mesh: ProcessMesh, limit: int, fused: bool) -> int:
     weights.keep_only(here(LAYOUTS[0]), CPU, LAYOUTS[0])
     state.keep_what_is_here()
     received = 0
-    for before, after in itertools.pairwise([*LAYOUTS, LAYOUTS[0]]):
-        received += exchange(before, after, table, weights, state, mesh, CPU)
+    ways = [Distribution(layout, layout) for layout in LAYOUTS]
+    ways += [Distribution(layout, {name: ranks[-1:] for name, ranks in layout.items()}) for layout in LAYOUTS]
+    for before, after in itertools.pairwise([*ways, ways[0]]):
+        received += move(before, after, weights, state, mesh, CPU)
         for name in table.names:
-            assert weights.is_here(name) == (name in here(after))
+            assert weights.is_here(name) == (name in here(after.weights))
             size = table[name].nbytes if weights.is_here(name) else table[name].itemsize
             with torch._C.DisableTorchFunctionSubclass():  # a parameter that is elsewhere cannot be read
                 assert table[name].requires_grad == weights.is_here(name)
                 assert table[name].untyped_storage().nbytes() == size, "neither a whole buffer, nor what went"
-            assert bool(state.state_of(name)) == weights.is_here(name)
-        state.keep_what_is_here()
-        for name in here(after):
-            value, values = expected[name]
-            assert torch.equal(table[name], value)
+            assert bool(state.state_of(name)) == (name in here(after.states))
+        for name in here(after.weights):
+            assert torch.equal(table[name], expected[name][0])
+        for name in here(after.states):
+            values = expected[name][1]
             assert all(torch.equal(state.state_of(name)[key], values[key]) for key in values)
+        with state.gathered(after.weights), weights.gathered(after.weights):
+            saved, model = state.optimizer.state_dict()["state"], table.model.state_dict()
+        for number, name in enumerate(table.names if rank == 0 else ()):
+            assert torch.equal(model[name], expected[name][0])
+            assert model[name].untyped_storage().nbytes() == model[name].nbytes, "torch.save writes whole storages"
+            assert all(torch.equal(saved[number][key], expected[name][1][key]) for key in expected[name][1])
     return received
 
 
-def optimizer_only(rank: int, mesh: ProcessMesh) -> int:
+def in_a_file(rank: int, mesh: ProcessMesh, folder: Path) -> None:
+    """Rank 0 has no memory for what it saves."""
+    _, weights, state = trained(rank, mesh)
+    expected = {name: value.clone() for name, value in weights.table.model.state_dict().items()}
+    names = {name for name in weights.table.names if rank in LAYOUTS[0][name]}
+    weights.keep_only(names, CPU, LAYOUTS[0])
+    with state.gathered(LAYOUTS[0], folder), weights.gathered(LAYOUTS[0], folder):
+        model = weights.table.model.state_dict()
+        if rank == 0:
+            assert all(torch.equal(model[name], value) for name, value in expected.items())
+            mapped = FileMappings().places_in(model)
+            assert {name for name in model if LAYOUTS[0][name][0] and model[name].nbytes} - {"p2"} == mapped.keys()
+            assert {place.file.parent for place in mapped.values()} == {folder}
+    if rank == 0:
+        assert not any(folder.iterdir()), "it has no name that could be left behind"
+        (folder / "file").touch()
+    with (
+        pytest.raises(FileExistsError if rank == 0 else PeerFailedError),
+        weights.gathered(LAYOUTS[0], folder / "file"),
+    ):
+        raise AssertionError("there is no folder")
+
+
+def states_alone(rank: int, mesh: ProcessMesh) -> None:
     """A second training: the weights are everywhere, and the optimizer's state where the first one has left it."""
     model = Layers()
     table = ParameterTable(model)
     weights = WeightState(table, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    names = [name for name in table.names if rank in LAYOUTS[0][name]]
-    for name in names:
+    for name in (name for name in table.names if rank in LAYOUTS[0][name]):
         table[name].grad = torch.ones_like(table[name])
     optimizer.step()
     state = OptimizerState(optimizer, table, weights, mesh)
     before = state.holders()
     assert before == LAYOUTS[0]
-    received = exchange(before, LAYOUTS[1], table, weights, state, mesh, CPU)
+    received = move(Distribution({}, before), Distribution({}, LAYOUTS[1]), weights, state, mesh, CPU)
     for name in table.names:
         is_here = rank in LAYOUTS[1][name]
         assert bool(state.state_of(name)) == is_here
         assert not is_here or torch.equal(state.state_of(name)["momentum_buffer"], torch.ones_like(table[name]))
     arrived = [table[n] for n in table.names if rank in set(LAYOUTS[1][n]) - set(LAYOUTS[0][n])]
     assert received == sum(value.nbytes for value in arrived if value.dim() > 0), "momentum, and no weights"
-    return received
 
 
-def divided_at(*cuts: int) -> Shards:
-    """All elements in a row, cut at these places among the ranks."""
-    shards: dict[str, dict[int, tuple[int, int]]] = {}
-    position = 0
-    for name, parameter in Layers().named_parameters():
-        size = parameter.numel()
-        shards[name] = {0: (0, 0)} if not size else {}
-        for rank, (start, stop) in enumerate(itertools.pairwise((0, *cuts, 1_000))):
-            span = max(start - position, 0), min(stop - position, size)
-            if span[1] > span[0]:
-                shards[name][rank] = span
-        position += size
-    return shards
-
-
-SHARES = (divided_at(30, 31), divided_at(100, 300), divided_at(0, 400), divided_at(36, 368))
-
-
-def divide_and_join(rank: int, mesh: ProcessMesh, limit: int) -> None:
-    """States that are divided anew, and saved whole."""
-    chunks.CHUNK_BYTES = limit
-    model = Layers()
-    table = ParameterTable(model)
-    weights = WeightState(table, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.grad = torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype)
-    optimizer.step()
-    state = OptimizerState(optimizer, table, weights, mesh, is_elementwise=True)
-    expected = {name: state.state_of(name) for name in table.names}
-    everywhere = holders_of(*[(0, 1, 2)] * 8)
-    for shards in (*SHARES, undivided(everywhere, table)):
-        between = state.shards(everywhere), shards
-        exchange(everywhere, everywhere, table, weights, state, mesh, CPU, between)
-        in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        assert in_groups - {id(state._idle_parameter)} == {id(key) for key in optimizer.state}
-        for name, values in expected.items():
-            span = shards[name].get(rank)
-            found = state.state_of(name)
-            assert (span is None) == (not found)
-            for key, value in found.items():
-                whole = values[key]
-                if span is not None and whole.dim() and span != (0, whole.numel()):
-                    whole = whole.flatten()[slice(*span)]
-                assert torch.equal(value, whole) and value.untyped_storage().nbytes() == value.nbytes
-        with state.gathered(everywhere):
-            saved = optimizer.state_dict()
-        if rank == 0:
-            for number, name in enumerate(table.names):
-                assert all(torch.equal(saved["state"][number][key], expected[name][key]) for key in expected[name])
-
-
-def move_all(rank: int, world_size: int, limits: list[int]) -> int:
+def move_all(rank: int, world_size: int, limits: list[int], folder: Path) -> None:
     dist.init_process_group("gloo")
     mesh = ProcessMesh(timedelta(seconds=60))
     for limit in limits:
-        assert go_round(rank, mesh, limit, fused=limit == 50)
-        divide_and_join(rank, mesh, limit)
-    return optimizer_only(rank, mesh)
+        chunks.CHUNK_BYTES = limit
+        assert go_round(rank, mesh, fused=limit == 50)
+    states_alone(rank, mesh)
+    in_a_file(rank, mesh, folder)
 
 
 @pytest.mark.parametrize("limits", [[50], *slow([2**26, 7])])
-def test_what_arrives_is_what_was_sent_and_what_is_left_is_freed(limits: list[int]) -> None:
-    """Weights and states go round between layouts; parts of states join; what all have is not sent again."""
-    assert any(run_ranks(move_all, 3, limits))
+def test_what_arrives_is_what_was_sent_and_what_is_left_is_freed(limits: list[int], tmp_path: Path) -> None:
+    """Weights and states go round between layouts, and to rank 0; what all have is not sent again."""
+    run_ranks(move_all, 3, limits, tmp_path)
 
 
-def replace_the_parts(part: nn.Parameter, whole: nn.Parameter) -> None:
-    part.grad = part.grad.clamp(max=0.5)
-
-
-def replace_the_wholes_data(part: nn.Parameter, whole: nn.Parameter) -> None:
-    whole.grad.data = whole.grad.data.clamp(max=0.5)
-
-
-def test_gradients_that_are_changed_before_the_step_reach_it() -> None:
-    """Whether a callback edits the whole parameter's gradient, or that of the part which the optimizer holds."""
-    mesh = ProcessMesh(timedelta(seconds=60))
-    for edit in (replace_the_parts, replace_the_wholes_data):
-        model = nn.Linear(4, 3, bias=False)
-        before = model.weight.detach().flatten().clone()
-        table, optimizer = ParameterTable(model), torch.optim.SGD(model.parameters(), lr=1.0)
-        state = OptimizerState(optimizer, table, WeightState(table, mesh), mesh, is_elementwise=True)
-        state.assign({"weight": {0: (2, 7), 1: (7, 12)}}, {})
-        [part] = optimizer.param_groups[0]["params"]
-        for step in (1, 2):  # in the second one nothing must be left of the first
-            model.weight.grad = torch.ones(3, 4)
-            state.show_gradients()
-            edit(part, model.weight)
-            optimizer.step()
-            expected = torch.zeros(12)
-            expected[2:7] = 0.5 * step
-            assert torch.allclose(before - model.weight.detach().flatten(), expected), edit.__name__
+@settings(deadline=None)
+@given(
+    st.dictionaries(
+        st.integers(0, 20),
+        st.tuples(*2 * [st.sets(st.integers(0, 3), min_size=1).map(lambda ranks: tuple(sorted(ranks)))]),
+        max_size=12,
+    ),
+    st.integers(1, 300),
+    st.data(),
+)
+def test_every_byte_travels_once_in_rounds_of_a_bounded_size(ranks: Any, limit: int, data: st.DataObject) -> None:
+    before, after = ({item: both[i] for item, both in ranks.items()} for i in (0, 1))
+    routes = routes_between(before, after)
+    sizes = {item: data.draw(st.sampled_from([0, 1, 50, 700])) for item in routes}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "CHUNK_BYTES", limit)
+        rounds = list(rounds_of(in_proportion(before, after, sizes), routes, sizes))
+    for pieces in rounds:
+        for rank in range(4):
+            sent = [p for p in pieces if any(rank in (route.source, *route.destinations) for route in routes[p.name])]
+            assert sum(piece.stop - piece.start for piece in sent) <= limit
+    for item, size in sizes.items():
+        pieces = [piece for pieces in rounds for piece in pieces if piece.name == item]
+        assert [0, *(piece.stop for piece in pieces)] == [*(piece.start for piece in pieces), size]
+        receivers = [rank for route in routes[item] for rank in route.destinations]
+        assert sorted(receivers) == [rank for rank in after[item] if rank not in before[item]]
+        assert all(route.source in before[item] for route in routes[item])

@@ -17,7 +17,7 @@ from transformers.optimization import Adafactor
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.pipeline.optimizer_state import OptimizerState
-from hf_pipetransformer.pipeline.state import WeightState, synchronise_weights
+from hf_pipetransformer.pipeline.state import WeightState, synchronise
 
 CPU = torch.device("cpu")
 NAME = "llama-tied"  # embedding and head are one parameter, needed by the first and the last stage
@@ -151,9 +151,15 @@ def differ(rank):
         with torch.no_grad():
             for name in names:
                 spread.table[name].add_(1)
-    assert synchronise_weights(spread.table, spread.mesh) == names
-    assert synchronise_weights(spread.table, spread.mesh) == []
+    parameters = dict(spread.model.named_parameters())
+    assert synchronise(parameters, spread.mesh) == names
+    assert synchronise(parameters, spread.mesh) == []
     assert_equal_states(spread.model.state_dict(), expected)
+    # buffers of other shapes and dtypes, by a rank of each name; what some process lacks stays
+    mine = {name: torch.full((rank + 1,), rank, dtype=(torch.bool, torch.int64)[rank]) for name in ("a", "b")}
+    own = {"c": torch.ones(1)} if rank else {}
+    assert synchronise(mine | own, spread.mesh, lambda name: int(name == "b")) == ["a", "b"]
+    assert mine["a"].tolist() == [False] and mine["b"].tolist() == [1, 1]
 
 
 @contextmanager

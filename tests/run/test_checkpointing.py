@@ -23,7 +23,6 @@ from training_runs import (
     pipeline_trainer,
 )
 from transformers import (
-    AutoModelForSequenceClassification,
     EarlyStoppingCallback,
     Trainer,
     TrainerState,
@@ -94,22 +93,6 @@ def test_times_that_cannot_be_read_are_measured_again(trained: Path) -> None:
     (trained / "checkpoint-6" / cutting.TIMES).write_text('{"times": []}')
     (trained / "checkpoint-6" / MANIFEST).write_text("{}")
     run_ranks(resume, 2, str(trained), 2)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_whose_weights_somebody_has_sharded_is_resumed_with_a_warning(trained: Path, capfd: Any) -> None:
-    checkpoint = trained / "checkpoint-6"
-    model = AutoModelForSequenceClassification.from_pretrained(checkpoint)
-    (checkpoint / "model.safetensors").unlink()
-    model.save_pretrained(checkpoint, max_shard_size="10KB")
-    shards = sorted(checkpoint.glob("model-*.safetensors"))
-    assert len(shards) > 1
-    assert_same_training(run_ranks(resume, 1, str(trained), 1, str(checkpoint)), undisturbed())
-    said = capfd.readouterr()
-    assert "whose weight files were replaced (model.safetensors is missing)" in said.out + said.err
-    shards[0].write_bytes(shards[0].read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"checkpoint-6: .*model\.safetensors cannot be read"):
-        resume(0, 1, str(trained), 1, str(checkpoint))
 
 
 class Planted:

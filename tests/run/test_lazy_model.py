@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
-from hf_pipetransformer.model.checkpoint_files import check_file, weight_files
+from hf_pipetransformer.model.checkpoint_files import weight_files
 from hf_pipetransformer.model.mapped_weights import FileMappings
 from hf_pipetransformer.run import lazy_model
 
@@ -259,7 +259,7 @@ def test_the_loss_of_one_stage_may_contain_collectives(tmp_path: Path) -> None:
 def misused(rank: int, world_size: int, folder: Path) -> list[str]:
     """What is missing here at the end."""
     trainer = prepare(rank, arguments(folder / "run", max_steps=1), "llama-tied", folder, lazily=True)
-    # changed alike on all processes: kept, although its pages are given back between probes
+    # changed alike on all processes: kept
     trainer.model.model.layers[0].mlp.up_proj.weight.data.zero_()
     logging.getLogger(lazy_model.__name__).addHandler(heard := Heard())
     trainer.train()
@@ -320,12 +320,11 @@ def test_a_truncated_file_is_an_error_on_all_processes(tmp_path: Path) -> None:
     for rank in range(WORLD):
         bf16_llama(tmp_path / f"checkpoint{rank}")
     file = weight_files(tmp_path / "checkpoint1")[-1]
-    last = max(check_file(file).items(), key=lambda item: item[1]["data_offsets"][1])[0]
     with file.open("r+b") as content:
         content.truncate(file.stat().st_size - 2)
     for error in run_ranks_expecting_error(load_own, WORLD, tmp_path):
         assert isinstance(error, ValueError)
-        assert f"{file} is truncated" in str(error) and repr(last) in str(error)
+        assert str(file) in str(error) and "is truncated" in str(error)
 
 
 def change_after_loading(rank: int, world_size: int, folder: Path, what: str) -> None:
@@ -344,7 +343,7 @@ def change_after_loading(rank: int, world_size: int, folder: Path, what: str) ->
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("truncated", "model.safetensors is truncated"), ("changed", "changed different weights after loading")],
+    [("truncated", "is truncated"), ("changed", "changed different weights after loading")],
 )
 def test_changes_between_loading_and_training(what: str, message: str, tmp_path: Path) -> None:
     tied_llama(tmp_path / "checkpoint")
@@ -414,18 +413,13 @@ def test_new_weights_are_those_of_from_config(tmp_path: Path) -> None:
         assert torch.equal(torch.rand(1), (set_seed(3), AutoModelForCausalLM.from_config(config), torch.rand(1))[-1])
 
 
-def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
+def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     tied_llama(tmp_path)
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    with pytest.raises(ValueError, match=r"Pass load_lazily\(model, checkpoint\)"):
+    with pytest.raises(ValueError, match=r"Pass load_lazily\(LlamaForCausalLM, checkpoint\)"):
         PipeTransformerTrainer(made, PipeTransformerTrainingArguments(str(tmp_path / "run"), use_cpu=True))
-    model = load_lazily(made, tmp_path)
-    assert_equal(
-        dict(model.named_parameters()), dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
-    )
-    made.model.layers[0].mlp.up_proj = nn.Linear(16, 80, bias=False, device="meta")
-    with pytest.raises(ValueError, match="Load it first"):
+    with pytest.raises(ValueError, match="Pass the class, for example AutoModelForCausalLM"):
         load_lazily(made, tmp_path)
 
 

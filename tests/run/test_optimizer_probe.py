@@ -10,9 +10,8 @@ import torch
 from distributed import run_ranks
 from torch import nn
 from training_runs import Run, pipeline_trainer
-from transformers.optimization import Adafactor
 
-from hf_pipetransformer.run.optimizer_probe import is_elementwise, probe_coupling
+from hf_pipetransformer.run.optimizer_probe import probe_coupling
 
 
 class Sgd(torch.optim.Optimizer):
@@ -130,51 +129,3 @@ def coupled(rank: int, world_size: int) -> list[str]:
 def test_coupled_optimizers_are_refused_by_name_on_all_stages() -> None:
     for refused in run_ranks(coupled, 2, timeout=60):
         assert all("ClipsInside" in message for message in refused)
-
-
-class NormalisesRows(Sgd):
-    """Of matrices only, because what it does to a bias would be found in any case."""
-
-    dim = -1
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in (p for group in self.param_groups for p in group["params"] if p.dim() > 1):
-            p.grad /= p.grad.norm(dim=self.dim, keepdim=True)
-        super().step()
-
-
-class NormalisesColumns(NormalisesRows):
-    dim = 0
-
-
-for of_torch in (NormalisesRows, NormalisesColumns):
-    of_torch.__module__ = "torch.optim.tried"  # others are not given parts of parameters
-
-
-class DecaysMatrices(Sgd):
-    """A part of a matrix has one dimension."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in (p for group in self.param_groups for p in group["params"] if p.dim() > 1):
-            p.mul_(0.99)
-        super().step()
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda params: torch.optim.AdamW(params, fused=True), True),
-        (Adafactor, False),
-        (NormalisesRows, False),
-        (NormalisesColumns, False),
-        (DecaysMatrices, False),
-    ],
-)
-def test_what_may_be_given_a_part_of_a_parameter(make: Callable[[Any], torch.optim.Optimizer], expected: bool) -> None:
-    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7))
-    optimizer = make(model.parameters())
-    before = [p.detach().clone() for p in model.parameters()]
-    assert is_elementwise(optimizer) == expected
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)) and not optimizer.state
