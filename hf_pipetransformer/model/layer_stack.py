@@ -69,7 +69,6 @@ class LayerStack:
             the layers, the last one those of the head. A parameter needed by several units (a tied head, ALBERT's
             layers) is *shared*.
         boundaries: `boundaries[k]` describes the carry between units k - 1 and k; empty for k = 0.
-        rows_per_sample: number of rows that the collator makes of a sample, block by block (`micro_batch`).
         fails_on_parts: why the model does not run on a part of a batch (flat image patches have no entry for each
             sample), or not as it runs on the whole (it counts its calls); empty if it does.
         is_random: whether training skips layers at random.
@@ -100,7 +99,6 @@ class LayerStack:
         self.unreached = unreached
         self.only_returned = only_returned
         self.trained_with = tuple(owners if trained_with is None else trained_with)
-        self.rows_per_sample = 1
         self.fails_on_parts = ""
         self.is_random = False
         self.row_dimensions: dict[int, tuple[int | None, ...]] | None = None

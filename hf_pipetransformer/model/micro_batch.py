@@ -1,9 +1,6 @@
 """Splits a batch into micro-batches along the batch dimension.
 
 row: one entry along the batch dimension of a batch, i.e. one sample.
-
-A collator may make several rows of a sample, in blocks: a preference pair's batch is [chosen 1, chosen 2, rejected 1,
-rejected 2]. With `blocks`, a part of it has the same samples' rows of each block, and is laid out in the same way.
 """
 
 from __future__ import annotations
@@ -90,7 +87,7 @@ def batch_rows(batch: Mapping[str, Any], default: int | None = None) -> int:
     )
 
 
-def slice_rows(batch: Mapping[str, Any], start: int, stop: int, blocks: int = 1) -> Batch:
+def slice_rows(batch: Mapping[str, Any], start: int, stop: int) -> Batch:
     """Samples [start, stop) of every tensor, list or tuple that has one entry per sample; other values unchanged.
 
     Includes those inside dicts, lists and tuples.
@@ -99,16 +96,9 @@ def slice_rows(batch: Mapping[str, Any], start: int, stop: int, blocks: int = 1)
         batch: the whole batch.
         start: the first sample.
         stop: the sample after the last one.
-        blocks: number of rows of each sample; values with one entry per sample, beside them, are cut as well.
     """
-    rows = batch_rows(batch)
-    size = rows // blocks
-    part = _cut(batch, size, lambda value: value[start:stop])
-    if blocks == 1:
-        return part
-    return _cut(
-        part, rows, partial(_chosen, [block * size + i for block in range(blocks) for i in range(start, stop)])
-    )
+    part: Batch = _cut(batch, batch_rows(batch), lambda value: value[start:stop])
+    return part
 
 
 def select_rows(batch: Mapping[str, Any], rows: list[int]) -> Batch:
@@ -200,23 +190,12 @@ def _is_idle_soon(device: torch.device) -> bool:
     return True
 
 
-def split_batch(batch: Mapping[str, Any], count: int, blocks: int = 1) -> list[Batch]:
-    """Split a batch into `count` micro-batches of equal size; `count` must divide the number of samples.
-
-    Raises:
-        ValueError: the rows are not `blocks` of each sample.
-    """
+def split_batch(batch: Mapping[str, Any], count: int) -> list[Batch]:
+    """Split a batch into `count` micro-batches of equal size; `count` must divide the number of samples."""
     rows = batch_rows(batch)
-    if rows % blocks:
-        raise ValueError(
-            f"The data collator has made {rows} rows of a batch, but before the first step it made {blocks} of each"
-            " sample, one block behind the other. Return the same number for each sample, or set num_microbatches=1"
-            " with one pipeline, or pipeline_parallel_size=1."
-        )
-    samples = rows // blocks
-    assert samples % count == 0, f"{samples} samples are not divisible into {count} micro-batches"
-    size = samples // count
-    return [slice_rows(batch, i * size, (i + 1) * size, blocks) for i in range(count)]
+    assert rows % count == 0, f"{rows} samples are not divisible into {count} micro-batches"
+    size = rows // count
+    return [slice_rows(batch, i * size, (i + 1) * size) for i in range(count)]
 
 
 def shape_signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:

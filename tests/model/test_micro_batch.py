@@ -148,12 +148,3 @@ def test_a_device_that_does_not_answer_is_not_asked_what_explains_an_error(monke
     batch = {**ROWS, "position_ids": torch.zeros(2, 50, dtype=torch.long).as_subclass(OnABusyDevice)}
     with pytest.raises(RuntimeError, match="connection lost"), naming_long_rows(BERT, batch):
         raise RuntimeError("connection lost")
-
-
-def test_rows_in_blocks() -> None:
-    batch = {"x": torch.arange(8), "margin": torch.arange(4)}
-    first, second = split_batch(batch, 2, blocks=2)
-    assert first["x"].tolist() == [0, 1, 4, 5] and first["margin"].tolist() == [0, 1]
-    assert second["x"].tolist() == [2, 3, 6, 7] and second["margin"].tolist() == [2, 3]
-    with pytest.raises(ValueError, match="has made 9 rows"):
-        split_batch({"x": torch.arange(9)}, 2, blocks=2)
