@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -59,12 +59,11 @@ def left_as_found(*objects: Any) -> Iterator[None]:
             restore()
 
 
-def _with_parts(objects: Iterable[Any]) -> list[Any]:
+def _with_parts(objects: Sequence[Any]) -> list[Any]:
+    """Return the objects, with their parts and submodules."""
     found = {id(value): value for value in objects}
-    for owner in list(found.values()):
-        for value in (
-            () if isinstance(owner, nn.Module) else vars(owner).values() if hasattr(owner, "__dict__") else ()
-        ):
+    for owner in [value for value in objects if hasattr(value, "__dict__") and not isinstance(value, nn.Module)]:
+        for value in vars(owner).values():
             part = getattr(value, "__self__", value)  # the object of a bound method
             package = type(part).__module__.partition(".")[0]
             is_stock = package in STOCK and not (isinstance(part, nn.Module) and package == "torch")
@@ -111,7 +110,9 @@ def _refill(container: Any, before: Any) -> None:
 
 
 def _are_the_same(one: Any, other: Any) -> bool:
-    if len(one) != len(other) or isinstance(one, set):
+    if len(one) != len(other):
+        return False
+    if isinstance(one, set):
         return bool(one == other)
     if isinstance(one, dict):
         one, other = (itertools.chain.from_iterable(entries.items()) for entries in (one, other))
