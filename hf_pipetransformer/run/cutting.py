@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from ..errors import UnsupportedModelError, is_out_of_memory
 from ..file_formats import UNIT_TIMES, read_json
 from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
-from ..model.layer_range import CalledWith
 from ..model.layer_stack import (
     LayerStack,
     StackDescription,
@@ -44,6 +43,7 @@ from ..model.micro_batch import (
 from ..model.nested import in_new_containers, tensors_of
 from ..model.placeholders import ParameterTable, evaluation_mode, num_bytes
 from ..model.training_check import check_training
+from ..model.units import CalledWith
 from ..pipeline.devices import fits, is_on, name_of_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh, can_be_sent
@@ -209,7 +209,7 @@ def _find(
     stack = LayerStack.uncut(model)
     if mesh.world_size > 1:
         with mesh.failing_together(), global_state_kept():
-            stack.runner.takes_batch = how_called(job, sample).takes_batch
+            stack.runner.called = CalledWith(takes_batch=how_called(job, sample).takes_batch)
         refuse_different_calls(job, stack)
     return stack, None, (cost_of_whole(stack),)
 
@@ -230,7 +230,6 @@ def _find_layers(
     told = found_by_each(mesh, True, partial(_tell, job, called, sample, padded))[0] if tells else None
     if told is not None:
         stack, freezable, unit_costs = LayerStack.of(model, told.stack), told.freezable, told.unit_costs
-        called.note(stack)
     else:
         with mesh.failing_together(), global_state_kept():
             stack, freezable, unit_costs = _take_apart(job, called, sample, padded)
@@ -246,9 +245,8 @@ def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
     Raises:
         ValueError: it does not, so the processes would reduce gradients in different ways.
     """
-    runner = stack.runner
-    called = runner.called
-    mine = (runner.takes_batch, runner.nested_in, sorted(called.kept_back), sorted(map(str, called.added.items())))
+    called = stack.runner.called
+    mine = (called.takes_batch, called.nested_in, sorted(called.kept_back), sorted(map(str, called.added.items())))
     found = job.mesh.gather_objects((mine, stack.fails_on_parts))
     everyone, fails = zip(*found, strict=True)
     stack.fails_on_parts = next(filter(None, fails), "")
@@ -295,7 +293,7 @@ class _Told:
     unit_costs: tuple[UnitCost, ...]
 
 
-def _tell(job: TrainingJob, called: HowCalled, sample: Batch, padded: Batch) -> _Told | None:
+def _tell(job: TrainingJob, called: CalledWith, sample: Batch, padded: Batch) -> _Told | None:
     """Take the model apart for other processes; None if its layers return objects that cannot be sent to them."""
     with global_state_kept():
         stack, freezable, unit_costs = _take_apart(job, called, sample, padded)
@@ -304,7 +302,7 @@ def _tell(job: TrainingJob, called: HowCalled, sample: Batch, padded: Batch) -> 
 
 
 def _take_apart(
-    job: TrainingJob, called: HowCalled, sample: Batch, padded: Batch
+    job: TrainingJob, called: CalledWith, sample: Batch, padded: Batch
 ) -> tuple[LayerStack, FreezableLayers | None, tuple[UnitCost, ...]]:
     """Return the model's units, the layers that can be frozen (None without a freeze callback) and the unit costs.
 
@@ -312,11 +310,10 @@ def _take_apart(
         UnsupportedModelError: the model has no units, or has several stages and is not called on the batch's inputs.
     """
     model = job.model
-    inputs, padded = called.inputs(job, sample), called.inputs(job, padded)
+    inputs, padded = inputs_of(job, called, sample), inputs_of(job, called, padded)
     freezable = None
     with naming_long_rows(model, padded), left_as_found(model):
-        stack = LayerStack.discover(model, inputs, called.nested_in, job.args.pipeline_layers)
-        called.note(stack)
+        stack = LayerStack.discover(model, inputs, called, job.args.pipeline_layers)
         if job.args.uses_pipeline:
             refuse_weights_with_state(model)
             refuse_overlapping_weights(model)
@@ -390,54 +387,30 @@ def noting_calls(model: nn.Module, only_first: bool) -> Iterator[list[Batch]]:
         hook.remove()
 
 
-@dataclass(frozen=True)
-class HowCalled:
-    """How `compute_loss` calls the model.
-
-    Attributes:
-        called: which of the batch's inputs it passes to the model, if it calls it on them.
-        takes_batch: whether it calls the model on the batch's inputs.
-        nested_in: the model's only argument, if that is a dict of inputs (`LayerRangeRunner.nested_in`).
-    """
-
-    called: CalledWith = field(default_factory=CalledWith)
-    takes_batch: bool = True
-    nested_in: str | None = None
-
-    def inputs(self, job: TrainingJob, batch: Batch) -> Batch:
-        """Return inputs of the model for probes on a batch: the batch's own, or those of the loss's first call."""
-        if self.takes_batch:
-            return {name: value for name, value in batch.items() if name not in self.called.kept_back}
-        calls, _ = calls_of_loss(job, batch, only_first=True)
-        assert calls, "the loss has called the model on another batch"
-        return calls[0] if self.nested_in is None else dict(calls[0][self.nested_in])
-
-    def note(self, stack: LayerStack) -> None:
-        """Tell it to the runner of a model's units."""
-        stack.runner.called = self.called
-        stack.runner.takes_batch = self.takes_batch
+def inputs_of(job: TrainingJob, called: CalledWith, batch: Batch) -> Batch:
+    """Return inputs of the model for probes on a batch: the batch's own, or those of the loss's first call."""
+    if called.takes_batch:
+        return {name: value for name, value in batch.items() if name not in called.kept_back}
+    calls, _ = calls_of_loss(job, batch, only_first=True)
+    assert calls, "the loss has called the model on another batch"
+    return calls[0] if called.nested_in is None else dict(calls[0][called.nested_in])
 
 
-def how_called(job: TrainingJob, sample: Batch) -> HowCalled:
+def how_called(job: TrainingJob, sample: Batch) -> CalledWith:
     """Find out on what `compute_loss` calls the model, from a batch of a few samples."""
     if not job.overrides_loss:
-        return HowCalled(job.called_by_stock(sample))
+        return job.called_by_stock(sample)
     calls, given = calls_of_loss(job, sample, only_first=True)
     if not calls:
-        return HowCalled()
+        return CalledWith()
     call = calls[0]
     if call.keys().isdisjoint(sample) and tensors_of(call):
         only = next(iter(call)) if len(call) == 1 else None
         is_nested = only is not None and isinstance(call[only], Mapping)
-        return HowCalled(takes_batch=False, nested_in=only if is_nested else None)
+        return CalledWith(takes_batch=False, nested_in=only if is_nested else None)
     if given.are_exchanged(call, job.not_in_keys):
-        return HowCalled()
-    return HowCalled(called_with(sample, call))
-
-
-def called_with(batch: Batch, call: Batch) -> CalledWith:
-    """Return which inputs of a batch a call of the model had, and what it had besides."""
-    return CalledWith(frozenset(batch) - call.keys() - {KEYS_NAME}, added_settings(batch, call))
+        return CalledWith()
+    return CalledWith(frozenset(sample) - call.keys() - {KEYS_NAME}, added_settings(sample, call))
 
 
 def _costs_of_units(
@@ -527,7 +500,7 @@ def time_model(
             with job.trainer.compute_loss_context_manager():
                 runner = cut.pipeline.stack.runner
                 if not runner.takes_batch:
-                    batch = HowCalled(takes_batch=False, nested_in=runner.nested_in).inputs(job, batch)
+                    batch = inputs_of(job, runner.called, batch)
                 times = _time_parts(cut.pipeline, batch, job.device)
         cut.timing = Timing(times, measured_on)
     return cut.timing.times

@@ -20,7 +20,7 @@ from typing import Any
 from ..data.numbered_batches import TrainingBatches
 from ..errors import UnsupportedModelError
 from ..logs import log_once
-from ..model.layer_stack import LayerStack, skips_layers, why_whole
+from ..model.layer_stack import LayerStack, why_whole
 from ..model.loss_reading import LossReading, read_reduction
 from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, unexamined, with_unequal_labels
 from ..model.micro_batch import Batch, batch_rows, naming_long_rows
@@ -77,7 +77,6 @@ def find_reduction(
         collate: collates samples; None if nothing is probed.
     """
     job = loss.job
-    stack.is_random = skips_layers(job.model)
     plain = unexamined(loss.shifts_labels)
     if job.sums_nothing_up and not job.args.uses_pipeline:
         return plain  # nothing is added up
