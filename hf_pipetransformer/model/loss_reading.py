@@ -22,7 +22,7 @@ import torch
 from ..errors import is_out_of_memory
 from ..randomness import global_state_kept, seed_all
 from .layer_range import Carry, Unit
-from .layer_stack import LayerStack, has_router_loss, why_whole
+from .layer_stack import LayerStack, why_whole
 from .loss_scaling import (
     LossReduction,
     NumItems,
@@ -35,6 +35,7 @@ from .loss_scaling import (
 from .micro_batch import Batch, batch_rows, slice_rows
 from .nested import are_close, tensors_of
 from .placeholders import evaluation_mode, reachable_leaves
+from .refusals import has_router_loss
 
 ComputeLoss = Callable[[Batch, NumItems], torch.Tensor]
 """Computes the loss of a batch, 0-dimensional, for `num_items_in_batch`."""

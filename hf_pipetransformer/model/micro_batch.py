@@ -5,9 +5,8 @@ row: one entry along the batch dimension of a batch, i.e. one sample.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,8 +18,6 @@ from .nested import tensors_of
 
 Batch = dict[str, Any]
 
-SECONDS_TO_ANSWER = 2.0
-"""How long a device may take, in seconds, until it is asked what explains an error."""
 MOST_UNUSED_POSITIONS = 2
 """Positions at the start of an embedding table beyond `max_position_embeddings`, as in OPT and BART."""
 
@@ -164,30 +161,12 @@ def _most_tokens(model: nn.Module) -> int | None:
 
 
 def _most_tokens_in(batch: Any) -> int:
-    """Number of tokens of a sample, or of the longest document in it if its positions show where documents begin."""
-    if not isinstance(batch, Mapping):
-        return 0
-    tokens, positions = batch.get("input_ids"), batch.get("position_ids")
-    if isinstance(positions, torch.Tensor) and positions.numel():
-        with suppress(RuntimeError):  # after a kernel has failed, a device does not answer any more
-            if _is_idle_soon(positions.device):
-                return int(positions.max()) + 1
-        return 0
+    """Number of tokens of a sample; 0 if there are none, or if positions are given, which begin anew in each document.
+
+    Only shapes are looked at: after a kernel has failed, a device may not answer any more.
+    """
+    tokens = batch.get("input_ids") if isinstance(batch, Mapping) and batch.get("position_ids") is None else None
     return tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() >= 2 else 0
-
-
-def _is_idle_soon(device: torch.device) -> bool:
-    """Whether a device gets done with what it was given; a kernel may wait for a process that has failed."""
-    if device.type == "cpu":
-        return True
-    event = torch.Event(device)
-    event.record()
-    deadline = time.monotonic() + SECONDS_TO_ANSWER
-    while not event.query():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(SECONDS_TO_ANSWER / 100)
-    return True
 
 
 def split_batch(batch: Mapping[str, Any], count: int) -> list[Batch]:

@@ -19,10 +19,11 @@ from ..randomness import global_state_kept, seed_all
 from .dropout import WithoutDropout
 from .elsewhere import placeholder
 from .layer_range import Carry, Unit
-from .layer_stack import USE_ONE_STAGE, LayerStack, output_tensors
+from .layer_stack import LayerStack, output_tensors
 from .mapped_weights import FileMappings, is_written
 from .nested import are_close, tensors_of
 from .placeholders import evaluation_mode, values_of
+from .refusals import USE_ONE_STAGE
 
 LIBRARIES = ("transformers.", "torch.", "peft.", "accelerate.")
 

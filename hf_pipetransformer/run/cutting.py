@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,32 +15,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cache.content_keys import KEYS_NAME, KeyedInputs, added_settings, named_inputs
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..file_formats import UNIT_TIMES, read_json
 from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
-from ..model.layer_stack import (
-    LayerStack,
-    StackDescription,
-    refuse_overlapping_weights,
-    refuse_weights_with_state,
-)
+from ..model.layer_stack import LayerStack, StackDescription
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import (
     Batch,
-    as_the_user_made_it,
     naming_long_rows,
     refuse_unnamed,
     refuse_without_tensors,
     slice_rows,
     with_name,
 )
-from ..model.nested import in_new_containers, tensors_of
-from ..model.placeholders import ParameterTable, evaluation_mode, num_bytes
+from ..model.placeholders import ParameterTable, num_bytes
+from ..model.refusals import refuse_overlapping_weights, refuse_weights_with_state
 from ..model.training_check import check_training
 from ..model.units import CalledWith
 from ..pipeline.devices import fits, is_on, name_of_device
@@ -53,6 +44,7 @@ from ..planning.costs import UnitCost, cost_of_whole, measure_costs
 from ..planning.sharding_choice import AUTO
 from ..planning.unit_times import ModelTimes, measure_times, slowest
 from ..randomness import generators_kept, global_state_kept, seeded
+from .calls_of_loss import how_called, inputs_of
 from .consistency import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
 from .lazy_model import agree_on_laziness, sparing_memory, weights_in_checkpoint
@@ -323,94 +315,6 @@ def _take_apart(
         if job.args.uses_pipeline:
             stack.fails_on_parts = check_training(stack, inputs) or stack.fails_on_parts
     return stack, freezable, unit_costs
-
-
-class _FirstCall(BaseException):
-    """Raised to leave a loss at its first call of the model. No `except Exception` in a user's loss catches it."""
-
-
-def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> tuple[list[Batch], KeyedInputs]:
-    """Compute the loss of a batch, and return the inputs of each call of the model, and the prepared batch's.
-
-    Inputs are by name, as they were when the model was called. If `compute_loss` fails, the calls before that are
-    returned: the same error will show when the model itself is called, or in the first step.
-
-    Args:
-        job: the training job.
-        batch: the batch.
-        only_first: whether to leave the loss at its first call, so that the model does not run.
-    """
-    trainer, model = job.trainer, job.model
-    given = KeyedInputs({})
-    with (
-        evaluation_mode(model),
-        torch.no_grad(),
-        left_as_found(model, trainer),
-        seeded(job.args.seed),
-        noting_calls(model, only_first) as calls,
-    ):
-        inputs = job.on_models_device(dict(with_name(trainer._prepare_inputs(as_the_user_made_it(dict(batch))))))
-        given = KeyedInputs(inputs)
-        with job.computing_loss():
-            trainer.compute_loss(model, as_the_user_made_it(inputs))
-    return calls, given
-
-
-@contextmanager
-def noting_calls(model: nn.Module, only_first: bool) -> Iterator[list[Batch]]:
-    """Yield a list of the inputs, by name, of each call of a model inside the context.
-
-    An error inside ends the context, and is not raised again unless it is one of memory.
-
-    Args:
-        model: the model.
-        only_first: whether to leave the context at the first call, so that the model does not run.
-    """
-    calls: list[Batch] = []
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = named_inputs(module, args, kwargs)
-        # the model may write into a dict that it is called on
-        calls.append({n: in_new_containers(v) if isinstance(v, Mapping) else v for n, v in inputs.items()})
-        if only_first:
-            raise _FirstCall
-
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield calls
-    except _FirstCall:
-        pass
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-    finally:
-        hook.remove()
-
-
-def inputs_of(job: TrainingJob, called: CalledWith, batch: Batch) -> Batch:
-    """Return inputs of the model for probes on a batch: the batch's own, or those of the loss's first call."""
-    if called.takes_batch:
-        return {name: value for name, value in batch.items() if name not in called.kept_back}
-    calls, _ = calls_of_loss(job, batch, only_first=True)
-    assert calls, "the loss has called the model on another batch"
-    return calls[0] if called.nested_in is None else dict(calls[0][called.nested_in])
-
-
-def how_called(job: TrainingJob, sample: Batch) -> CalledWith:
-    """Find out on what `compute_loss` calls the model, from a batch of a few samples."""
-    if not job.overrides_loss:
-        return job.called_by_stock(sample)
-    calls, given = calls_of_loss(job, sample, only_first=True)
-    if not calls:
-        return CalledWith()
-    call = calls[0]
-    if call.keys().isdisjoint(sample) and tensors_of(call):
-        only = next(iter(call)) if len(call) == 1 else None
-        is_nested = only is not None and isinstance(call[only], Mapping)
-        return CalledWith(takes_batch=False, nested_in=only if is_nested else None)
-    if given.are_exchanged(call, job.not_in_keys):
-        return CalledWith()
-    return CalledWith(frozenset(sample) - call.keys() - {KEYS_NAME}, added_settings(sample, call))
 
 
 def _costs_of_units(

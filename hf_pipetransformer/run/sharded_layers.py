@@ -18,7 +18,8 @@ from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
 from ..randomness import global_state_kept
-from .cutting import SAMPLE_ROWS, how_called, inputs_of
+from .calls_of_loss import how_called, inputs_of
+from .cutting import SAMPLE_ROWS
 from .job import TrainingJob
 from .probed_once import found_by_each
 from .samples import SampleCollator

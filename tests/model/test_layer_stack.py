@@ -18,8 +18,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_pipetransformer.errors import UnsupportedModelError
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_range import Carry
-from hf_pipetransformer.model.layer_stack import LayerStack, output_tensors, refuse_overlapping_weights
+from hf_pipetransformer.model.layer_stack import LayerStack, output_tensors
 from hf_pipetransformer.model.placeholders import placeholder
+from hf_pipetransformer.model.refusals import refuse_overlapping_weights
 
 NAN = float("nan")
 
