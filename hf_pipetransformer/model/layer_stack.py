@@ -76,6 +76,7 @@ class StackDescription:
 
     traced: TracedLayers
     needs: UnitNeeds
+    fails_on_parts: str
 
 
 class LayerStack:
@@ -236,11 +237,13 @@ class LayerStack:
     @classmethod
     def of(cls, model: nn.Module, found: StackDescription) -> LayerStack:
         """The units of a model that another process has discovered (`describe`). The model is not called."""
-        return cls(LayerRangeRunner.of(model, found.traced), ParameterTable(model), found.needs)
+        stack = cls(LayerRangeRunner.of(model, found.traced), ParameterTable(model), found.needs)
+        stack.fails_on_parts = found.fails_on_parts
+        return stack
 
     def describe(self) -> StackDescription:
         """What was discovered, for other processes with the same model."""
-        return StackDescription(self.runner.describe(), self._needs)
+        return StackDescription(self.runner.describe(), self._needs, self.fails_on_parts)
 
     def _equals_uncut(self, whole: dict[str, torch.Tensor], batch: dict[str, Any]) -> bool:
         carry: Carry = {}

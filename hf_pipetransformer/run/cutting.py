@@ -215,18 +215,20 @@ def _find_layers(
     if job.args.uses_pipeline:
         refuse_unnamed(sample)
         refuse_without_tensors(sample)
-    tells = job.is_probed_once(collate)
     with mesh.failing_together(), global_state_kept():
         padded = collate.padded(rows)
         called = how_called(job, sample)
-    told = found_by_each(mesh, True, partial(_tell, job, called, sample, padded))[0] if tells else None
-    if told is not None:
-        stack, freezable, unit_costs = LayerStack.of(model, told.stack), told.freezable, told.unit_costs
-    else:
-        with mesh.failing_together(), global_state_kept():
-            stack, freezable, unit_costs = _take_apart(job, called, sample, padded)
+    probe = partial(_take_apart, job, called, sample, padded)
+    apart: _TakenApart | None = None
+    if job.is_probed_once(collate):
+        # None if its layers return objects that cannot be sent to other processes
+        apart = found_by_each(mesh, True, lambda: found if can_be_sent(found := probe()) else None)[0]
+    if apart is None:
+        with mesh.failing_together():
+            apart = probe()
+    stack = LayerStack.of(model, apart.stack)
     refuse_different_calls(job, stack)
-    return stack, freezable, unit_costs
+    return stack, apart.freezable, apart.unit_costs
 
 
 def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
@@ -277,34 +279,24 @@ def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What `_take_apart` has found, as one process tells it to the others."""
+class _TakenApart:
+    """What was found out about a model, without the model."""
 
     stack: StackDescription
     freezable: FreezableLayers | None
     unit_costs: tuple[UnitCost, ...]
 
 
-def _tell(job: TrainingJob, called: CalledWith, sample: Batch, padded: Batch) -> _Told | None:
-    """Take the model apart for other processes; None if its layers return objects that cannot be sent to them."""
-    with global_state_kept():
-        stack, freezable, unit_costs = _take_apart(job, called, sample, padded)
-    told = _Told(stack.describe(), freezable, unit_costs)
-    return told if can_be_sent(told) else None
-
-
-def _take_apart(
-    job: TrainingJob, called: CalledWith, sample: Batch, padded: Batch
-) -> tuple[LayerStack, FreezableLayers | None, tuple[UnitCost, ...]]:
-    """Return the model's units, the layers that can be frozen (None without a freeze callback) and the unit costs.
+def _take_apart(job: TrainingJob, called: CalledWith, sample: Batch, padded: Batch) -> _TakenApart:
+    """Find the model's units, the layers that can be frozen (None without a freeze callback) and the unit costs.
 
     Raises:
         UnsupportedModelError: the model has no units, or has several stages and is not called on the batch's inputs.
     """
     model = job.model
-    inputs, padded = inputs_of(job, called, sample), inputs_of(job, called, padded)
     freezable = None
-    with naming_long_rows(model, padded), left_as_found(model):
+    with global_state_kept(), naming_long_rows(model, padded), left_as_found(model):
+        inputs, padded = inputs_of(job, called, sample), inputs_of(job, called, padded)
         stack = LayerStack.discover(model, inputs, called, job.args.pipeline_layers)
         if job.args.uses_pipeline:
             refuse_weights_with_state(model)
@@ -314,7 +306,7 @@ def _take_apart(
         unit_costs = _costs_of_units(job, stack, padded, freezable.never_frozen if freezable else ())
         if job.args.uses_pipeline:
             stack.fails_on_parts = check_training(stack, inputs) or stack.fails_on_parts
-    return stack, freezable, unit_costs
+    return _TakenApart(stack.describe(), freezable, unit_costs)
 
 
 def _costs_of_units(

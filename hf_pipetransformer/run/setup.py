@@ -157,32 +157,27 @@ def find_windows(
     sample = with_unequal_labels(plain, ("labels",))
     num_items = max(reduction.count(sample), 1)
     is_exact = loss.is_exact  # in half precision rounding is larger than an error in a small gradient
-    windows: Windows | None = None
-    failure: Exception | None = None
-    try:
-        with without_autocast() if is_exact else nullcontext():
-            windows = probe_slicing(
-                stack,
-                sample,
-                lambda part: loss.of_part(reduction, job.model, part, num_items),
-                loss_tolerance=1e-3 if is_exact else 1e-2,
-                gradient_tolerance=1e-3 if is_exact else 1e-1,
-            )
-    except Exception as error:  # one process may run out of memory, and the others must learn of it
-        failure = error
-    mine = windows if failure is None else f"{type(failure).__name__}: {failure}"
-    everyone = job.mesh.gather_objects(mine)
-    if failure is not None and not isinstance(failure, (RuntimeError, MemoryError)):
-        raise failure
-    for rank, why in enumerate(everyone):
-        if isinstance(why, str):
+
+    def probe() -> Windows:
+        try:
+            with without_autocast() if is_exact else nullcontext():
+                return probe_slicing(
+                    stack,
+                    sample,
+                    lambda part: loss.of_part(reduction, job.model, part, num_items),
+                    loss_tolerance=1e-3 if is_exact else 1e-2,
+                    gradient_tolerance=1e-3 if is_exact else 1e-1,
+                )
+        except (RuntimeError, MemoryError) as error:  # one process may run out of memory
             raise UnsupportedModelError(
                 job.model,
-                f"the check of token slices failed on process {rank} ({why}). It needs memory for the gradients"
-                f" of the whole model and for {batch_rows(sample)} samples of {sequence_length(sample)} tokens.",
+                f"the check of token slices failed on process {job.mesh.rank} ({type(error).__name__}: {error}). It"
+                f" needs memory for the gradients of the whole model and for {batch_rows(sample)} samples of"
+                f" {sequence_length(sample)} tokens.",
                 "Use shorter samples, or set token_slices='off'.",
-            ) from failure
-    found = [theirs for theirs in everyone if isinstance(theirs, Windows)]
+            ) from error
+
+    found = found_by_each(job.mesh, False, probe)
     # rounding may make the processes disagree, and if one stage alone refused packed sequences, the others would
     # hang
     return replace(
