@@ -245,19 +245,24 @@ class LayerStack:
         """What was discovered, for other processes with the same model."""
         return StackDescription(self.runner.describe(), self._needs, self.fails_on_parts)
 
+    @contextmanager
+    def without_others(self, unit: int) -> Iterator[None]:
+        """Inside, the parameters that a unit does not need are NaN, as if they were on other processes."""
+        absent = {name: self.table[name] for name in self.table.names if name not in self.owners[unit]}
+        nan = {name: placeholder(p, float("nan") if p.is_floating_point() else 0) for name, p in absent.items()}
+        with self.table.replaced(nan):
+            yield
+
     def _equals_uncut(self, whole: dict[str, torch.Tensor], batch: dict[str, Any]) -> bool:
         carry: Carry = {}
         with torch.no_grad():
             for k in range(self.num_units):
-                absent = {n: placeholder(self.table[n], _poison(self.table[n])) for n in self.table.names}
-                for name in self.owners[k]:
-                    del absent[name]
                 for slot in self.boundaries[k]:
                     if not slot.is_used:
                         tensors = list(carry[slot.stack])
                         tensors[slot.position] = torch.full_like(tensors[slot.position], float("nan"))
                         carry[slot.stack] = tuple(tensors)
-                with self.table.replaced(absent):
+                with self.without_others(k):
                     if k + 1 < self.num_units:
                         carry = self.runner.run(k, k + 1, carry, batch)
                     else:
@@ -380,7 +385,3 @@ def _boundaries(
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
-
-
-def _poison(parameter: torch.Tensor) -> float:
-    return float("nan") if parameter.is_floating_point() else 0

@@ -47,7 +47,7 @@ def are_close(one: torch.Tensor, other: torch.Tensor, float32: float = 1e-4, hal
         return False
     if not one.is_floating_point():
         return torch.equal(one, other)
-    sizes = other.float().abs()
+    sizes = other.detach().float().abs()
     sizes = sizes[sizes < MASKED]
     scale = float(sizes.max()) if sizes.numel() else 0.0
     tolerance = half if one.dtype in (torch.float16, torch.bfloat16) else float32

@@ -7,8 +7,7 @@ random numbers, read other layers, count its calls. One forward of a few samples
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..randomness import global_state_kept, seed_all
 from .dropout import WithoutDropout
-from .elsewhere import placeholder
 from .layer_range import Carry, Unit
 from .layer_stack import LayerStack, output_tensors
 from .mapped_weights import FileMappings, is_written
@@ -81,7 +79,7 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
             for seed in (0, 1):
                 seed_all(seed)
                 copies = {of: tuple(value.clone() for value in values) for of, values in carry.items()}
-                with _on_the_last_stage(stack, copies):
+                with stack.without_others(last), runner.to_the_end(last, copies):
                     cut.append(_called(stack, batch))
             head = _behind_all(stack, batch, final)
     finally:
@@ -143,19 +141,6 @@ def _as_the_loss_does(stack: LayerStack, batch: dict[str, Any]) -> dict[str, Any
 
 def _called(stack: LayerStack, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {key: value.clone() for key, value in output_tensors(stack.model(**arguments)).items()}
-
-
-@contextmanager
-def _on_the_last_stage(stack: LayerStack, carry: Carry) -> Iterator[None]:
-    """Inside, one call of the model runs its last unit, and the values of all other units are missing."""
-    table, last = stack.table, stack.num_units - 1
-    absent = {
-        name: placeholder(table[name], float("nan") if table[name].is_floating_point() else 0)
-        for name in table.names
-        if name not in stack.owners[last]
-    }
-    with table.replaced(absent), stack.runner.to_the_end(last, carry):
-        yield
 
 
 def _are_close(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
