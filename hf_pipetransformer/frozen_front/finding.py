@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ..model.frozen_prefix import frozen_modules
-from ..model.layer_range import MethodOverride
+from ..model.method_override import MethodOverride
 from ..model.origins import (
     NOT_OF_BATCH,
     NOT_OF_STATES,

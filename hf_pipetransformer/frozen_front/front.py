@@ -24,8 +24,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from ..cache.cache_probe import SAME, TOLERANCES, relative_difference, rounding_of
 from ..cache.content_keys import NOT_OF_STATES, TOKEN_INPUTS
 from ..model.elsewhere import hidden_like
-from ..model.layer_range import MethodOverride
 from ..model.left_as_found import left_as_found
+from ..model.method_override import MethodOverride
 from ..model.micro_batch import Batch, batch_rows
 from ..model.nested import in_new_containers
 from ..pipeline.devices import synchronise

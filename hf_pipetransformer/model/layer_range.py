@@ -7,33 +7,29 @@ There is no forward per model family and no tracing: the model's Python code run
     run(1, 3, carry)    computed     skipped   COMPUTED  COMPUTED  -         -
                                      └ returns `carry`          └ forward is left here, its output is returned
 
+Of several layers that are skipped, the last one of each stack returns `carry`, and the others return values that
+cannot be read (`elsewhere`): a range depends on nothing but its carry and the batch, whatever the model's code does.
+
 Every range recomputes the part before the layers (embeddings, masks, rotary tables, position bias) from the batch's
 own inputs, so only the layers' outputs have to be sent between devices.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from accelerate.utils import recursively_apply
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import UnsupportedModelError
 from .elsewhere import computing_with_nan, hidden_like
 from .frozen_units import FrozenUnits, modules_around
+from .method_override import MethodOverride
 from .nested import in_new_containers, tensors_of
-
-Carry = dict[int, tuple[torch.Tensor, ...]]
-"""Stack index -> the tensors in the output of the last unit that ran in this stack."""
-
+from .units import CalledWith, Carry, ModelLayers, Observer, OutputStructure, TracedLayers, Unit
 
 GENERATE = "generate"
 """Method of transformers' models that calls the model once for each token."""
@@ -55,114 +51,6 @@ class _RangeDone(BaseException):
     """
 
 
-@dataclass(frozen=True)
-class Unit:
-    """One call of a layer module, in execution order (ALBERT calls one module many times)."""
-
-    name: str
-    module: nn.Module = field(compare=False, repr=False)
-    stack: int
-
-
-@dataclass(frozen=True)
-class CalledWith:
-    """Which inputs of a batch the user's code calls the model with.
-
-    Attributes:
-        kept_back: inputs that it does not pass to the model (sample weights, labels that it takes out).
-        added: plain values that it adds (`use_cache=False`).
-    """
-
-    kept_back: frozenset[str] = frozenset()
-    added: Mapping[str, Any] = field(default_factory=dict)
-
-
-Observer = Callable[[Unit, Any], None]
-"""Called with each unit that has been computed, and with its output."""
-
-
-class _Gap:
-    """The place of a tensor."""
-
-
-@dataclass(frozen=True)
-class _OutputStructure:
-    """A unit's output (tensor, tuple or ModelOutput) without its tensors, from which it is rebuilt."""
-
-    template: Any  # the output with a `_Gap` in place of each tensor
-    is_floating: tuple[bool, ...]  # for each tensor
-
-    @classmethod
-    def of(cls, output: Any) -> _OutputStructure:
-        is_floating = tuple(tensor.is_floating_point() for tensor in tensors_of(output))
-        return cls(recursively_apply(lambda _: _Gap(), output), is_floating)
-
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        supply = iter(tensors)
-        is_gap = lambda leaf: isinstance(leaf, _Gap)  # noqa: E731
-        return recursively_apply(lambda _: next(supply), self.template, test_type=is_gap)
-
-
-class MethodOverride:
-    """Replaces a method of one module until `remove`. A copy of the module gets the earlier method, bound to the copy.
-
-    Args:
-        module: the module whose method is replaced.
-        name: name of the method, which the module's class has.
-        function: the function that is called instead.
-    """
-
-    def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        self._module, self._name, self._function = module, name, function
-        self._earlier = module.__dict__.get(name)
-        self._replaced = getattr(module, name)
-        setattr(module, name, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """That of the method in whose place it is, which libraries ask for the names of a model's inputs."""
-        return inspect.signature(self._replaced)
-
-    def remove(self) -> None:
-        """Restore the earlier method."""
-        if self._earlier is None:
-            del self._module.__dict__[self._name]
-        else:
-            setattr(self._module, self._name, self._earlier)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._earlier is not None:
-            return copy.deepcopy(self._earlier, memo)
-        method = getattr(type(self._module), self._name)
-        return MethodType(method, memo.get(id(self._module), self._module))
-
-
-@dataclass(frozen=True)
-class RunnerDescription:
-    """What a `LayerRangeRunner` has found out about its model, without the model; it can be sent to another process.
-
-    Attributes:
-        stacks: as in `LayerRangeRunner`.
-        copies_carry: as in `LayerRangeRunner`.
-        taps: as in `LayerRangeRunner`.
-        nested_in: the runner's.
-        calls: name and stack of each unit.
-        structures: of the output of each stack's last unit.
-        structure_of_unit: of each unit's output.
-    """
-
-    stacks: tuple[tuple[str, ...], ...]
-    copies_carry: bool
-    taps: Mapping[str, tuple[str, ...]]
-    nested_in: str | None
-    calls: tuple[tuple[str, int], ...]
-    structures: Mapping[int, _OutputStructure]
-    structure_of_unit: tuple[_OutputStructure, ...]
-
-
 @dataclass
 class _Pass:
     """One forward of the model in which only the units [start, stop) compute."""
@@ -172,21 +60,9 @@ class _Pass:
     carry: Carry
     outputs: dict[int, Any] = field(default_factory=dict)  # stack -> output of its last unit that computed
     calls: list[Unit] | None = None  # filled by `trace`
-    structures: list[_OutputStructure] = field(default_factory=list)  # of each unit's output, filled by `trace`
+    structures: list[OutputStructure] = field(default_factory=list)  # of each unit's output, filled by `trace`
     observer: Observer | None = None  # called for each unit that is computed
     may_repeat: bool = False  # the model may be called several times, each time through all units
-
-
-def _forwards_of_autograd_functions() -> dict[CodeType, str]:
-    """The code of the forward of each autograd function that is defined in Python, with the function's name.
-
-    A frame is recognized by its code: reading its variables would keep them alive as long as the frame.
-    """
-    classes: list[type] = [torch.autograd.Function]
-    for cls in classes:
-        classes.extend(cls.__subclasses__())
-    forwards = {cls.__name__: getattr(cls, "forward", None) for cls in classes}
-    return {forward.__code__: name for name, forward in forwards.items() if isinstance(forward, FunctionType)}
 
 
 class LayerRangeRunner:
@@ -196,83 +72,55 @@ class LayerRangeRunner:
 
     Args:
         model: the complete model.
-        stacks: for each stack of layers, the names of its modules in the model.
-        copies_carry: whether layers that do not run return copies of the carry, which the model may change in place.
-        taps: for each layer, the names of modules inside it whose outputs the model reads through hooks on them (the
-            routers of experts). They are part of the layer's carry; where the layer does not run, the hooks get them.
+        layers: which of its modules are run.
+        called: how the loss calls the model. Stages below the loss call it likewise.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        stacks: Sequence[Sequence[str]],
-        copies_carry: bool = False,
-        taps: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: ModelLayers, called: CalledWith | None = None) -> None:
         self.model = model
-        self._stacks = tuple(map(tuple, stacks))
-        self._copies_carry = copies_carry
-        self._names_of_taps = {layer: tuple(names) for layer, names in (taps or {}).items()}
+        self.called = called or CalledWith()
+        self._found = layers
         self._taps = {
-            layer: tuple(model.get_submodule(name) for name in names) for layer, names in (taps or {}).items() if names
+            layer: tuple(model.get_submodule(name) for name in names) for layer, names in layers.taps.items() if names
         }
         self._tapped: dict[nn.Module, Any] = {}  # what tapped modules of the unit that runs have returned
         self._handed_on: dict[nn.Module, Any] = {}  # what tapped modules of a unit that does not run shall return
         self.units: tuple[Unit, ...] = ()
-        self._structures: dict[int, _OutputStructure] = {}  # of each stack's last unit
-        self._structure_of_unit: list[_OutputStructure] = []
+        self._structures: tuple[OutputStructure, ...] = ()  # of each unit's output
         self._pass: _Pass | None = None
         self._computable: tuple[int, ...] | None = None  # None: the weights of all units are here
-        self._poisons_skipped = False
-        self._hides_skipped = False
         self._call: Callable[..., Any] | None = None  # None: the model
         self._on_entry: Callable[[], None] | None = None
         self._frozen = FrozenUnits(model)
         self._is_in_training_before_units = False
-        self.called = CalledWith()
-        """How the loss calls the model on inputs of the batch. Stages below the loss call it likewise.
-
-        What is added is left out where the whole model runs, which may refuse it without what else the loss adds.
-        """
-        self.takes_batch = True
-        """Whether the loss calls the model on inputs of the batch; otherwise on its own (pairs of sentences).
-
-        Such a loss may call it several times. All batches that the runner is given are then the inputs of one call.
-        """
         self.is_served = False
         """Whether calls of the model outside of a pass are served (`pipeline.served_calls`)."""
-        self.nested_in: str | None = None
-        """The model's only argument, if it is called on one dict of inputs, as sentence-transformers' models are."""
-        layers: dict[nn.Module, tuple[int, str]] = {}  # a module that occurs several times in a list is one layer
-        for stack, names in enumerate(stacks):
+        modules: dict[nn.Module, tuple[int, str]] = {}  # a module that occurs several times in a list is one layer
+        for stack, names in enumerate(layers.stacks):
             for name in names:
-                layers.setdefault(model.get_submodule(name), (stack, name))
-        self._layers = [(stack, name, module) for module, (stack, name) in layers.items()]
+                modules.setdefault(model.get_submodule(name), (stack, name))
+        self._layers = [(stack, name, module) for module, (stack, name) in modules.items()]
         self._replaced: list[MethodOverride] = []
         self._refusing: list[MethodOverride] = []  # in place of `generate`, while this process has some units only
         self._hook: RemovableHandle | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, found: RunnerDescription) -> LayerRangeRunner:
+    def of(cls, model: nn.Module, traced: TracedLayers) -> LayerRangeRunner:
         """The runner of a model that another process has traced (`describe`)."""
-        runner = cls(model, found.stacks, found.copies_carry, found.taps)
-        runner.nested_in = found.nested_in
-        runner.units = tuple(Unit(name, model.get_submodule(name), stack) for name, stack in found.calls)
-        runner._structures = dict(found.structures)
-        runner._structure_of_unit = list(found.structure_of_unit)
+        runner = cls(model, traced.layers, traced.called)
+        runner.units = tuple(Unit(name, model.get_submodule(name), stack) for name, stack in traced.calls)
+        runner._structures = traced.structures
         return runner
 
-    def describe(self) -> RunnerDescription:
+    def describe(self) -> TracedLayers:
         """What is known about the model since `trace`."""
-        return RunnerDescription(
-            self._stacks,
-            self._copies_carry,
-            self._names_of_taps,
-            self.nested_in,
-            tuple((unit.name, unit.stack) for unit in self.units),
-            self._structures,
-            tuple(self._structure_of_unit),
-        )
+        calls = tuple((unit.name, unit.stack) for unit in self.units)
+        return TracedLayers(self._found, self.called, calls, self._structures)
+
+    @property
+    def takes_batch(self) -> bool:
+        """Whether the loss calls the model on inputs of the batch."""
+        return self.called.takes_batch
 
     # ------------------------------------------------------------------------------------ life cycle
     @property
@@ -345,8 +193,9 @@ class LayerRangeRunner:
 
     @contextmanager
     def calling_with(self, called: CalledWith) -> Iterator[None]:
-        """Inside, call the model as a prediction does, which may call it in another way than the loss."""
-        before, self.called = self.called, called
+        """Inside, keep back and add other inputs than the loss does, as a prediction may."""
+        before = self.called
+        self.called = replace(before, kept_back=called.kept_back, added=called.added)
         try:
             yield
         finally:
@@ -360,30 +209,6 @@ class LayerRangeRunner:
             yield
         finally:
             self._is_in_training_before_units = False
-
-    @contextmanager
-    def poisoning_skipped(self) -> Iterator[None]:
-        """Inside, skipped units return NaN, except the last one of each stack, whose output the next unit takes.
-
-        This shows whether anything reads the outputs of earlier units, which a range cannot provide.
-        """
-        self._poisons_skipped = True
-        try:
-            yield
-        finally:
-            self._poisons_skipped = False
-
-    @contextmanager
-    def hiding_skipped(self) -> Iterator[None]:
-        """Inside, skipped units return values that cannot be read, except the last one of each stack.
-
-        A model may return the outputs of all its layers (`output_hidden_states`), and nobody shall read others there.
-        """
-        self._hides_skipped = True
-        try:
-            yield
-        finally:
-            self._hides_skipped = False
 
     @contextmanager
     def calling_through(self, call: Callable[..., Any]) -> Iterator[None]:
@@ -423,13 +248,16 @@ class LayerRangeRunner:
         with self._running(current):
             output = self.model(**self.arguments(batch))
         self.units = tuple(current.calls or ())
-        self._structures = {stack: _OutputStructure.of(out) for stack, out in current.outputs.items()}
-        self._structure_of_unit = current.structures
+        self._structures = tuple(current.structures)
         return output
 
     def floating_outputs(self, stack: int) -> tuple[bool, ...]:
         """For each tensor in an output of this stack, whether it is floating point (and can have a gradient)."""
-        return self._structures[stack].is_floating
+        return self._structure_of_last(stack).is_floating
+
+    def _structure_of_last(self, stack: int) -> OutputStructure:
+        last = max(index for index, unit in enumerate(self.units) if unit.stack == stack)
+        return self._structures[last]
 
     def run(
         self, start: int, stop: int, carry: Carry | None, batch: dict[str, Any], observer: Observer | None = None
@@ -500,11 +328,11 @@ class LayerRangeRunner:
             for name, value in batch.items()
             if name not in self.called.kept_back
         }
-        return given if self.nested_in is None else {self.nested_in: given}
+        return given if self.called.nested_in is None else {self.called.nested_in: given}
 
     def batch_of(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batch for which `arguments` returns these inputs of a call of the model."""
-        nested = inputs.get(self.nested_in) if self.nested_in is not None else inputs
+        nested = inputs if self.called.nested_in is None else inputs.get(self.called.nested_in)
         return dict(nested) if isinstance(nested, Mapping) else {}
 
     @property
@@ -572,18 +400,15 @@ class LayerRangeRunner:
             self.begin_call()  # needed if only a part of the model is called
             index = self._frozen.count()
             if current.calls is not None:
-                self._refuse_own_backward(unit)
                 current.calls.append(unit)
             else:
                 self._check_order(index, unit)
             if index < current.start:
                 values = current.carry[unit.stack]
                 self._frozen.skip(index)
-                if self._poisons_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
-                    values = tuple(torch.full_like(v, float("nan")) if v.is_floating_point() else v for v in values)
-                if self._hides_skipped and any(u.stack == unit.stack for u in self.units[index + 1 : current.start]):
+                if any(later.stack == unit.stack for later in self.units[index + 1 : current.start]):
                     values = tuple(hidden_like(value, HIDDEN.format(unit.name), HIDDEN_REMEDY) for value in values)
-                elif self._copies_carry:
+                elif self._found.copies_carry:
                     values = tuple(value.clone() for value in values)
                 return self._hand_on(unit, self._structure(index, unit, len(values)).rebuild(values))
             if self._on_entry is not None:
@@ -592,7 +417,7 @@ class LayerRangeRunner:
             carried = self._with_tapped(unit, output)
             current.outputs[unit.stack] = carried
             if current.calls is not None:
-                current.structures.append(_OutputStructure.of(carried))
+                current.structures.append(OutputStructure.of(carried))
             if current.observer is not None:
                 current.observer(unit, carried)
             if index + 1 == current.stop:
@@ -628,27 +453,10 @@ class LayerRangeRunner:
             module()
         return output
 
-    def _refuse_own_backward(self, unit: Unit) -> None:
-        """Refuse a unit that is called inside the forward of an autograd function, as Reformer's layers are.
-
-        The function's backward calls the layers again and sets gradients by itself, which autograd does not show.
-        """
-        frame = inspect.currentframe()
-        functions = _forwards_of_autograd_functions() if frame is not None else {}
-        while frame is not None:
-            if frame.f_code in functions:
-                raise UnsupportedModelError(
-                    self.model,
-                    f"it calls its layer {unit.name!r} inside an autograd function of its own"
-                    f" ({functions[frame.f_code]}), whose backward needs all layers.",
-                    "Set pipeline_parallel_size=1.",
-                )
-            frame = frame.f_back
-
-    def _structure(self, index: int, unit: Unit, num_tensors: int) -> _OutputStructure:
+    def _structure(self, index: int, unit: Unit, num_tensors: int) -> OutputStructure:
         """Structure of a unit's own output: Donut's layers also return the size of their image, which they halve."""
-        own = self._structure_of_unit[index]
-        return own if len(own.is_floating) == num_tensors else self._structures[unit.stack]
+        own = self._structures[index]
+        return own if len(own.is_floating) == num_tensors else self._structure_of_last(unit.stack)
 
     def _check_order(self, index: int, unit: Unit) -> None:
         expected = self.units[index].name if index < len(self.units) else "the end of the forward"

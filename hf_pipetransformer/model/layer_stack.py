@@ -7,32 +7,35 @@ result with the unsplit model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from accelerate.utils import recursively_apply
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..errors import UnsupportedModelError, is_out_of_memory
+from ..errors import UnsupportedModelError
 from ..randomness import global_state_kept
 from .batch_statistics import normalised_by_batch, running_statistics_kept
 from .dropout import WithoutDropout
-from .layer_range import Carry, LayerRangeRunner, RunnerDescription, Unit
-from .nested import in_new_containers, tensors_of
-from .placeholders import ParameterTable, evaluation_mode, has_state, is_wrapper, placeholder, reachable_leaves
-
-LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-"""Fields of configurations with the rate at which layers are skipped in training."""
-
-MOST_NAMES = 8
-"""Of modules that an error message lists."""
-
-USE_ONE_STAGE = "Set pipeline_parallel_size=1."
+from .layer_range import LayerRangeRunner
+from .nested import are_close, tensors_of
+from .placeholders import ParameterTable, evaluation_mode, placeholder, reachable_leaves
+from .refusals import (
+    LAYERDROP,
+    USE_ONE_STAGE,
+    configs_of,
+    has_router_loss,
+    refuse_by_configuration,
+    refuse_changed_weights,
+    refuse_own_backward,
+    refusing_what_fails,
+)
+from .stacks import find_stacks, tapped_modules
+from .units import CalledWith, Carry, ModelLayers, TracedLayers, Unit
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,34 @@ class CarrySlot:
 
 
 @dataclass(frozen=True)
-class StackDescription:
-    """A `LayerStack` without its model, as it was discovered; it can be sent to another process."""
+class UnitNeeds:
+    """What each unit of a model needs.
 
-    runner: RunnerDescription
+    Attributes:
+        owners: for each unit, the names of the parameters it needs; the first unit also needs those of the part before
+            the layers, the last one those of the head. A parameter needed by several units (a tied head, ALBERT's
+            layers) is *shared*.
+        boundaries: `boundaries[k]` describes the carry between units k - 1 and k; empty for k = 0.
+        unreached: names of parameters that no gradient reached with the probed batch; a unit owns them nevertheless.
+        only_returned: names that the last unit needs for an output which is not part of the loss (T5 returns its
+            encoder's output): if the unit runs alone, they get no gradient.
+        trained_with: as `owners`, without what a unit owns only because it may read it where no gradient shows it.
+    """
+
     owners: tuple[frozenset[str], ...]
     boundaries: tuple[tuple[CarrySlot, ...], ...]
     unreached: frozenset[str]
     only_returned: frozenset[str]
     trained_with: tuple[frozenset[str], ...]
+
+
+@dataclass(frozen=True)
+class StackDescription:
+    """A `LayerStack` without its model, as it was discovered; it can be sent to another process."""
+
+    traced: TracedLayers
+    needs: UnitNeeds
+    fails_on_parts: str
 
 
 class LayerStack:
@@ -65,45 +87,30 @@ class LayerStack:
         runner: runs ranges of the units.
         table: the model's parameters by name.
         units: one entry per layer call, in execution order.
-        owners: for each unit, the names of the parameters it needs; the first unit also needs those of the part before
-            the layers, the last one those of the head. A parameter needed by several units (a tied head, ALBERT's
-            layers) is *shared*.
-        boundaries: `boundaries[k]` describes the carry between units k - 1 and k; empty for k = 0.
-        rows_per_sample: number of rows that the collator makes of a sample, block by block (`micro_batch`).
+        owners, boundaries, unreached, only_returned, trained_with: as in `UnitNeeds`. Whoever has seen the loss adds
+            to `unreached` what it does not reach.
         fails_on_parts: why the model does not run on a part of a batch (flat image patches have no entry for each
             sample), or not as it runs on the whole (it counts its calls); empty if it does.
-        is_random: whether training skips layers at random.
         row_dimensions: by stack, the dimension of the samples in each tensor that follows the last layer (None if it
             has none); None until it has been seen (`pipeline.served_calls`).
-        unreached: names of parameters that no gradient reached with the probed batch; a unit owns them nevertheless.
-        trained_with: as `owners`, without what a unit owns only because it may read it where no gradient shows it.
-        only_returned: names that the last unit needs for an output which is not part of the loss (T5 returns its
-            encoder's output): if the unit runs alone, they get no gradient.
     """
 
-    def __init__(
-        self,
-        runner: LayerRangeRunner,
-        table: ParameterTable,
-        owners: Sequence[frozenset[str]],
-        boundaries: Sequence[tuple[CarrySlot, ...]],
-        unreached: frozenset[str],
-        only_returned: frozenset[str] = frozenset(),
-        trained_with: Sequence[frozenset[str]] | None = None,
-    ) -> None:
+    def __init__(self, runner: LayerRangeRunner, table: ParameterTable, needs: UnitNeeds) -> None:
         self.runner = runner
         self.model = runner.model
         self.table = table
         self.units: tuple[Unit, ...] = runner.units
-        self.owners = tuple(owners)
-        self.boundaries = tuple(boundaries)
-        self.unreached = unreached
-        self.only_returned = only_returned
-        self.trained_with = tuple(owners if trained_with is None else trained_with)
-        self.rows_per_sample = 1
+        self._needs = needs
+        self.owners, self.boundaries = needs.owners, needs.boundaries
+        self.unreached, self.only_returned = needs.unreached, needs.only_returned
+        self.trained_with = needs.trained_with
         self.fails_on_parts = ""
-        self.is_random = False
         self.row_dimensions: dict[int, tuple[int | None, ...]] | None = None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether training skips layers at random."""
+        return any(getattr(part, field, 0.0) for part in configs_of(self.model) for field in LAYERDROP)
 
     @property
     def num_units(self) -> int:
@@ -127,7 +134,7 @@ class LayerStack:
         cls,
         model: nn.Module,
         batch: dict[str, Any],
-        nested_in: str | None = None,
+        called: CalledWith | None = None,
         named: Sequence[str] | None = None,
     ) -> LayerStack:
         """Find the units of a complete model by running it on a small batch.
@@ -146,7 +153,7 @@ class LayerStack:
         Args:
             model: the complete model, on one device.
             batch: keyword arguments of `model.forward` with 1 or 2 samples, for which it returns a loss or logits.
-            nested_in: the model's only argument, if it is called on the batch as one dict.
+            called: how the loss calls the model.
             named: names of the modules that contain the layers (`pipeline_layers`); None if they are to be found.
 
         Raises:
@@ -158,28 +165,22 @@ class LayerStack:
         refuse_by_configuration(model)
         with evaluation_mode(model):
             versions = {name: parameter._version for name, parameter in model.named_parameters()}
-            stacks = find_stacks(model, batch if nested_in is None else {nested_in: batch}, named)
-            alone = [[name] for names in stacks for name in names]
+            called = called or CalledWith()
+            arguments = batch if called.nested_in is None else {called.nested_in: batch}
+            stacks = tuple(map(tuple, find_stacks(model, arguments, named)))
+            alone = tuple((name,) for names in stacks for name in names)
+            taps = tapped_modules(model, stacks, arguments) if has_router_loss(model) else {}
             refusals: list[UnsupportedModelError] = []
-            taps = (
-                _tapped_modules(model, stacks, batch if nested_in is None else {nested_in: batch})
-                if has_router_loss(model)
-                else {}
-            )
-            runners = [
-                LayerRangeRunner(model, alone, taps=taps),
-                LayerRangeRunner(model, alone, copies_carry=True, taps=taps),
-            ]
-            if not taps:
-                runners.insert(0, LayerRangeRunner(model, stacks))
-            for runner in runners:
-                runner.nested_in = nested_in
+            tried = [ModelLayers(alone, taps=taps), ModelLayers(alone, copies_carry=True, taps=taps)]
+            for layers in [*tried] if taps else [ModelLayers(stacks), *tried]:
+                runner = LayerRangeRunner(model, layers, CalledWith(nested_in=called.nested_in))
                 try:
                     stack = cls._discover_with(runner, batch)
                 except UnsupportedModelError as error:
                     refusals.append(error)
                 else:
-                    _refuse_changed_weights(model, versions)
+                    refuse_changed_weights(model, versions)
+                    runner.called = called
                     return stack
         raise refusals[0]
 
@@ -189,34 +190,31 @@ class LayerStack:
         model = runner.model
         runner.install()
         try:
-            whole = output_tensors(runner.trace(batch))  # 1
+            whole = output_tensors(runner.trace(batch, partial(refuse_own_backward, model)))  # 1
             if not runner.units:
                 raise UnsupportedModelError(model, "its forward calls none of its layers.", USE_ONE_STAGE)
             table = ParameterTable(model)
-            with _refusing_what_fails(model):
+            with refusing_what_fails(model):
                 reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
             unreached = frozenset(table.names) - frozenset().union(*reached)
-            boundaries = _boundaries(runner, used)
             # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then does
             # not show which unit needs it: if the minimal candidate fails, all units get it. At last all units get all
             # parameters outside of the layers (RT-DETR chooses its decoder's inputs by the scores of a head).
             owners = [_with_unreached(reached, runner.units, unreached, everywhere) for everywhere in (False, True)]
             outside = _outside(table, runner.units)
-            owners.append([names | outside for names in owners[-1]])
-            with _refusing_what_fails(model):
-                stack = cls(runner, table, owners[0], boundaries, unreached, only_returned)
+            owners.append(tuple(names | outside for names in owners[-1]))
+            with refusing_what_fails(model):
+                needs = UnitNeeds(owners[0], _boundaries(runner, used), unreached, only_returned, owners[0])
+                stack = cls(runner, table, needs)
                 if stack._equals_uncut(whole, batch):  # 3
                     return stack
                 # with a gradient where training has one: wav2vec 2.0 chooses codes without one in eval mode only
                 with _training_without_dropout(model):
                     _, used_in_training, _ = _reached_by_each_unit(runner, table, batch)
-                boundaries = _boundaries(
-                    runner, [one | other for one, other in zip(used, used_in_training, strict=True)]
-                )
+                used = [one | other for one, other in zip(used, used_in_training, strict=True)]
                 for names in owners:
-                    stack = cls(
-                        runner, table, names, _all_used(boundaries), unreached, only_returned, trained_with=owners[0]
-                    )
+                    needs = replace(needs, owners=names, boundaries=_boundaries(runner, used, all_used=True))
+                    stack = cls(runner, table, needs)
                     if stack._equals_uncut(whole, batch):
                         return stack
         finally:
@@ -232,86 +230,45 @@ class LayerStack:
     def uncut(cls, model: nn.Module) -> LayerStack:
         """The whole model as one unit. Works for any model, also one without layers; the model is not called."""
         table = ParameterTable(model)
-        return cls(LayerRangeRunner(model, []), table, [frozenset(table.names)], [()], frozenset())
+        everything = (frozenset(table.names),)
+        needs = UnitNeeds(everything, ((),), frozenset(), frozenset(), everything)
+        return cls(LayerRangeRunner(model, ModelLayers(())), table, needs)
 
     @classmethod
     def of(cls, model: nn.Module, found: StackDescription) -> LayerStack:
         """The units of a model that another process has discovered (`describe`). The model is not called."""
-        return cls(
-            LayerRangeRunner.of(model, found.runner),
-            ParameterTable(model),
-            found.owners,
-            found.boundaries,
-            found.unreached,
-            found.only_returned,
-            found.trained_with,
-        )
+        stack = cls(LayerRangeRunner.of(model, found.traced), ParameterTable(model), found.needs)
+        stack.fails_on_parts = found.fails_on_parts
+        return stack
 
     def describe(self) -> StackDescription:
         """What was discovered, for other processes with the same model."""
-        return StackDescription(
-            self.runner.describe(),
-            self.owners,
-            self.boundaries,
-            self.unreached,
-            self.only_returned,
-            self.trained_with,
-        )
+        return StackDescription(self.runner.describe(), self._needs, self.fails_on_parts)
+
+    @contextmanager
+    def without_others(self, unit: int) -> Iterator[None]:
+        """Inside, the parameters that a unit does not need are NaN, as if they were on other processes."""
+        absent = {name: self.table[name] for name in self.table.names if name not in self.owners[unit]}
+        nan = {name: placeholder(p, float("nan") if p.is_floating_point() else 0) for name, p in absent.items()}
+        with self.table.replaced(nan):
+            yield
 
     def _equals_uncut(self, whole: dict[str, torch.Tensor], batch: dict[str, Any]) -> bool:
         carry: Carry = {}
-        with torch.no_grad(), self.runner.poisoning_skipped():
+        with torch.no_grad():
             for k in range(self.num_units):
-                absent = {n: placeholder(self.table[n], _poison(self.table[n])) for n in self.table.names}
-                for name in self.owners[k]:
-                    del absent[name]
                 for slot in self.boundaries[k]:
                     if not slot.is_used:
                         tensors = list(carry[slot.stack])
                         tensors[slot.position] = torch.full_like(tensors[slot.position], float("nan"))
                         carry[slot.stack] = tuple(tensors)
-                with self.table.replaced(absent):
+                with self.without_others(k):
                     if k + 1 < self.num_units:
                         carry = self.runner.run(k, k + 1, carry, batch)
                     else:
                         with self.runner.to_the_end(k, carry):
                             parts = output_tensors(self.model(**self.runner.arguments(batch)))
-        return parts.keys() == whole.keys() and all(_close(parts[key], whole[key]) for key in whole)
-
-
-def _refuse_changed_weights(model: nn.Module, versions: Mapping[str, int]) -> None:
-    """Refuse a model whose forward changes its own weights in place, some of which other stages hold.
-
-    Args:
-        model: the model, which has run.
-        versions: autograd's counters of changes in place, from before.
-    """
-    changed = [name for name, parameter in model.named_parameters() if parameter._version != versions.get(name)]
-    if changed:
-        raise UnsupportedModelError(
-            model,
-            f"its forward changes {len(changed)} of its own weights ({changed[0]!r}), but no stage holds all weights.",
-            USE_ONE_STAGE,
-        )
-
-
-@contextmanager
-def _refusing_what_fails(model: nn.Module) -> Iterator[None]:
-    """Convert a model error into an `UnsupportedModelError`, as the whole model has just run on the same batch.
-
-    Gemma 3n's upper layers, for example, take keys and values from a dictionary that lower layers have filled.
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, UnsupportedModelError) or is_out_of_memory(error):
-            raise
-        raise UnsupportedModelError(
-            model,
-            f"it fails when its layers are run one at a time ({type(error).__name__}: {error}), although the whole"
-            " model runs (its layers may read attributes that earlier layers set).",
-            USE_ONE_STAGE,
-        ) from error
+        return parts.keys() == whole.keys() and all(are_close(parts[key], whole[key]) for key in whole)
 
 
 def output_tensors(output: Any) -> dict[str, torch.Tensor]:
@@ -326,29 +283,6 @@ def loss_outputs(outputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [value for key, value in outputs.items() if key == "loss" or "logits" in key] or list(outputs.values())
 
 
-def refuse_by_configuration(model: nn.Module) -> None:
-    """Refuse models whose configuration alone shows that they have no exact pipeline.
-
-    Raises:
-        UnsupportedModelError: for outputs of all layers, or layers that are skipped at random.
-    """
-    for part in _configs(model):
-        for field in ("output_hidden_states", "output_attentions"):
-            if getattr(part, field, False):
-                raise UnsupportedModelError(
-                    model,
-                    f"{field}=True returns values of all layers, but no stage holds them all.",
-                    f"Set config.{field}=False.",
-                )
-        for field in LAYERDROP:
-            if getattr(part, field, 0.0):
-                raise UnsupportedModelError(
-                    model,
-                    f"{field}={getattr(part, field)} skips layers at random, and the stages would disagree on which.",
-                    f"Set config.{field}=0.0.",
-                )
-
-
 def why_whole(stack: LayerStack) -> str:
     """Return why a model does not compute on parts of a batch what it computes on the whole; empty if it may.
 
@@ -360,244 +294,6 @@ def why_whole(stack: LayerStack) -> str:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return f"a hook on the parameter {name} would see the gradients of parts of a batch"
     return normalised_by_batch(stack.model) or ""
-
-
-def skips_layers(model: nn.Module) -> bool:
-    """Whether training skips layers at random, by the configuration."""
-    return any(getattr(part, field, 0.0) for part in _configs(model) for field in LAYERDROP)
-
-
-def has_router_loss(model: nn.Module) -> bool:
-    """Whether the model adds a loss over the routers of all layers, which is one of the whole batch."""
-    return any(getattr(part, "output_router_logits", False) for part in _configs(model))
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """The model's configuration, and those of its parts."""
-    config = getattr(model, "config", None)
-    return [c for c in (config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", {}))) if c]
-
-
-def refuse_weights_with_state(model: nn.Module) -> None:
-    """Refuse quantised weights of a class of their own that keep more than their values, such as bitsandbytes'.
-
-    Raises:
-        UnsupportedModelError: if the model has such a parameter; the message names it.
-    """
-    for name, parameter in model.named_parameters():
-        if has_state(parameter):
-            raise UnsupportedModelError(
-                model,
-                f"{name!r} is a {type(parameter).__name__}: its weights are quantized, and what they are computed with"
-                " is no plain tensor and cannot be moved between stages.",
-                "Quantize it with torchao, load it without quantization, or set pipeline_parallel_size=1.",
-            )
-
-
-def refuse_overlapping_weights(model: nn.Module) -> None:
-    """Refuse different parameters that share elements in memory (`a.data = fused.data[:n]`), which moving takes apart.
-
-    Raises:
-        UnsupportedModelError: if the model has such parameters; the message names two.
-    """
-    dense = [(name, p) for name, p in model.named_parameters() if not (is_wrapper(p) or p.is_meta)]
-    places = [(p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in dense if p.numel() and p.is_contiguous()]
-    for (_, end, name), (begin, _, other) in pairwise(sorted(places)):
-        if begin < end:
-            raise UnsupportedModelError(
-                model,
-                f"{name!r} and {other!r} are different parameters, but share elements in memory, and would be moved"
-                " apart.",
-                "Make them one parameter (tied weights), or set pipeline_parallel_size=1.",
-            )
-
-
-def find_stacks(model: nn.Module, batch: dict[str, Any], named: Sequence[str] | None = None) -> list[list[str]]:
-    """Names of the layer modules of each stack, in the modules with the given names if there are any.
-
-    A stack is an outermost `nn.ModuleList` whose members are all `GradientCheckpointingLayer`. In a model without such
-    a list, it is a list whose members are called one after the other, each on the output of the previous one. In a
-    model without any of these, each member of a list is a stack of its own, if each depends on the previous one.
-
-    Raises:
-        ValueError: if a module in `named` does not exist or contains no layers.
-        UnsupportedModelError: if the model has no stack.
-    """
-    if named is not None:
-        return [_members_of(model, name) for name in named]
-    lists = _outermost_module_lists(model)
-    stacks = [names for names in lists if _are_layers([model.get_submodule(name) for name in names])]
-    stacks = stacks or _chained_lists(model, lists, batch) or _dependent_members(model, lists, batch)
-    if not stacks:
-        raise UnsupportedModelError(
-            model,
-            "no sequential stack of layers was found in it (an nn.ModuleList in which each layer depends on the"
-            " previous one).",
-            "Name the modules that contain its layers (PipeTransformerTrainingArguments.pipeline_layers), or set"
-            " pipeline_parallel_size=1.",
-        )
-    return stacks
-
-
-def _members_of(model: nn.Module, name: str) -> list[str]:
-    """Names of the members of a module that the user has named in `pipeline_layers`.
-
-    Raises:
-        ValueError: if there is no such module, or it is no non-empty list of modules.
-    """
-    modules = dict(model.named_modules())
-    if isinstance(modules.get(name), (nn.ModuleList, nn.Sequential)) and len(modules[name]):
-        return [f"{name}.{child}" for child, _ in modules[name].named_children()]
-    found = f"is a {type(modules[name]).__name__}" if name in modules else "does not exist"
-    lists = [repr(n) for n, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential)) and n]
-    raise ValueError(
-        f"pipeline_layers: {name!r} {found} in the {type(model).__name__}, but must be an nn.ModuleList or"
-        f" nn.Sequential with layers in it. It has {', '.join(lists[:MOST_NAMES]) or 'none'}."
-    )
-
-
-def _outermost_module_lists(module: nn.Module, prefix: str = "") -> list[list[str]]:
-    """Names of the members of each `nn.ModuleList` that is not nested in another one.
-
-    A list of plain modules (`encoder.blocks`, each with its own list of layers) is replaced by the lists of
-    `GradientCheckpointingLayer` inside it, and lists of lists by one list.
-    """
-    found: list[list[str]] = []
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        members = list(child) if isinstance(child, nn.ModuleList) else []
-        if members and all(isinstance(member, nn.ModuleList) for member in members):
-            found.append([name for names in _outermost_module_lists(child, path + ".") for name in names])
-        elif members and (_are_layers(members) or not any(map(_holds_layers, members))):
-            found.append([f"{path}.{index}" for index in range(len(members))])
-        else:
-            found.extend(_outermost_module_lists(child, path + "."))
-    return found
-
-
-def _are_layers(members: Sequence[nn.Module]) -> bool:
-    return all(isinstance(member, GradientCheckpointingLayer) for member in members)
-
-
-def _holds_layers(module: nn.Module) -> bool:
-    return any(isinstance(part, GradientCheckpointingLayer) for part in module.modules())
-
-
-def _chained_lists(model: nn.Module, lists: Sequence[list[str]], batch: dict[str, Any]) -> list[list[str]]:
-    """The lists in which each call's output tensor is an input of the next call."""
-    chained = []
-    for names in lists:
-        inputs: list[set[int]] = []
-        outputs: list[tuple[torch.Tensor, ...]] = []  # kept alive, so that ids are not reused
-        layers = dict.fromkeys(model.get_submodule(name) for name in names)  # a module may occur several times
-        for layer in layers:  # no hooks, because some models call layer.forward()
-            layer.forward = _noting(layer.forward, inputs, outputs)
-        try:
-            with torch.no_grad():
-                model(**in_new_containers(batch))
-        finally:
-            for layer in layers:
-                del layer.__dict__["forward"]
-        links = sum(any(id(t) in seen for t in out) for out, seen in zip(outputs, inputs[1:], strict=False))
-        if links >= 1 and links == len(outputs) - 1:
-            chained.append(names)
-    return chained
-
-
-def _dependent_members(model: nn.Module, lists: Sequence[list[str]], batch: dict[str, Any]) -> list[list[str]]:
-    """The members of the lists in which each depends on the previous one, possibly through other modules.
-
-    XLM, for example, has a list of all attention modules, one of all feed-forward modules, and two of norms. Members
-    that do not depend on one another (several heads) are no layers.
-
-    Returns:
-        Each member as a stack of its own.
-    """
-    behind: list[set[int]] = []  # for each call of a member, the numbers of the calls that its output depends on
-    call_of: dict[torch.Tensor, int] = {}  # a tensor that a call has returned -> the call's number
-    calls: dict[str, list[int]] = {name: [] for names in lists for name in names}
-
-    def noting(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            before = {call_of[leaf] for leaf in reachable_leaves(tensors_of(output)) if leaf in call_of}
-            calls[name].append(len(behind))
-            leaves = recursively_apply(_leaf, output)
-            call_of.update((leaf, len(behind)) for leaf in tensors_of(leaves))
-            behind.append(before.union(*(behind[call] for call in before)))
-            return recursively_apply(torch.clone, leaves)  # because a leaf cannot be changed in place
-
-        return noted
-
-    layers = {model.get_submodule(name): name for name in calls}
-    for layer, name in layers.items():
-        layer.forward = noting(name, layer.forward)
-    try:
-        with torch.enable_grad(), ParameterTable(model).all_trainable():
-            model(**batch)
-    finally:
-        for layer in layers:
-            del layer.__dict__["forward"]
-    in_order = [[call for name in names for call in calls[name]] for names in lists]
-    return [
-        [name]
-        for names, numbers in zip(lists, in_order, strict=True)
-        if len(numbers) > 1 and all(one in behind[other] for one, other in pairwise(numbers))
-        for name in names
-    ]
-
-
-def _tapped_modules(
-    model: nn.Module, stacks: Sequence[Sequence[str]], batch: dict[str, Any]
-) -> dict[str, tuple[str, ...]]:
-    """For each layer, the modules inside it whose output tensors the model returns although the layer does not.
-
-    transformers collects them by hooks on these modules (routers of experts), which are not called where the layer
-    does not run.
-    """
-    returned_by: dict[int, list[str]] = {}
-    kept: list[Any] = []  # so that ids are not reused
-    hooks = []
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            kept.append(output)
-            for tensor in tensors_of(output):
-                returned_by.setdefault(id(tensor), []).append(name)
-
-        return hook
-
-    layers = [name for names in stacks for name in names]
-    for layer in layers:
-        for name, module in model.get_submodule(layer).named_modules(prefix=layer):
-            hooks.append(module.register_forward_hook(note(name)))
-    try:
-        with torch.no_grad():
-            output = model(**in_new_containers(batch))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    found = {name for tensor in tensors_of(output) for name in returned_by.get(id(tensor), ())}
-    return {
-        layer: tuple(
-            name
-            for name, module in model.get_submodule(layer).named_modules(prefix=layer)
-            if name != layer and name in found and module._forward_hooks
-        )
-        for layer in layers
-    }
-
-
-def _noting(
-    forward: Callable[..., Any], inputs: list[set[int]], outputs: list[tuple[torch.Tensor, ...]]
-) -> Callable[..., Any]:
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        inputs.append({id(tensor) for tensor in tensors_of((args, kwargs))})
-        output = forward(*args, **kwargs)
-        outputs.append(tensors_of(output))
-        return output
-
-    return noted
 
 
 def _reached_by_each_unit(
@@ -633,7 +329,7 @@ def _reached_by_each_unit(
 
 def _with_unreached(
     reached: Sequence[set[str]], units: Sequence[Unit], unreached: frozenset[str], everywhere: bool
-) -> list[frozenset[str]]:
+) -> tuple[frozenset[str], ...]:
     """Give each unit the parameters of its own module that the probed batch did not reach (experts without a token).
 
     Parameters outside of all units go to the first unit that reaches another parameter of the same module (such as a
@@ -647,7 +343,7 @@ def _with_unreached(
         beside = [k for k, names in enumerate(modules) if name.rpartition(".")[0] in names]
         for k in inside or (elsewhere if everywhere else beside[:1] or elsewhere):
             completed[k].add(name)
-    return [frozenset(names) for names in completed]
+    return tuple(map(frozenset, completed))
 
 
 @contextmanager
@@ -664,8 +360,10 @@ def _outside(table: ParameterTable, units: Sequence[Unit]) -> frozenset[str]:
     return frozenset(name for name in table.names if not any(name.startswith(unit.name + ".") for unit in units))
 
 
-def _boundaries(runner: LayerRangeRunner, used: Sequence[set[tuple[int, int]]]) -> list[tuple[CarrySlot, ...]]:
-    """From the values that each unit reads, derive which values must cross each boundary."""
+def _boundaries(
+    runner: LayerRangeRunner, used: Sequence[set[tuple[int, int]]], all_used: bool = False
+) -> tuple[tuple[CarrySlot, ...], ...]:
+    """From the values that each unit reads, derive which values must cross each boundary: with `all_used`, all."""
     num_units = len(runner.units)
     boundaries: list[tuple[CarrySlot, ...]] = [()] * num_units
     needed_later: set[tuple[int, int]] = set()
@@ -676,32 +374,14 @@ def _boundaries(runner: LayerRangeRunner, used: Sequence[set[tuple[int, int]]]) 
             CarrySlot(
                 stack,
                 position,
-                is_used=(not floating) or (stack, position) in needed_later,
+                is_used=all_used or not floating or (stack, position) in needed_later,
                 needs_gradient=(stack, position) in needed_later,
             )
             for stack in sorted({unit.stack for unit in runner.units[:k]})
             for position, floating in enumerate(runner.floating_outputs(stack))
         )
-    return boundaries
-
-
-def _all_used(boundaries: Sequence[tuple[CarrySlot, ...]]) -> tuple[tuple[CarrySlot, ...], ...]:
-    return tuple(tuple(CarrySlot(s.stack, s.position, True, s.needs_gradient) for s in slots) for slots in boundaries)
+    return tuple(boundaries)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
-
-
-def _poison(parameter: torch.Tensor) -> float:
-    return float("nan") if parameter.is_floating_point() else 0
-
-
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    if not a.is_floating_point():
-        return bool(torch.equal(a, b))
-    # the same kernels ran on the same values: only the order of a few additions may differ
-    tolerance = 1e-4 if a.dtype in (torch.float32, torch.float64) else 2e-2
-    return bool(torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance, equal_nan=True))

@@ -7,7 +7,9 @@ buffers; training must begin as if they had never been called.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,10 +24,6 @@ MAX_ENTRIES = 2_000
 """Limit for one attribute, with all containers inside it. Larger ones hold data, not counters, and are left alone."""
 MAX_ELEMENTS = 2**22
 """Larger tensors that are neither parameters nor buffers are left alone."""
-REGISTRIES = ("_parameters", "_buffers", "_modules")
-"""Attributes in which an `nn.Module` keeps registered objects; their entries are restored with the module."""
-
-
 STOCK = (
     "builtins",
     "collections",
@@ -40,20 +38,7 @@ STOCK = (
 )
 """Packages whose objects keep no state from call to call that matters here."""
 
-
-def with_parts(*objects: Any) -> list[Any]:
-    """Return the objects, with the modules (a criterion) and user objects that non-modules have as attributes."""
-    found = {id(value): value for value in objects}
-    for owner in objects:
-        if isinstance(owner, nn.Module) or not hasattr(owner, "__dict__"):
-            continue
-        for value in vars(owner).values():
-            part = getattr(value, "__self__", value)  # the object of a bound method
-            package = type(part).__module__.partition(".")[0]
-            is_stock = package in STOCK and not (isinstance(part, nn.Module) and package == "torch")
-            if not is_stock and hasattr(part, "__dict__") and not isinstance(part, type):
-                found.setdefault(id(part), part)
-    return list(found.values())
+Undo = Callable[[], None]
 
 
 @contextmanager
@@ -63,18 +48,10 @@ def left_as_found(*objects: Any) -> Iterator[None]:
     Parameters need no restoring, because a probe takes no optimizer step.
 
     Args:
-        objects: modules, with all their submodules, or any other objects with attributes (`with_parts`).
+        objects: modules, with all their submodules, or any other objects. Of one with attributes, the modules (a
+            criterion) and user objects among these are restored as well.
     """
-    undo: list[Callable[[], None]] = []
-    for value in with_parts(*objects):
-        if isinstance(value, nn.Module):
-            for module in value.modules():
-                undo.append(_attributes_of(module, is_module=True))
-            undo.append(_values_of(list(value.buffers()), largest=None))
-        elif hasattr(value, "__dict__"):
-            undo.append(_attributes_of(value, is_module=False))
-        else:
-            undo.append(_contents_of(value, [MAX_ENTRIES]) or _nothing)
+    undo = [restore for value in _with_parts(objects) for restore in _restoring(value)]
     try:
         yield
     finally:
@@ -82,95 +59,75 @@ def left_as_found(*objects: Any) -> Iterator[None]:
             restore()
 
 
-def _attributes_of(owner: Any, is_module: bool) -> Callable[[], None]:
-    attributes = dict(vars(owner))
-    names = REGISTRIES if is_module else ()
-    registries = {name: dict(attributes[name]) for name in names}
-    contents = [
-        undo
-        for name, value in attributes.items()
-        if name not in names and (undo := _contents_of(value, [MAX_ENTRIES])) is not None
-    ]
-    tensors = _values_of([value for value in attributes.values() if isinstance(value, torch.Tensor)])
-
-    def restore() -> None:
-        if not _holds_the_same(vars(owner), attributes):
-            vars(owner).clear()
-            vars(owner).update(attributes)
-        for name, entries in registries.items():
-            if not _holds_the_same(vars(owner)[name], entries):
-                vars(owner)[name].clear()
-                vars(owner)[name].update(entries)
-        for undo in contents:
-            undo()
-        tensors()
-
-    return restore
+def _with_parts(objects: Sequence[Any]) -> list[Any]:
+    """Return the objects, with their parts and submodules."""
+    found = {id(value): value for value in objects}
+    for owner in [value for value in objects if hasattr(value, "__dict__") and not isinstance(value, nn.Module)]:
+        for value in vars(owner).values():
+            part = getattr(value, "__self__", value)  # the object of a bound method
+            package = type(part).__module__.partition(".")[0]
+            is_stock = package in STOCK and not (isinstance(part, nn.Module) and package == "torch")
+            if not is_stock and hasattr(part, "__dict__") and not isinstance(part, type):
+                found.setdefault(id(part), part)
+    modules = [value.modules() if isinstance(value, nn.Module) else [value] for value in found.values()]
+    return list(itertools.chain.from_iterable(modules))
 
 
-def _contents_of(value: Any, budget: list[int], depth: int = 0) -> Callable[[], None] | None:
-    """Return a function that restores a container; None for other values and for containers that are too large."""
-    container: Any = value
-    if not isinstance(value, CONTAINERS) or depth == MAX_DEPTH or len(container) > budget[0]:
-        return None
-    if len(container) == 0:  # most attributes of a module are empty dicts
-        return partial(_empty, container)
-    budget[0] -= len(container)
-    before: Any = dict(container) if isinstance(container, dict) else container.copy()
-    entries = before.values() if isinstance(before, dict) else before
-    inside = [undo for entry in entries if (undo := _contents_of(entry, budget, depth + 1)) is not None]
-
-    def restore() -> None:
-        if not _holds_the_same(container, before):
-            container.clear()
-            (container.extend if isinstance(container, (list, collections.deque)) else container.update)(before)
-        for undo in inside:
-            undo()
-
-    return restore
+def _restoring(owner: Any) -> Iterator[Undo]:
+    """Yield functions that restore an object: a container, or the attributes of another one."""
+    if not hasattr(owner, "__dict__"):
+        yield from _contents(owner, [MAX_ENTRIES], MAX_DEPTH)
+        return
+    attributes = vars(owner)
+    yield partial(_refill, attributes, dict(attributes))
+    for value in attributes.values():
+        if not isinstance(value, torch.Tensor):
+            yield from _contents(value, [MAX_ENTRIES], MAX_DEPTH)
+        elif value.numel() <= MAX_ELEMENTS:
+            yield from _values(value)
+    if isinstance(owner, nn.Module):
+        for buffer in owner._buffers.values():
+            yield from _values(buffer)
 
 
-def _empty(container: Any) -> None:
-    if len(container) > 0:
-        container.clear()
+def _contents(container: Any, budget: list[int], depth: int) -> Iterator[Undo]:
+    """Yield functions that restore a container; none for other values and for containers that are too large."""
+    if not isinstance(container, CONTAINERS) or not depth or len(container) > budget[0]:  # type: ignore[arg-type]
+        return
+    budget[0] -= len(container)  # type: ignore[arg-type]
+    before: Any = dict(container) if isinstance(container, dict) else container.copy()  # type: ignore[attr-defined]
+    yield partial(_refill, container, before)
+    for entry in before.values() if isinstance(before, dict) else before:
+        yield from _contents(entry, budget, depth - 1)
 
 
-def _holds_the_same(one: Any, other: Any) -> bool:
+def _refill(container: Any, before: Any) -> None:
+    """Give a container its earlier entries, in their order, which matters for registered modules."""
+    if _are_the_same(container, before):
+        return
+    container.clear()
+    (container.extend if isinstance(container, (list, collections.deque)) else container.update)(before)
+
+
+def _are_the_same(one: Any, other: Any) -> bool:
     if len(one) != len(other):
         return False
     if isinstance(one, set):
         return bool(one == other)
     if isinstance(one, dict):
-        pairs = zip(one.items(), other.items(), strict=True)  # in order, which matters for registered modules
-        return all(key is key2 and value is value2 for (key, value), (key2, value2) in pairs)
-    return all(a is b for a, b in zip(one, other, strict=True))
+        one, other = (itertools.chain.from_iterable(entries.items()) for entries in (one, other))
+    return all(map(operator.is_, one, other))
 
 
-def _values_of(tensors: list[torch.Tensor], largest: int | None = MAX_ELEMENTS) -> Callable[[], None]:
-    """Return a function that restores the values of tensors that have been changed."""
-    noted = [
-        (tensor, tensor._version, tensor.detach().clone())
-        for tensor in tensors
-        if (largest is None or tensor.numel() <= largest)
-        and not isinstance(tensor, nn.Parameter)
-        and not tensor.is_inference()
-    ]
-
-    if not noted:
-        return _nothing
-
-    def restore() -> None:
-        for tensor, version, value in noted:
-            # the version counter does not count writes through `.data`
-            if tensor._version == version and tensor.shape == value.shape and torch.equal(tensor, value):
-                continue
-            if tensor.shape == value.shape:
-                tensor.data.copy_(value)
-            else:
-                tensor.data = value
-
-    return restore
+def _values(tensor: Any) -> Iterator[Undo]:
+    """Yield a function that restores the values of a tensor that is no parameter."""
+    if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter) and not tensor.is_inference():
+        yield partial(_set_values, tensor, tensor.detach().clone(), tensor._version)
 
 
-def _nothing() -> None:
-    return None
+def _set_values(tensor: torch.Tensor, values: torch.Tensor, version: int) -> None:
+    if tensor.shape != values.shape:
+        tensor.data = values
+    # the version counter does not count writes through `.data`
+    elif tensor._version != version or not torch.equal(tensor, values):
+        tensor.data.copy_(values)

@@ -12,7 +12,7 @@ With n = `num_items_in_batch` and c = the number of items in a part of the batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,14 +40,12 @@ class LossReduction:
             label), or "rows" (samples).
         key: name of the input that is counted; unused for "rows".
         reason: why it is "whole".
-        blocks: number of rows that the collator makes of a sample, block by block (`micro_batch`).
     """
 
     kind: Kind
     items: Items = "labels"
     key: str = "labels"
     reason: str = field(default="", compare=False)
-    blocks: int = 1
 
     def count(self, batch: Batch) -> int | float:
         """Number of items in a batch: tokens or samples that have a label."""
@@ -102,15 +100,10 @@ def unexamined(shifts_labels: bool, reason: str = "") -> LossReduction:
     return LossReduction("whole", _token_items(shifts_labels), reason=reason)
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """Differences that rounding explains, relative to the sum of the parts' absolute values."""
-
-    value: float
-
-
-EXACT = Tolerance(1e-4)
-HALF_PRECISION = Tolerance(3e-2)
+EXACT = 1e-4
+"""The difference that rounding explains in float32, relative to the sum of the parts' absolute values."""
+HALF_PRECISION = 3e-2
+"""The same in half precision."""
 ABSOLUTE = 1e-7
 
 
@@ -119,9 +112,8 @@ def why_not(
     batch: Batch,
     parts: Sequence[Batch],
     items: NumItems,
-    whole: float,
-    loss_of: Callable[[int, NumItems], float],
-    tolerance: Tolerance,
+    losses: Sequence[float],
+    tolerance: float,
 ) -> str | None:
     """Return what contradicts a reduction; None if the losses of the parts add up to the loss of the whole.
 
@@ -130,54 +122,41 @@ def why_not(
         batch: the whole.
         parts: its parts.
         items: `num_items_in_batch` of the whole.
-        whole: the loss of the whole.
-        loss_of: the loss of a part, by its index, for a number of items.
-        tolerance: the differences that are accepted.
+        losses: the loss of the whole, and those of the parts, each for that number of items.
+        tolerance: the difference that rounding explains.
     """
     count = reduction.count(batch) if reduction.kind == "mean" else items
     if reduction.kind == "mean" and not count:
         return f"it has no {reduction.items} to count"
+    whole, *of_parts = losses
     weights = [reduction.weight(part, count) for part in parts]
     # a mean over no items is not a number
-    weighted = [weight * loss_of(index, items) for index, weight in enumerate(weights) if weight]
-    total = sum(weighted)
-    scale = max(sum(map(abs, weighted)), abs(whole))
-    if not abs(total - whole) <= tolerance.value * scale + ABSOLUTE:
+    weighted = [weight * loss for weight, loss in zip(weights, of_parts, strict=True) if weight]
+    total, scale = sum(weighted), max(sum(map(abs, weighted)), abs(whole))
+    if not abs(total - whole) <= tolerance * scale + ABSOLUTE:
         return f"the parts of a batch add up to {total:.6g}, but the whole batch gives {whole:.6g}"
     return None
 
 
 def candidates_for(
-    batch: Batch,
-    whole: float,
-    doubled: float,
-    shifts_labels: bool,
-    label_names: Sequence[str],
-    tolerance: Tolerance,
-    blocks: int,
+    batch: Batch, shifts_labels: bool, label_names: Sequence[str], passes_items: bool
 ) -> list[LossReduction]:
     """Return the reductions that are worth trying, the most likely first.
 
     Args:
         batch: a few samples.
-        whole: their loss.
-        doubled: the same for twice the number of items.
         shifts_labels: whether the model predicts label i + 1 at position i.
         label_names: names of the inputs that are labels.
-        tolerance: the differences that rounding explains.
-        blocks: number of rows of each sample.
+        passes_items: whether the Trainer passes `num_items_in_batch`, which a sum is divided by.
     """
     tokens = _token_items(shifts_labels)
-    scale = max(abs(whole), abs(doubled))
-    if abs(whole - doubled) > tolerance.value * scale + ABSOLUTE:
-        is_sum = abs(2 * doubled - whole) <= tolerance.value * scale + ABSOLUTE
-        return [LossReduction("sum", tokens, blocks=blocks)] if is_sum else []
-    found = [LossReduction("mean", tokens, blocks=blocks)]
+    found = [LossReduction("sum", tokens)] if passes_items else []
+    found.append(LossReduction("mean", tokens))
     for name in dict.fromkeys(("labels", *label_names)):
         for kind in ("labels", "shifted_labels"):
             if _is_labels(batch.get(name)) and (kind == "labels" or batch[name].dim() > 1):
-                found.append(LossReduction("mean", kind, name, blocks=blocks))
-    return list(dict.fromkeys([*found, LossReduction("mean", "rows", blocks=blocks)]))
+                found.append(LossReduction("mean", kind, name))
+    return list(dict.fromkeys([*found, LossReduction("mean", "rows")]))
 
 
 def _is_labels(value: Any) -> bool:
@@ -188,61 +167,19 @@ def _token_items(shifts_labels: bool) -> Items:
     return "shifted_labels" if shifts_labels else "labels"
 
 
-# ------------------------------------------------------------------------------------ what the loss is tried on
-MAX_CLASS_VARIANTS = 8
-"""Maximum number of batches that are created to show every class to the loss."""
+def with_unequal_labels(batch: Batch, label_names: Sequence[str]) -> Batch:
+    """The same samples with unequal numbers of labels: neighbouring samples of a dataset often have equally many.
 
-
-def label_variants(
-    batch: Batch,
-    label_names: Sequence[str],
-    classes: Sequence[int],
-    model_inputs: Sequence[str] = (),
-) -> list[Batch]:
-    """The same samples with other labels, such that different ways of adding up losses give different results.
-
-    Neighbouring samples of a dataset often have the same class, or the same number of tokens. Then a mean over samples
-    cannot be distinguished from a mean over tokens, nor a class-weighted loss from either.
+    A mean over samples could not be told from a mean over tokens otherwise.
 
     Args:
         batch: a few samples of the data.
         label_names: names of the inputs that are labels.
-        classes: values that labels of samples may have; if empty, only those in the batch.
-        model_inputs: names of inputs that must not be changed.
-
-    Returns:
-        The batch itself, and its variants.
     """
-    variants = [batch]
     rows = batch_rows(batch)
-    names = [name for name in label_names if isinstance(batch.get(name), torch.Tensor) and batch[name].dim() > 0]
-    names = [name for name in names if batch[name].shape[0] == rows]
-    counted = {
-        name: _with_unequal_counts(batch[name])
-        for name in names
-        if batch[name].dim() > 1 and not batch[name].is_floating_point()
-    }
-    if counted:
-        variants.append({**batch, **counted})
-    # factors of at most 1 leave targets between 0 and 1 in that range
-    factors = 1 - torch.arange(rows, dtype=torch.float32) / (2 * rows)
-    scaled = {
-        name: value * factors.to(value).view(-1, *[1] * (value.dim() - 1))
-        for name, value in batch.items()
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0 and value.shape[0] == rows
-        if name in label_names or (value.dim() == 1 and name not in model_inputs)
-    }
-    if scaled:
-        variants.append({**batch, **scaled})
-    per_row = [name for name in names if batch[name].dim() == 1 and not batch[name].is_floating_point()]
-    for name in per_row:
-        known = list(classes) or sorted(set(batch[name].tolist()))
-        if len(known) < 2:
-            continue
-        for turn in range(min(-(-len(known) // rows), MAX_CLASS_VARIANTS)):
-            values = [known[(turn * rows + row) % len(known)] for row in range(rows)]
-            variants.append({**batch, name: torch.tensor(values, dtype=batch[name].dtype, device=batch[name].device)})
-    return variants
+    labels = {name: batch[name] for name in label_names if _is_labels(batch.get(name))}
+    of_tokens = {name: value for name, value in labels.items() if value.dim() > 1 and value.shape[0] == rows}
+    return {**batch, **{name: _with_unequal_counts(value) for name, value in of_tokens.items()}}
 
 
 def _with_unequal_counts(labels: torch.Tensor) -> torch.Tensor:

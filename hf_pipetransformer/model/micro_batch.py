@@ -1,16 +1,12 @@
 """Splits a batch into micro-batches along the batch dimension.
 
 row: one entry along the batch dimension of a batch, i.e. one sample.
-
-A collator may make several rows of a sample, in blocks: a preference pair's batch is [chosen 1, chosen 2, rejected 1,
-rejected 2]. With `blocks`, a part of it has the same samples' rows of each block, and is laid out in the same way.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,8 +18,6 @@ from .nested import tensors_of
 
 Batch = dict[str, Any]
 
-SECONDS_TO_ANSWER = 2.0
-"""How long a device may take, in seconds, until it is asked what explains an error."""
 MOST_UNUSED_POSITIONS = 2
 """Positions at the start of an embedding table beyond `max_position_embeddings`, as in OPT and BART."""
 
@@ -90,7 +84,7 @@ def batch_rows(batch: Mapping[str, Any], default: int | None = None) -> int:
     )
 
 
-def slice_rows(batch: Mapping[str, Any], start: int, stop: int, blocks: int = 1) -> Batch:
+def slice_rows(batch: Mapping[str, Any], start: int, stop: int) -> Batch:
     """Samples [start, stop) of every tensor, list or tuple that has one entry per sample; other values unchanged.
 
     Includes those inside dicts, lists and tuples.
@@ -99,16 +93,9 @@ def slice_rows(batch: Mapping[str, Any], start: int, stop: int, blocks: int = 1)
         batch: the whole batch.
         start: the first sample.
         stop: the sample after the last one.
-        blocks: number of rows of each sample; values with one entry per sample, beside them, are cut as well.
     """
-    rows = batch_rows(batch)
-    size = rows // blocks
-    part = _cut(batch, size, lambda value: value[start:stop])
-    if blocks == 1:
-        return part
-    return _cut(
-        part, rows, partial(_chosen, [block * size + i for block in range(blocks) for i in range(start, stop)])
-    )
+    part: Batch = _cut(batch, batch_rows(batch), lambda value: value[start:stop])
+    return part
 
 
 def select_rows(batch: Mapping[str, Any], rows: list[int]) -> Batch:
@@ -174,49 +161,20 @@ def _most_tokens(model: nn.Module) -> int | None:
 
 
 def _most_tokens_in(batch: Any) -> int:
-    """Number of tokens of a sample, or of the longest document in it if its positions show where documents begin."""
-    if not isinstance(batch, Mapping):
-        return 0
-    tokens, positions = batch.get("input_ids"), batch.get("position_ids")
-    if isinstance(positions, torch.Tensor) and positions.numel():
-        with suppress(RuntimeError):  # after a kernel has failed, a device does not answer any more
-            if _is_idle_soon(positions.device):
-                return int(positions.max()) + 1
-        return 0
+    """Number of tokens of a sample; 0 if there are none, or if positions are given, which begin anew in each document.
+
+    Only shapes are looked at: after a kernel has failed, a device may not answer any more.
+    """
+    tokens = batch.get("input_ids") if isinstance(batch, Mapping) and batch.get("position_ids") is None else None
     return tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() >= 2 else 0
 
 
-def _is_idle_soon(device: torch.device) -> bool:
-    """Whether a device gets done with what it was given; a kernel may wait for a process that has failed."""
-    if device.type == "cpu":
-        return True
-    event = torch.Event(device)
-    event.record()
-    deadline = time.monotonic() + SECONDS_TO_ANSWER
-    while not event.query():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(SECONDS_TO_ANSWER / 100)
-    return True
-
-
-def split_batch(batch: Mapping[str, Any], count: int, blocks: int = 1) -> list[Batch]:
-    """Split a batch into `count` micro-batches of equal size; `count` must divide the number of samples.
-
-    Raises:
-        ValueError: the rows are not `blocks` of each sample.
-    """
+def split_batch(batch: Mapping[str, Any], count: int) -> list[Batch]:
+    """Split a batch into `count` micro-batches of equal size; `count` must divide the number of samples."""
     rows = batch_rows(batch)
-    if rows % blocks:
-        raise ValueError(
-            f"The data collator has made {rows} rows of a batch, but before the first step it made {blocks} of each"
-            " sample, one block behind the other. Return the same number for each sample, or set num_microbatches=1"
-            " with one pipeline, or pipeline_parallel_size=1."
-        )
-    samples = rows // blocks
-    assert samples % count == 0, f"{samples} samples are not divisible into {count} micro-batches"
-    size = samples // count
-    return [slice_rows(batch, i * size, (i + 1) * size, blocks) for i in range(count)]
+    assert rows % count == 0, f"{rows} samples are not divisible into {count} micro-batches"
+    size = rows // count
+    return [slice_rows(batch, i * size, (i + 1) * size) for i in range(count)]
 
 
 def shape_signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:

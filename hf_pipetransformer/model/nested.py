@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from accelerate.utils import recursively_apply
 
+MASKED = 1e30
+"""Values from here on stand for "minus infinity", and are no measure of others."""
+
 
 def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
     """The tensors in a value, in a fixed order."""
@@ -30,3 +33,22 @@ def in_new_containers(value: Any) -> Any:
 def on_device(value: Any, device: torch.device) -> Any:
     """The same value with its tensors on a device."""
     return recursively_apply(lambda tensor: tensor.to(device), value)
+
+
+def are_close(one: torch.Tensor, other: torch.Tensor, float32: float = 1e-4, half: float = 3e-2) -> bool:
+    """Whether two tensors are equal but for rounding, where NaN equals NaN.
+
+    Args:
+        one, other: the tensors.
+        float32: the largest accepted difference, relative to the largest value; integers must be equal.
+        half: the same in half precision.
+    """
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    sizes = other.detach().float().abs()
+    sizes = sizes[sizes < MASKED]
+    scale = float(sizes.max()) if sizes.numel() else 0.0
+    tolerance = half if one.dtype in (torch.float16, torch.bfloat16) else float32
+    return torch.allclose(one.float(), other.float(), rtol=0, atol=tolerance * max(scale, 1e-6), equal_nan=True)

@@ -7,8 +7,7 @@ random numbers, read other layers, count its calls. One forward of a few samples
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ from torch import nn
 from ..errors import UnsupportedModelError
 from ..randomness import global_state_kept, seed_all
 from .dropout import WithoutDropout
-from .elsewhere import placeholder
 from .layer_range import Carry, Unit
-from .layer_stack import USE_ONE_STAGE, LayerStack, output_tensors
+from .layer_stack import LayerStack, output_tensors
 from .mapped_weights import FileMappings, is_written
-from .nested import tensors_of
+from .nested import are_close, tensors_of
 from .placeholders import evaluation_mode, values_of
+from .refusals import USE_ONE_STAGE
 
 LIBRARIES = ("transformers.", "torch.", "peft.", "accelerate.")
 
@@ -80,7 +79,7 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
             for seed in (0, 1):
                 seed_all(seed)
                 copies = {of: tuple(value.clone() for value in values) for of, values in carry.items()}
-                with _on_the_last_stage(stack, copies):
+                with stack.without_others(last), runner.to_the_end(last, copies):
                     cut.append(_called(stack, batch))
             head = _behind_all(stack, batch, final)
     finally:
@@ -117,7 +116,7 @@ def _behind_all(stack: LayerStack, batch: dict[str, Any], final: Carry) -> dict[
     seed_all(0)
     copies = {of: tuple(value.clone() for value in values) for of, values in final.items()}
     try:
-        with stack.runner.hiding_skipped(), stack.runner.to_the_end(stack.num_units, copies):
+        with stack.runner.to_the_end(stack.num_units, copies):
             return _called(stack, batch)
     except (RuntimeError, IndexError):  # two calls of a layer may return other shapes
         return None
@@ -144,31 +143,8 @@ def _called(stack: LayerStack, arguments: dict[str, Any]) -> dict[str, torch.Ten
     return {key: value.clone() for key, value in output_tensors(stack.model(**arguments)).items()}
 
 
-@contextmanager
-def _on_the_last_stage(stack: LayerStack, carry: Carry) -> Iterator[None]:
-    """Inside, one call of the model runs its last unit, and the values of all other units are missing."""
-    table, last = stack.table, stack.num_units - 1
-    absent = {
-        name: placeholder(table[name], float("nan") if table[name].is_floating_point() else 0)
-        for name in table.names
-        if name not in stack.owners[last]
-    }
-    with table.replaced(absent), stack.runner.poisoning_skipped(), stack.runner.to_the_end(last, carry):
-        yield
-
-
 def _are_close(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(_is_close(value, other[key]) for key, value in one.items())
-
-
-def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    tolerance = 3e-2 if one.dtype in (torch.float16, torch.bfloat16) else 1e-4
-    scale = float(one.float().nan_to_num().abs().max()) if one.numel() else 0.0
-    return torch.allclose(one.float(), other.float(), rtol=0, atol=tolerance * max(scale, 1e-6), equal_nan=True)
+    return one.keys() == other.keys() and all(are_close(value, other[key]) for key, value in one.items())
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:

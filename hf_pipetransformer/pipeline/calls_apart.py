@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..model.layer_range import MethodOverride
+from ..model.method_override import MethodOverride
 from ..resilience.watchdog import phase
 from .messages import PipelineMessages
 from .served_calls import Modes, ServedCalls

@@ -23,7 +23,6 @@ from .messages import PipelineMessages
 from .schedule import PipelineScheduler
 from .served_calls import ServedCalls
 from .shared_batch import BatchChannel
-from .sparse_embeddings import SparseEmbeddings
 from .stage import FIRST, ShapeBook, StageModule
 from .virtual_stages import VirtualStages
 
@@ -129,7 +128,6 @@ class PlacedPipeline:
             self.wrapped = wrap_replicas(stage.first, groups.replicas, not unreached.isdisjoint(trainable))
         self.gradients = StageGradients(stage, groups.pipeline, shared, replicated)
         self._channels: tuple[BatchChannel, ...] = ()  # one from each stage to the others
-        self._sparse_embeddings: SparseEmbeddings | None = None
         self._token_scheduler: SliceSchedule | None = None
         self._scheduler: PipelineScheduler | None = None
         self._num_microbatches = cache(plan.num_microbatches_for)
@@ -145,8 +143,6 @@ class PlacedPipeline:
         )
         if self._served is not None and serves_callbacks:
             self._apart = CallsApart(stage, self.messages, self._served, self.of_each_stage)
-        if self.wrapped is None and stage.device.type == "cpu":
-            self._sparse_embeddings = SparseEmbeddings(stage.stack.model, list(stage.parameters()))
         if is_driven:
             return  # no schedule: the loss's calls are served
         books = shape_books(stage, self.messages)
@@ -169,8 +165,6 @@ class PlacedPipeline:
         """Undo the changes that this plan made to the model's modules, and free the buckets of DDP."""
         if self._apart is not None:
             self._apart.close()
-        if self._sparse_embeddings is not None:
-            self._sparse_embeddings.remove()
         if self.wrapped is not None:
             # The buckets are as large as all gradients here. Whoever still refers to the wrapper (a callback, or a
             # traceback that waits for Python's garbage collector) would keep them; the logger refers to the reducer.
@@ -255,16 +249,13 @@ class PlacedPipeline:
         if self._token_scheduler is not None:
             self._token_scheduler.step(batch)
         elif self._scheduler is not None:
-            samples = batch_rows(batch) // self.stage.stack.rows_per_sample
-            self._scheduler.step(batch, self._num_microbatches(samples), gradients_synchronise)
+            self._scheduler.step(batch, self._num_microbatches(batch_rows(batch)), gradients_synchronise)
         else:
             self._step_alone(batch, gradients_synchronise)
         self._complete_gradients(gradients_synchronise)
 
     def _complete_gradients(self, gradients_synchronise: bool) -> None:
         """Reduce the gradients over replicas and stages when the backward is over. Collective over all processes."""
-        if self._sparse_embeddings is not None:
-            self._sparse_embeddings.finish_step()
         if gradients_synchronise:
             self.gradients.average_over_replicas()
             self.gradients.sum_over_stages()

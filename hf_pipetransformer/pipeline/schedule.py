@@ -133,7 +133,7 @@ class PipelineScheduler:
             stage.gradients_synchronise = gradients_synchronise
         index = torch.arange(num_microbatches)  # the argument that torch splits into micro-batches
         target = index if held.has_last_unit else None
-        micro_batches = split_batch(batch, num_microbatches, held.stack.rows_per_sample)
+        micro_batches = split_batch(batch, num_microbatches)
         with ExitStack() as holding:
             if self._weight_gradients is not None:
                 holding.enter_context(self._weight_gradients.split())

@@ -31,8 +31,9 @@ from ..errors import UnsupportedModelError
 from ..model.batch_statistics import statistics_set_aside
 from ..model.dropout import may_drop
 from ..model.elsewhere import Hidden, hidden_like
-from ..model.layer_range import HIDDEN, HIDDEN_REMEDY, CalledWith, Carry, MethodOverride, has_own_forward
+from ..model.layer_range import HIDDEN, HIDDEN_REMEDY, CalledWith, Carry, has_own_forward
 from ..model.layer_stack import why_whole
+from ..model.method_override import MethodOverride
 from ..model.micro_batch import Batch, batch_rows, slice_rows
 from ..model.nested import tensors_of
 from ..model.training_check import is_users
@@ -270,7 +271,6 @@ class ServedCalls:
             values = self._receive(order, 0, origin)
             with (
                 self._running(order, 0, forward),
-                self._runner.hiding_skipped(),
                 self._stage.running_to_the_end(values, {**inputs, **keys}),
             ):
                 self._runner.begin_call()
@@ -283,7 +283,6 @@ class ServedCalls:
         stack = self._stage.stack
         with (
             self._runner.calling_with(CalledWith()),
-            self._runner.hiding_skipped(),
             self._runner.to_the_end(stack.num_units, self._joined(ends)),
         ):
             self._runner.begin_call()

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..model.layer_range import MethodOverride
+from ..model.method_override import MethodOverride
 
 
 class _Product(NamedTuple):

@@ -32,7 +32,7 @@ from ..planning.unit_times import ModelTimes
 from ..randomness import seeded
 from ..training_args import CACHE_DTYPES
 from .cache_control import HARDLY_ANY, AutoCache
-from .cutting import calls_of_loss
+from .calls_of_loss import calls_of_loss
 from .job import TrainingJob
 
 SAMPLES_TO_PROBE = 32

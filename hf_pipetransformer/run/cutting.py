@@ -7,43 +7,33 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cache.content_keys import KEYS_NAME, KeyedInputs, added_settings, named_inputs
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..file_formats import UNIT_TIMES, read_json
 from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
-from ..model.layer_range import CalledWith
-from ..model.layer_stack import (
-    LayerStack,
-    StackDescription,
-    refuse_overlapping_weights,
-    refuse_weights_with_state,
-)
+from ..model.layer_stack import LayerStack, StackDescription
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import (
     Batch,
-    as_the_user_made_it,
     naming_long_rows,
     refuse_unnamed,
     refuse_without_tensors,
     slice_rows,
-    with_name,
 )
-from ..model.nested import in_new_containers, tensors_of
-from ..model.placeholders import ParameterTable, evaluation_mode, num_bytes
+from ..model.placeholders import ParameterTable, num_bytes
+from ..model.refusals import refuse_overlapping_weights, refuse_weights_with_state
 from ..model.training_check import check_training
+from ..model.units import CalledWith
 from ..pipeline.devices import fits, is_on, name_of_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh, can_be_sent
@@ -52,7 +42,8 @@ from ..pipeline.state import synchronise
 from ..planning.costs import UnitCost, cost_of_whole, measure_costs
 from ..planning.sharding_choice import AUTO
 from ..planning.unit_times import ModelTimes, measure_times, slowest
-from ..randomness import global_state_kept, seeded
+from ..randomness import global_state_kept
+from .calls_of_loss import how_called, inputs_of
 from .consistency import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
 from .lazy_model import agree_on_laziness, weights_in_checkpoint
@@ -208,7 +199,7 @@ def _find(
     stack = LayerStack.uncut(model)
     if mesh.world_size > 1:
         with mesh.failing_together(), global_state_kept():
-            stack.runner.takes_batch = how_called(job, sample).takes_batch
+            stack.runner.called = CalledWith(takes_batch=how_called(job, sample).takes_batch)
         refuse_different_calls(job, stack)
     return stack, None, (cost_of_whole(stack),)
 
@@ -222,19 +213,20 @@ def _find_layers(
     if job.args.uses_pipeline:
         refuse_unnamed(sample)
         refuse_without_tensors(sample)
-    tells = job.is_probed_once(collate)
     with mesh.failing_together(), global_state_kept():
         padded = collate.padded(rows)
         called = how_called(job, sample)
-    told = found_by_each(mesh, True, partial(_tell, job, called, sample, padded))[0] if tells else None
-    if told is not None:
-        stack, freezable, unit_costs = LayerStack.of(model, told.stack), told.freezable, told.unit_costs
-        called.note(stack)
-    else:
-        with mesh.failing_together(), global_state_kept():
-            stack, freezable, unit_costs = _take_apart(job, called, sample, padded)
+    probe = partial(_take_apart, job, called, sample, padded)
+    apart: _TakenApart | None = None
+    if job.is_probed_once(collate):
+        # None if its layers return objects that cannot be sent to other processes
+        apart = found_by_each(mesh, True, lambda: found if can_be_sent(found := probe()) else None)[0]
+    if apart is None:
+        with mesh.failing_together():
+            apart = probe()
+    stack = LayerStack.of(model, apart.stack)
     refuse_different_calls(job, stack)
-    return stack, freezable, unit_costs
+    return stack, apart.freezable, apart.unit_costs
 
 
 def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
@@ -245,9 +237,8 @@ def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
     Raises:
         ValueError: it does not, so the processes would reduce gradients in different ways.
     """
-    runner = stack.runner
-    called = runner.called
-    mine = (runner.takes_batch, runner.nested_in, sorted(called.kept_back), sorted(map(str, called.added.items())))
+    called = stack.runner.called
+    mine = (called.takes_batch, called.nested_in, sorted(called.kept_back), sorted(map(str, called.added.items())))
     found = job.mesh.gather_objects((mine, stack.fails_on_parts))
     everyone, fails = zip(*found, strict=True)
     stack.fails_on_parts = next(filter(None, fails), "")
@@ -277,36 +268,25 @@ def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What `_take_apart` has found, as one process tells it to the others."""
+class _TakenApart:
+    """What was found out about a model, without the model."""
 
     stack: StackDescription
     freezable: FreezableLayers | None
     unit_costs: tuple[UnitCost, ...]
 
 
-def _tell(job: TrainingJob, called: HowCalled, sample: Batch, padded: Batch) -> _Told | None:
-    """Take the model apart for other processes; None if its layers return objects that cannot be sent to them."""
-    with global_state_kept():
-        stack, freezable, unit_costs = _take_apart(job, called, sample, padded)
-    told = _Told(stack.describe(), freezable, unit_costs)
-    return told if can_be_sent(told) else None
-
-
-def _take_apart(
-    job: TrainingJob, called: HowCalled, sample: Batch, padded: Batch
-) -> tuple[LayerStack, FreezableLayers | None, tuple[UnitCost, ...]]:
-    """Return the model's units, the layers that can be frozen (None without a freeze callback) and the unit costs.
+def _take_apart(job: TrainingJob, called: CalledWith, sample: Batch, padded: Batch) -> _TakenApart:
+    """Find the model's units, the layers that can be frozen (None without a freeze callback) and the unit costs.
 
     Raises:
         UnsupportedModelError: the model has no units, or has several stages and is not called on the batch's inputs.
     """
     model = job.model
-    inputs, padded = called.inputs(job, sample), called.inputs(job, padded)
     freezable = None
-    with naming_long_rows(model, padded), left_as_found(model):
-        stack = LayerStack.discover(model, inputs, called.nested_in, job.args.pipeline_layers)
-        called.note(stack)
+    with global_state_kept(), naming_long_rows(model, padded), left_as_found(model):
+        inputs, padded = inputs_of(job, called, sample), inputs_of(job, called, padded)
+        stack = LayerStack.discover(model, inputs, called, job.args.pipeline_layers)
         if job.args.uses_pipeline:
             refuse_weights_with_state(model)
             refuse_overlapping_weights(model)
@@ -315,119 +295,7 @@ def _take_apart(
         unit_costs = _costs_of_units(job, stack, padded, freezable.never_frozen if freezable else ())
         if job.args.uses_pipeline:
             stack.fails_on_parts = check_training(stack, inputs) or stack.fails_on_parts
-    return stack, freezable, unit_costs
-
-
-class _FirstCall(BaseException):
-    """Raised to leave a loss at its first call of the model. No `except Exception` in a user's loss catches it."""
-
-
-def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> tuple[list[Batch], KeyedInputs]:
-    """Compute the loss of a batch, and return the inputs of each call of the model, and the prepared batch's.
-
-    Inputs are by name, as they were when the model was called. If `compute_loss` fails, the calls before that are
-    returned: the same error will show when the model itself is called, or in the first step.
-
-    Args:
-        job: the training job.
-        batch: the batch.
-        only_first: whether to leave the loss at its first call, so that the model does not run.
-    """
-    trainer, model = job.trainer, job.model
-    given = KeyedInputs({})
-    with (
-        evaluation_mode(model),
-        torch.no_grad(),
-        left_as_found(model, trainer),
-        seeded(job.args.seed),
-        noting_calls(model, only_first) as calls,
-    ):
-        inputs = job.on_models_device(dict(with_name(trainer._prepare_inputs(as_the_user_made_it(dict(batch))))))
-        given = KeyedInputs(inputs)
-        with job.computing_loss():
-            trainer.compute_loss(model, as_the_user_made_it(inputs))
-    return calls, given
-
-
-@contextmanager
-def noting_calls(model: nn.Module, only_first: bool) -> Iterator[list[Batch]]:
-    """Yield a list of the inputs, by name, of each call of a model inside the context.
-
-    An error inside ends the context, and is not raised again unless it is one of memory.
-
-    Args:
-        model: the model.
-        only_first: whether to leave the context at the first call, so that the model does not run.
-    """
-    calls: list[Batch] = []
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = named_inputs(module, args, kwargs)
-        # the model may write into a dict that it is called on
-        calls.append({n: in_new_containers(v) if isinstance(v, Mapping) else v for n, v in inputs.items()})
-        if only_first:
-            raise _FirstCall
-
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield calls
-    except _FirstCall:
-        pass
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-    finally:
-        hook.remove()
-
-
-@dataclass(frozen=True)
-class HowCalled:
-    """How `compute_loss` calls the model.
-
-    Attributes:
-        called: which of the batch's inputs it passes to the model, if it calls it on them.
-        takes_batch: whether it calls the model on the batch's inputs.
-        nested_in: the model's only argument, if that is a dict of inputs (`LayerRangeRunner.nested_in`).
-    """
-
-    called: CalledWith = field(default_factory=CalledWith)
-    takes_batch: bool = True
-    nested_in: str | None = None
-
-    def inputs(self, job: TrainingJob, batch: Batch) -> Batch:
-        """Return inputs of the model for probes on a batch: the batch's own, or those of the loss's first call."""
-        if self.takes_batch:
-            return {name: value for name, value in batch.items() if name not in self.called.kept_back}
-        calls, _ = calls_of_loss(job, batch, only_first=True)
-        assert calls, "the loss has called the model on another batch"
-        return calls[0] if self.nested_in is None else dict(calls[0][self.nested_in])
-
-    def note(self, stack: LayerStack) -> None:
-        """Tell it to the runner of a model's units."""
-        stack.runner.called = self.called
-        stack.runner.takes_batch = self.takes_batch
-
-
-def how_called(job: TrainingJob, sample: Batch) -> HowCalled:
-    """Find out on what `compute_loss` calls the model, from a batch of a few samples."""
-    if not job.overrides_loss:
-        return HowCalled(job.called_by_stock(sample))
-    calls, given = calls_of_loss(job, sample, only_first=True)
-    if not calls:
-        return HowCalled()
-    call = calls[0]
-    if call.keys().isdisjoint(sample) and tensors_of(call):
-        only = next(iter(call)) if len(call) == 1 else None
-        is_nested = only is not None and isinstance(call[only], Mapping)
-        return HowCalled(takes_batch=False, nested_in=only if is_nested else None)
-    if given.are_exchanged(call, job.not_in_keys):
-        return HowCalled()
-    return HowCalled(called_with(sample, call))
-
-
-def called_with(batch: Batch, call: Batch) -> CalledWith:
-    """Return which inputs of a batch a call of the model had, and what it had besides."""
-    return CalledWith(frozenset(batch) - call.keys() - {KEYS_NAME}, added_settings(batch, call))
+    return _TakenApart(stack.describe(), freezable, unit_costs)
 
 
 def _costs_of_units(
@@ -516,7 +384,7 @@ def time_model(
             with job.trainer.compute_loss_context_manager():
                 runner = cut.pipeline.stack.runner
                 if not runner.takes_batch:
-                    batch = HowCalled(takes_batch=False, nested_in=runner.nested_in).inputs(job, batch)
+                    batch = inputs_of(job, runner.called, batch)
                 times = _time_parts(cut.pipeline, batch, job.device)
         cut.timing = Timing(times, measured_on)
     return cut.timing.times

@@ -32,8 +32,8 @@ from ..frozen_front.finding import FoundFront, find_front, random_state, waits_f
 from ..frozen_front.front import FrozenFront, OtherCallsError, set_random_state
 from ..frozen_front.rows import may_have_padding
 from ..model.frozen_prefix import frozen_modules
-from ..model.layer_range import MethodOverride
 from ..model.left_as_found import left_as_found
+from ..model.method_override import MethodOverride
 from ..model.micro_batch import Batch
 from ..model.nested import in_new_containers
 from ..model.watched_weights import WatchedWeights

@@ -59,19 +59,3 @@ def elements_of_a_row(batch: Mapping[str, Any]) -> int:
     return max(
         (value[0].numel() for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()), default=0
     )
-
-
-def of_different_classes(samples: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    """Reorder samples so that the first ones have as many different labels as possible."""
-    seen: dict[Any, int] = {}
-
-    def turn(sample: Any) -> int:
-        label = None
-        if isinstance(sample, Mapping):
-            values = (sample.get(name) for name in (*names, "label", "label_ids"))
-            label = next((float(value) for value in values if isinstance(value, (int, float))), None)
-        seen[label] = seen.get(label, -1) + 1
-        return seen[label]
-
-    turns = [turn(sample) for sample in samples]
-    return [samples[index] for index in sorted(range(len(samples)), key=turns.__getitem__)]

@@ -17,14 +17,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from ..data.numbered_batches import TrainingBatches
 from ..errors import UnsupportedModelError
 from ..logs import log_once
-from ..model.layer_stack import LayerStack, skips_layers, why_whole
+from ..model.layer_stack import LayerStack, why_whole
 from ..model.loss_reading import LossReading, read_reduction
-from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, label_variants, unexamined
+from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, unexamined, with_unequal_labels
 from ..model.micro_batch import Batch, batch_rows, naming_long_rows
 from ..model.placeholders import evaluation_mode
 from ..planning.plan import MIB, PipelinePlan
@@ -37,14 +35,12 @@ from .cutting import SAMPLE_ROWS
 from .job import TrainingJob
 from .loss import TrainersLoss
 from .probed_once import found_by_each
-from .samples import SampleCollator, of_different_classes
+from .samples import SampleCollator
 
 logger = logging.getLogger(__name__)
 
 LOSS_SAMPLE_ROWS = 4
 """Maximum number of samples on which the loss reduction is determined."""
-SAMPLES_TO_CHOOSE_FROM = 32
-"""Number of samples from which those with different classes are chosen to probe the loss."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +72,11 @@ def find_reduction(
     Args:
         loss: the trainer's loss.
         stack: the units of the model; the names of parameters without a gradient are added to `stack.unreached`, and
-            `stack.rows_per_sample` and `stack.is_random` are set.
+            `stack.is_random` is set.
         data: the training batches.
         collate: collates samples; None if nothing is probed.
     """
     job = loss.job
-    stack.is_random = skips_layers(job.model)
     plain = unexamined(loss.shifts_labels)
     if job.sums_nothing_up and not job.args.uses_pipeline:
         return plain  # nothing is added up
@@ -97,72 +92,39 @@ def find_reduction(
             return replace(plain, reason=why)
         return replace(plain, kind="sum" if declared == "sum" else "mean")
     assert collate is not None
-    sample, num_samples = _sample_for_loss(loss, data, collate)
-    rows = batch_rows(sample)
-    variants = label_variants(
-        sample,
-        loss.label_names,
-        _classes_of(job, sample),
-        model_inputs=[name for name in sample if name not in job.called_by_stock(sample).kept_back],
-    )
+    sample = _sample_for_loss(loss, data, collate)
 
     def read() -> LossReading:
         exactly = without_autocast() if loss.is_exact else nullcontext()
         with exactly, naming_long_rows(job.model, sample):
             return read_reduction(
                 stack,
-                variants,
+                sample,
                 partial(loss.of_batch, seed=0),
                 shifts_labels=loss.shifts_labels,
                 label_names=loss.label_names,
                 passes_items=loss.passes_items(sample),
                 tolerance=EXACT if loss.is_exact else HALF_PRECISION,
-                blocks=rows // num_samples if rows % num_samples == 0 else 1,
             )
 
     # results may differ between processes by rounding, or by what a collator draws
     found = found_by_each(job.mesh, job.is_probed_once(collate), read)
     stack.unreached |= frozenset(stack.table.names) - frozenset.intersection(*(theirs.reached for theirs in found))
-    stack.rows_per_sample = found[0].reduction.blocks
     return found[0].reduction
 
 
-def _classes_of(job: TrainingJob, sample: Batch) -> Sequence[int]:
-    """Return all class labels of the model if the sample's labels are classes, otherwise an empty sequence."""
-    num_labels = getattr(getattr(job.model, "config", None), "num_labels", 0)
-    labels = sample.get("labels")
-    are_classes = (
-        isinstance(labels, torch.Tensor)
-        and not labels.is_floating_point()
-        and labels.numel() > 0
-        and int(labels.min()) >= 0
-        and int(labels.max()) < num_labels
-    )
-    return range(num_labels) if are_classes else ()
-
-
-def _sample_for_loss(loss: TrainersLoss, data: TrainingBatches, collate: SampleCollator) -> tuple[Batch, int]:
-    """Return a batch of samples of different classes, prepared as for a step, and their number.
-
-    The number is that of a training batch, and at most `LOSS_SAMPLE_ROWS`.
-    """
-    samples = data.spread_rows(SAMPLES_TO_CHOOSE_FROM)
-    rows = min(LOSS_SAMPLE_ROWS, loss.job.rows_at_once, len(samples))
-    chosen = of_different_classes(samples, loss.label_names)
-    chosen = chosen[: max(rows, 2)]
+def _sample_for_loss(loss: TrainersLoss, data: TrainingBatches, collate: SampleCollator) -> Batch:
+    """Return a batch of as many samples as a training batch, at most `LOSS_SAMPLE_ROWS`, prepared as for a step."""
+    job, rows = loss.job, min(LOSS_SAMPLE_ROWS, loss.job.rows_at_once)
+    samples = data.spread_rows(max(rows, 2))
     try:
-        batch = collate(chosen)
+        batch = collate(samples)
     except Exception:
         if rows > 1:
             raise
-        chosen = chosen[:1]
-        batch = collate(chosen)  # samples of different lengths that are trained one per batch
-    return _prepared(loss.job, batch)[0], len(chosen)
-
-
-def _prepared(job: TrainingJob, *batches: Batch) -> tuple[Batch, ...]:
+        batch = collate(samples[:1])  # samples of different lengths that are trained one per batch
     with seeded(job.args.seed):
-        return tuple(job.on_models_device(dict(job.trainer._prepare_inputs(batch))) for batch in batches)
+        return job.on_models_device(dict(job.trainer._prepare_inputs(batch)))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -181,7 +143,7 @@ def find_windows(
         UnsupportedModelError: they cannot be split for this model or loss, or the probe has failed.
     """
     job = loss.job
-    if reduction.kind not in ("sum", "mean") or reduction.blocks > 1:
+    if reduction.kind not in ("sum", "mean"):
         raise UnsupportedModelError(
             job.model,
             "its loss is not a plain sum or mean over samples or tokens, so token slices would change it.",
@@ -192,35 +154,30 @@ def find_windows(
     were_packed = sum(map(batch_rows, batches)) != len(rows)
     few = rows[:SAMPLE_ROWS] if were_packed else [rows[i] for i in informative_samples(batches)]
     plain = collate(few[: job.rows_at_once])
-    *_, sample = label_variants(plain, ("labels",), ())
+    sample = with_unequal_labels(plain, ("labels",))
     num_items = max(reduction.count(sample), 1)
     is_exact = loss.is_exact  # in half precision rounding is larger than an error in a small gradient
-    windows: Windows | None = None
-    failure: Exception | None = None
-    try:
-        with without_autocast() if is_exact else nullcontext():
-            windows = probe_slicing(
-                stack,
-                sample,
-                lambda part: loss.of_part(reduction, job.model, part, num_items),
-                loss_tolerance=1e-3 if is_exact else 1e-2,
-                gradient_tolerance=1e-3 if is_exact else 1e-1,
-            )
-    except Exception as error:  # one process may run out of memory, and the others must learn of it
-        failure = error
-    mine = windows if failure is None else f"{type(failure).__name__}: {failure}"
-    everyone = job.mesh.gather_objects(mine)
-    if failure is not None and not isinstance(failure, (RuntimeError, MemoryError)):
-        raise failure
-    for rank, why in enumerate(everyone):
-        if isinstance(why, str):
+
+    def probe() -> Windows:
+        try:
+            with without_autocast() if is_exact else nullcontext():
+                return probe_slicing(
+                    stack,
+                    sample,
+                    lambda part: loss.of_part(reduction, job.model, part, num_items),
+                    loss_tolerance=1e-3 if is_exact else 1e-2,
+                    gradient_tolerance=1e-3 if is_exact else 1e-1,
+                )
+        except (RuntimeError, MemoryError) as error:  # one process may run out of memory
             raise UnsupportedModelError(
                 job.model,
-                f"the check of token slices failed on process {rank} ({why}). It needs memory for the gradients"
-                f" of the whole model and for {batch_rows(sample)} samples of {sequence_length(sample)} tokens.",
+                f"the check of token slices failed on process {job.mesh.rank} ({type(error).__name__}: {error}). It"
+                f" needs memory for the gradients of the whole model and for {batch_rows(sample)} samples of"
+                f" {sequence_length(sample)} tokens.",
                 "Use shorter samples, or set token_slices='off'.",
-            ) from failure
-    found = [theirs for theirs in everyone if isinstance(theirs, Windows)]
+            ) from error
+
+    found = found_by_each(job.mesh, False, probe)
     # rounding may make the processes disagree, and if one stage alone refused packed sequences, the others would
     # hang
     return replace(found[0], separates_documents=all(theirs.separates_documents for theirs in found))

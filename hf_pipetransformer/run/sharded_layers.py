@@ -18,7 +18,8 @@ from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
 from ..randomness import global_state_kept
-from .cutting import SAMPLE_ROWS, how_called
+from .calls_of_loss import how_called, inputs_of
+from .cutting import SAMPLE_ROWS
 from .job import TrainingJob
 from .probed_once import found_by_each
 from .samples import SampleCollator
@@ -49,6 +50,6 @@ def _find(job: TrainingJob, rows: list[Any], collate: SampleCollator) -> FoundLa
     sample = collate(rows)
     with global_state_kept(), left_as_found(job.model):
         called = how_called(job, sample)
-        inputs = called.inputs(job, sample)
-        stack = LayerStack.discover(job.model, inputs, called.nested_in)
+        inputs = inputs_of(job, called, sample)
+        stack = LayerStack.discover(job.model, inputs, called)
         return FoundLayers(stack.describe(), FreezableLayers.of(stack, inputs))

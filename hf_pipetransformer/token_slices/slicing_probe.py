@@ -26,10 +26,11 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError, is_out_of_memory
-from ..model.layer_stack import LayerStack, has_router_loss
+from ..model.layer_stack import LayerStack
 from ..model.loss_scaling import IGNORED
 from ..model.micro_batch import Batch, batch_rows
 from ..model.placeholders import evaluation_mode
+from ..model.refusals import has_router_loss
 from ..randomness import global_state_kept
 from .kv_slices import Windows, attention_windows
 from .slices import REMEDY, SlicedSequence, check_updates, running_slices, sequence_length

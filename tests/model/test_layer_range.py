@@ -11,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_pipetransformer.errors import UnsupportedModelError
 from hf_pipetransformer.model.layer_range import LayerRangeRunner
+from hf_pipetransformer.model.units import ModelLayers
 
 NAMES = [f"layers.{i}" for i in range(4)]
 
@@ -60,7 +61,7 @@ def batch() -> dict:
 @pytest.fixture
 def runner(model, batch) -> Iterator[LayerRangeRunner]:
     """Installed, and knows the order of the units; nothing has been counted."""
-    runner = LayerRangeRunner(model, [NAMES])
+    runner = LayerRangeRunner(model, ModelLayers((tuple(NAMES),)))
     runner.install()
     runner.trace(batch)
     for layer in model.layers:
@@ -88,7 +89,7 @@ def test_a_skipped_layer_returns_the_constants_of_its_own_output():
             return x
 
     model, batch = Pyramid(), {"x": torch.arange(16.0)}
-    runner = LayerRangeRunner(model, [NAMES])
+    runner = LayerRangeRunner(model, ModelLayers((tuple(NAMES),)))
     runner.install()
     expected = runner.trace(batch)
     for start in range(1, 4):
@@ -121,7 +122,7 @@ def test_a_direct_call_of_a_model_that_is_not_all_here_is_refused(model, batch, 
 def test_remove_gives_the_layers_their_own_forward_back(model, batch):
     own = [layer.forward for layer in model.layers]
     override = model.layers[2].forward = lambda hidden: (hidden + 1,)  # as hooks of other libraries do
-    runner = LayerRangeRunner(model, [NAMES])
+    runner = LayerRangeRunner(model, ModelLayers((tuple(NAMES),)))
     for _ in range(2):
         runner.install()
         runner.install()  # the second time does nothing
@@ -136,7 +137,7 @@ def test_remove_gives_the_layers_their_own_forward_back(model, batch):
 def test_an_override_made_before_is_called(model, batch):
     model.layers[2].forward = lambda hidden: (hidden * 0 + 5.0, None, hidden.long())
     expected = model(**batch)
-    runner = LayerRangeRunner(model, [NAMES])
+    runner = LayerRangeRunner(model, ModelLayers((tuple(NAMES),)))
     runner.install()
     runner.trace(batch)
     with runner.to_the_end(1, runner.run(0, 1, None, batch)):

@@ -18,8 +18,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_pipetransformer.errors import UnsupportedModelError
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_range import Carry
-from hf_pipetransformer.model.layer_stack import LayerStack, output_tensors, refuse_overlapping_weights
+from hf_pipetransformer.model.layer_stack import LayerStack, output_tensors
 from hf_pipetransformer.model.placeholders import placeholder
+from hf_pipetransformer.model.refusals import refuse_overlapping_weights
 
 NAN = float("nan")
 
@@ -456,3 +457,12 @@ def test_refuses_parameters_that_share_elements() -> None:
     model.c = nn.Parameter(fused[1:3])
     with pytest.raises(UnsupportedModelError, match="'a' and 'c' are different parameters, but share elements"):
         refuse_overlapping_weights(model)
+
+
+def test_what_one_process_has_found_is_known_to_others() -> None:
+    """Also why batches cannot be divided, which a lazily loaded model's first process alone has seen."""
+    found = discover(MODELS["gpt2"])
+    found.fails_on_parts = "it counts its calls"
+    told = LayerStack.of(MODELS["gpt2"].build(), found.describe())
+    assert (told.units, told.owners, told.boundaries) == (found.units, found.owners, found.boundaries)
+    assert told.fails_on_parts == found.fails_on_parts

@@ -18,7 +18,6 @@ from hf_pipetransformer.model.loss_scaling import (
     IGNORED,
     LossReduction,
     NumItems,
-    label_variants,
 )
 from hf_pipetransformer.model.micro_batch import Batch, slice_rows
 
@@ -34,17 +33,15 @@ def loss_of(model: nn.Module, batch: Batch, items: NumItems) -> torch.Tensor:
 
 def read(model: nn.Module, batch: Batch, shifts: bool = False, **options: Any) -> LossReading:
     stack = LayerStack.discover(model, slice_rows(batch, 0, 2))
-    classes = range(getattr(model.config, "num_labels", 0)) if batch.get("labels", torch.ones(1, 1)).dim() == 1 else ()
     return read_reduction(
         stack,
-        label_variants(batch, ("labels",), classes, model_inputs=list(batch)),
+        batch,
         lambda rows, items: loss_of(model, rows, items),
         **{
             "shifts_labels": shifts,
             "label_names": ("labels",),
             "passes_items": "labels" in batch,
             "tolerance": EXACT,
-            "blocks": 1,
             **options,
         },
     )
@@ -105,21 +102,6 @@ def test_labels_that_are_not_classes(problem: str, labels: torch.Tensor) -> None
     config = hf.BertConfig(**ENCODER, num_labels=number, problem_type=problem)
     model = without_dropout(hf.BertForSequenceClassification(config)).eval()
     assert read(model, {**MODELS["bert-classification"].batch(4), "labels": labels}).reduction.kind == "mean"
-
-
-class Weighted(hf.BertForSequenceClassification):
-    """One class weighs more than the others, which only other labels than those of the batch show."""
-
-    def forward(self, labels=None, **inputs):  # type: ignore[no-untyped-def]
-        output = super().forward(**inputs)
-        output.loss = nn.functional.cross_entropy(output.logits, labels, weight=torch.tensor([1.0, 1.0, 10.0]))
-        return output
-
-
-def test_class_weights_are_seen_though_all_labels_are_the_same() -> None:
-    model = without_dropout(Weighted(hf.BertConfig(**ENCODER, num_labels=3)))
-    batch = {**MODELS["bert-classification"].batch(4), "labels": torch.zeros(4, dtype=torch.long)}
-    assert read(model, batch).reduction.kind == "whole"
 
 
 def test_samples_without_labels_do_not_hide_it() -> None:

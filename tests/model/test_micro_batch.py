@@ -8,7 +8,6 @@ from torch import nn
 from transformers import BertConfig, LlamaConfig, PreTrainedConfig, RobertaConfig
 
 from hf_pipetransformer.errors import PeerFailedError
-from hf_pipetransformer.model import micro_batch
 from hf_pipetransformer.model.micro_batch import (
     batch_rows,
     naming_long_rows,
@@ -120,40 +119,3 @@ def test_what_is_inside_of_dicts_and_lists_is_cut_as_well():
     assert shape_signature(part) == shape_signature(slice_rows(batch, 2, 4))
     longer = {**batch, "text": {**batch["text"], "input_ids": torch.zeros(4, 5)}}
     assert shape_signature(longer) != shape_signature(batch)
-
-
-class OnABusyDevice(torch.Tensor):
-    """Positions on a device whose kernels wait for a process that has failed."""
-
-    device = torch.device("xpu")
-
-    def max(self):
-        raise AssertionError("this would wait forever")
-
-
-class NeverReached:
-    def __init__(self, device):
-        assert device == OnABusyDevice.device
-
-    def record(self):
-        pass
-
-    def query(self):
-        return False
-
-
-def test_a_device_that_does_not_answer_is_not_asked_what_explains_an_error(monkeypatch):
-    monkeypatch.setattr(micro_batch, "SECONDS_TO_ANSWER", 0.05)
-    monkeypatch.setattr(torch, "Event", NeverReached)
-    batch = {**ROWS, "position_ids": torch.zeros(2, 50, dtype=torch.long).as_subclass(OnABusyDevice)}
-    with pytest.raises(RuntimeError, match="connection lost"), naming_long_rows(BERT, batch):
-        raise RuntimeError("connection lost")
-
-
-def test_rows_in_blocks() -> None:
-    batch = {"x": torch.arange(8), "margin": torch.arange(4)}
-    first, second = split_batch(batch, 2, blocks=2)
-    assert first["x"].tolist() == [0, 1, 4, 5] and first["margin"].tolist() == [0, 1]
-    assert second["x"].tolist() == [2, 3, 6, 7] and second["margin"].tolist() == [2, 3]
-    with pytest.raises(ValueError, match="has made 9 rows"):
-        split_batch({"x": torch.arange(9)}, 2, blocks=2)

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hf_pipetransformer.model.layer_range import LayerRangeRunner
 from hf_pipetransformer.model.nested import tensors_of
+from hf_pipetransformer.model.units import ModelLayers
 
 
 class Pair(NamedTuple):
@@ -48,7 +49,7 @@ def test_a_skipped_layer_returns_an_output_of_the_same_structure(name: str) -> N
                 value = layer(value)
             return value
 
-    runner = LayerRangeRunner(Chain(), [[f"layers.{layer}" for layer in range(3)]])
+    runner = LayerRangeRunner(Chain(), ModelLayers((tuple(f"layers.{layer}" for layer in range(3)),)))
     runner.install()
     runner.trace({"x": A})
     carry = runner.run(0, 2, None, {"x": A})

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.model.micro_batch import Batch, slice_rows
-from hf_pipetransformer.pipeline import sparse_embeddings
 from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import measure_costs
@@ -80,14 +79,11 @@ def assert_equal(gradients: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 def from_plan_to_plan(rank: int, world_size: int) -> None:
     """From two stages to one with replicas and back, while somebody keeps DDP's wrapper; then nothing is left."""
-    sparse_embeddings.LARGE = 1
     case = Case()
-    pipeline, embeddings = case.pipeline, [m for m in case.model.modules() if isinstance(m, nn.Embedding)]
+    pipeline = case.pipeline
     expected = case.expected()
     pipeline.place(case.plan(2), loss_of)
     for stages in (1, 2):
-        is_first = pipeline.num_stages > 1 and pipeline.stage_index == 0
-        assert any(module.sparse for module in embeddings) == is_first
         assert_equal(case.step(), expected)
         pipeline.zero_grad()
         placed = pipeline.placed

@@ -1,0 +1,48 @@
+"""Replaces methods of single modules, so that a model's own code calls something else."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+
+class MethodOverride:
+    """Replaces a method of one module until `remove`. A copy of the module gets the earlier method, bound to the copy.
+
+    Args:
+        module: the module whose method is replaced.
+        name: name of the method, which the module's class has.
+        function: the function that is called instead.
+    """
+
+    def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        self._module, self._name, self._function = module, name, function
+        self._earlier = module.__dict__.get(name)
+        self._replaced = getattr(module, name)
+        setattr(module, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the method in whose place it is, which libraries ask for the names of a model's inputs."""
+        return inspect.signature(self._replaced)
+
+    def remove(self) -> None:
+        """Restore the earlier method."""
+        if self._earlier is None:
+            del self._module.__dict__[self._name]
+        else:
+            setattr(self._module, self._name, self._earlier)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._earlier is not None:
+            return copy.deepcopy(self._earlier, memo)
+        method = getattr(type(self._module), self._name)
+        return MethodType(method, memo.get(id(self._module), self._module))

@@ -1,0 +1,103 @@
+"""What is known about the layers of a model, in immutable values: its units, what they return, how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+from torch import nn
+
+from .nested import tensors_of
+
+Carry = dict[int, tuple[torch.Tensor, ...]]
+"""Stack index -> the tensors in the output of the last unit that ran in this stack."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One call of a layer module, in execution order (ALBERT calls one module many times)."""
+
+    name: str
+    module: nn.Module = field(compare=False, repr=False)
+    stack: int
+
+
+@dataclass(frozen=True)
+class CalledWith:
+    """How the user's code calls the model on a batch.
+
+    Attributes:
+        kept_back: inputs that it does not pass to the model (sample weights, labels that it takes out).
+        added: plain values that it adds (`use_cache=False`). They are left out where the whole model runs, which may
+            refuse them without what else the loss adds.
+        takes_batch: whether it calls the model on inputs of the batch; otherwise on its own (pairs of sentences), and
+            perhaps several times. All batches that the runner is given are then the inputs of one call.
+        nested_in: the model's only argument, if it is called on one dict of inputs, as sentence-transformers' are.
+    """
+
+    kept_back: frozenset[str] = frozenset()
+    added: Mapping[str, Any] = field(default_factory=dict)
+    takes_batch: bool = True
+    nested_in: str | None = None
+
+
+Observer = Callable[[Unit, Any], None]
+"""Called with each unit that has been computed, and with its output."""
+
+
+class _Gap:
+    """The place of a tensor."""
+
+
+@dataclass(frozen=True)
+class OutputStructure:
+    """A unit's output (tensor, tuple or ModelOutput) without its tensors, from which it is rebuilt."""
+
+    template: Any  # the output with a `_Gap` in place of each tensor
+    is_floating: tuple[bool, ...]  # for each tensor
+
+    @classmethod
+    def of(cls, output: Any) -> OutputStructure:
+        is_floating = tuple(tensor.is_floating_point() for tensor in tensors_of(output))
+        return cls(recursively_apply(lambda _: _Gap(), output), is_floating)
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+        supply = iter(tensors)
+        is_gap = lambda leaf: isinstance(leaf, _Gap)  # noqa: E731
+        return recursively_apply(lambda _: next(supply), self.template, test_type=is_gap)
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """Which layers of a model are run, and how; it can be sent to another process.
+
+    Attributes:
+        stacks: for each stack of layers, the names of its modules in the model.
+        copies_carry: whether layers that do not run return copies of the carry, which the model may change in place.
+        taps: for each layer, the names of modules inside it whose outputs the model reads through hooks on them (the
+            routers of experts). They are part of the layer's carry; where the layer does not run, the hooks get them.
+    """
+
+    stacks: tuple[tuple[str, ...], ...]
+    copies_carry: bool = False
+    taps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TracedLayers:
+    """What a `LayerRangeRunner` has traced, without the model; it can be sent to another process.
+
+    Attributes:
+        layers: those of the model.
+        called: how the model is called.
+        calls: name and stack of each unit.
+        structures: of each unit's output.
+    """
+
+    layers: ModelLayers
+    called: CalledWith
+    calls: tuple[tuple[str, int], ...]
+    structures: tuple[OutputStructure, ...]
