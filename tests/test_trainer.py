@@ -32,7 +32,7 @@ from training_runs import (
     reference,
     reference_trainer,
     weights_of,
-    with_plans,
+    with_stages,
 )
 from transformers import (
     AutoModelForCausalLM,
@@ -46,9 +46,8 @@ from transformers import (
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import UnitCost
-from hf_pipetransformer.planning.plan import PipelinePlan
-from hf_pipetransformer.planning.plan_choice import make_plan
-from hf_pipetransformer.run.planner import Planner
+from hf_pipetransformer.planning.planner import Planner
+from hf_pipetransformer.run.planner import make_planner
 
 LAYOUTS = [4, 2, 1]
 
@@ -235,17 +234,7 @@ def with_a_plan_that_has_come_about(run: Run, folder: str, **options: Any) -> Pi
     freezing = {"freeze_policy": "schedule", "freeze_strategy": "steps", "freeze_steps": 1}
     options |= {**freezing, "freeze_schedule": {1: 1, 2: 2}, "activation_cache": "off"}
     trainer = pipeline_trainer(run, 4, folder, model=with_dropout(run), **options)
-
-    def plan_after_freezing(plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
-        stages = 4 if (plan.num_frozen_layers, num_frozen) == (0, 2) else 2
-        options: Any = {
-            "rows_per_device": run.per_device,
-            "memory_budget_bytes": None,
-            "num_frozen_layers": num_frozen,
-        }
-        return make_plan(plan.unit_costs, plan.world_size, stages, **options)
-
-    with_plans(trainer, plan_after_freezing)
+    with_stages(trainer, lambda layout, num_frozen: 4 if (layout.num_frozen_layers, num_frozen) == (0, 2) else 2)
     return trainer
 
 
@@ -277,7 +266,7 @@ def test_another_plan_is_made_where_another_is_asked_for(tmp_path: Path) -> None
     def planner(units: list[UnitCost] = units, processes: int = 1, **options: Any) -> Planner:
         arguments = PipeTransformerTrainingArguments(str(tmp_path), **options)
         arguments.pipeline_parallel_size = mesh.world_size = processes  # afterwards: there is one process here
-        return Planner(arguments, units, None, mesh)
+        return make_planner(arguments, units, mesh)
 
     made = planner()
     plan = replace(made.first, num_frozen_layers=3, num_cached_layers=2)

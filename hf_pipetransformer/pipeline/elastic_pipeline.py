@@ -26,7 +26,7 @@ from ..model.layer_stack import LayerStack
 from ..model.mapped_weights import into_memory
 from ..model.micro_batch import Batch
 from ..model.nested import on_device
-from ..planning.plan import PipelinePlan
+from ..planning.layout import Layout
 from ..resilience.watchdog import PROGRESS, phase
 from . import prediction
 from .holders import holders_under, source_of_buffers
@@ -52,8 +52,8 @@ class Transformation:
         stopped: names of the parameters that were trained before and are not any more, the same on every process.
     """
 
-    before: PipelinePlan
-    after: PipelinePlan
+    before: Layout
+    after: Layout
     seconds: Mapping[str, float]
     bytes_moved: int
     stopped: frozenset[str] = frozenset()
@@ -101,7 +101,7 @@ class ElasticPipeline(nn.Module):
         self.cache: ActivationCache | None = None
         self.offloads = device.type != "cpu"
         """Whether the weights of cached layers are offloaded from the device; on the CPU this would save nothing."""
-        self.plan: PipelinePlan | None = None
+        self.plan: Layout | None = None
         """The plan by which the weights are distributed; None while the model is complete on every process."""
         self.placed: PlacedPipeline | None = None
         """What runs the plan; None while nothing runs: before `place`, after leaving the plan, and between plans."""
@@ -128,7 +128,7 @@ class ElasticPipeline(nn.Module):
         return self.stack.runner.is_restricted
 
     @property
-    def current_plan(self) -> PipelinePlan:
+    def current_plan(self) -> Layout:
         assert self.plan is not None, "place() first"
         return self.plan
 
@@ -169,7 +169,7 @@ class ElasticPipeline(nn.Module):
         return {name: table[name] for name in table.names if not self.weights.is_here(name)}
 
     # ------------------------------------------------------------------------------------ changing the plan
-    def place(self, plan: PipelinePlan, loss_of: LossFunction | None = None, keep_weights_aside: bool = False) -> None:
+    def place(self, plan: Layout, loss_of: LossFunction | None = None, keep_weights_aside: bool = False) -> None:
         """Take the role that `plan` has for this process. Collective over all processes.
 
         Args:
@@ -194,14 +194,14 @@ class ElasticPipeline(nn.Module):
         self.stack.runner.install()
         self._build(takes_optimizer=not keep_weights_aside)
 
-    def _bring_optimizer_state(self, optimizer: OptimizerState, plan: PipelinePlan) -> None:
+    def _bring_optimizer_state(self, optimizer: OptimizerState, plan: Layout) -> None:
         """Move the optimizer state from the ranks where an earlier training left it. Collective over all processes."""
         before, holders = optimizer.holders(), holders_under(plan, self.stack)
         after = {name: holders[name] for name in before}
         shards = undivided(before, self.stack.table), self._shards_under(plan)
         exchange(before, after, self.stack.table, self.weights, optimizer, self.mesh, self.device, shards)
 
-    def _shards_under(self, plan: PipelinePlan) -> Shards:
+    def _shards_under(self, plan: Layout) -> Shards:
         """Who has which part of the optimizer's state under a plan."""
         optimizer = self.optimizer_state
         return shards_under(plan, self.stack, optimizer.names, optimizer.is_elementwise)
@@ -217,7 +217,7 @@ class ElasticPipeline(nn.Module):
             between = self._optimizer.shards(here), after
             exchange(here, here, self.stack.table, self.weights, self._optimizer, self.mesh, self.device, between)
 
-    def transform(self, plan: PipelinePlan) -> Transformation:
+    def transform(self, plan: Layout) -> Transformation:
         """Change to another plan, between two optimizer steps. Collective over all processes.
 
         1. Freeze: the newly frozen parameters lose gradient and optimizer state.
@@ -261,7 +261,7 @@ class ElasticPipeline(nn.Module):
         PROGRESS.forget_pace()
         return Transformation(before, plan, seconds, moved, stopped)
 
-    def replace_plan(self, plan: PipelinePlan) -> None:
+    def replace_plan(self, plan: Layout) -> None:
         """Change to a plan of one stage with the same frozen layers and another number of cached ones.
 
         Each process keeps the same units and either runs the cached ones or skips them, so what is placed stays as it
@@ -299,7 +299,7 @@ class ElasticPipeline(nn.Module):
         PROGRESS.forget_pace()
         return thawed
 
-    def _freeze(self, plan: PipelinePlan) -> frozenset[str]:
+    def _freeze(self, plan: Layout) -> frozenset[str]:
         if not plan.num_frozen_layers:
             return frozenset()
         assert self.freezable is not None

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from ..model.layer_stack import LayerStack
 from ..model.placeholders import ParameterTable
-from ..planning.plan import PipelinePlan
+from ..planning.layout import Layout
 from .state import Holders
 from .virtual_stages import names_of_stage
 
 
-def holders_under(plan: PipelinePlan, stack: LayerStack) -> Holders:
+def holders_under(plan: Layout, stack: LayerStack) -> Holders:
     """The ranks that hold each parameter under a plan."""
     ranks: dict[str, list[int]] = {name: [] for name in stack.table.names}
     for stage in range(plan.pipeline_parallel_size):

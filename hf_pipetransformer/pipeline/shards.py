@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..model.layer_stack import LayerStack
-from ..planning.plan import PipelinePlan
+from ..planning.layout import Layout
 from .virtual_stages import names_of_stage
 
 CUT_ELEMENTS = 64
@@ -37,7 +37,7 @@ class Size(NamedTuple):
         return self.elements * self.element_bytes
 
 
-def shards_under(plan: PipelinePlan, stack: LayerStack, names: Collection[str], is_elementwise: bool) -> Shards:
+def shards_under(plan: Layout, stack: LayerStack, names: Collection[str], is_elementwise: bool) -> Shards:
     """The elements whose optimizer state each rank has under a plan.
 
     A parameter of several stages is divided among the replicas of each of them.

@@ -11,7 +11,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ..planning.plan import MIB
+from ..planning.tables import MIB
 from ..planning.timeline import Timeline, simulate
 from .report_data import Layout, Training, thinned, timeline_of_slices
 

@@ -50,7 +50,7 @@ from ..pipeline.mesh import ProcessMesh, can_be_sent
 from ..pipeline.stage import StageModule
 from ..pipeline.state import synchronise_buffers, synchronise_weights
 from ..planning.costs import UnitCost, cost_of_whole, measure_costs
-from ..planning.sharding_choice import AUTO
+from ..planning.layout import AUTO
 from ..planning.unit_times import ModelTimes, measure_times, slowest
 from ..randomness import generators_kept, global_state_kept, seeded
 from .consistency import check_same_everywhere

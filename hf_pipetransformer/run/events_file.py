@@ -14,7 +14,8 @@ from typing import Any
 
 from ..cache.activation_cache import CacheCounts
 from ..own_files import open_regular
-from ..planning.plan import PipelinePlan
+from ..planning.layout import Layout
+from ..planning.predictions import CostModel
 from ..token_slices.slice_choice import StepSeconds
 from ..token_slices.slice_planning import RowSlices
 
@@ -25,7 +26,7 @@ SLICES = "slices"
 """An event that does not change the layout: how batches of a new shape are split along their tokens."""
 
 
-def layout_of(plan: PipelinePlan) -> dict[str, Any]:
+def layout_of(plan: Layout) -> dict[str, Any]:
     """Return the layout of a plan, in plain values."""
     return {
         "num_layers": plan.num_units,
@@ -33,13 +34,13 @@ def layout_of(plan: PipelinePlan) -> dict[str, Any]:
         "num_cached_layers": plan.num_cached_layers,
         "pipeline_parallel_size": plan.pipeline_parallel_size,
         "data_parallel_size": plan.data_parallel_size,
-        "num_microbatches": plan.num_microbatches_for(plan.rows_per_pipeline),
+        "num_microbatches": plan.num_microbatches,
         "num_virtual_stages": plan.num_virtual_stages,
         "stage_bounds": list(plan.stage_bounds),
     }
 
 
-def prediction_of(plan: PipelinePlan) -> dict[str, Any]:
+def prediction_of(costs: CostModel, plan: Layout) -> dict[str, Any]:
     """Return the predictions of a plan, in plain values.
 
     Returns:
@@ -49,30 +50,30 @@ def prediction_of(plan: PipelinePlan) -> dict[str, Any]:
         the work after the pipeline (gradient reduction and optimizer). It also has the "schedule" that runs and
         "rows_per_pipeline".
     """
-    rows = plan.rows_per_pipeline
-    stages = map(plan.stage_of, range(plan.pipeline_parallel_size))
-    m = plan.num_microbatches_for(rows)
-    memory = [plan.stage_bytes(stage, rows=rows, num_microbatches=m) for stage in stages]
+    of_stages = costs.stage_bytes(plan)
+    memory = [of_stages[plan.stage_of(rank)] for rank in range(plan.pipeline_parallel_size)]
     steps = []
-    if plan.times is not None:
-        prediction = plan.predict(rows, m)
-        forward, backward = plan.stage_seconds(rows / m)
+    if costs.times is not None:
+        prediction = costs.predict(plan)
+        forward, backward = costs.stage_seconds(plan)
         steps.append(
             {
-                "num_microbatches": m,
+                "num_microbatches": plan.num_microbatches,
                 "forward": [round(seconds, 9) for seconds in forward],
                 "backward": [round(seconds, 9) for seconds in backward],
                 "end": round(prediction.seconds_at_end, 9),
                 "seconds": round(prediction.seconds, 9),
             }
         )
+    rows = plan.rows_per_pipeline
     return {"schedule": plan.runs_as, "rows_per_pipeline": rows, "memory_bytes": memory, "steps": steps}
 
 
 def record(
     folder: str | Path,
     event: str,
-    plan: PipelinePlan,
+    costs: CostModel,
+    plan: Layout,
     global_step: int,
     epoch: float,
     seconds: float = 0.0,
@@ -88,6 +89,7 @@ def record(
         folder: the run's `output_dir`.
         event: "start", "resume" or "transform"; "cache" if a different number of layers counts as cached and nothing
             moves; or "slices", how batches of a new shape are split along their tokens.
+        costs: predicts the plan's memory and steps.
         plan: the plan in force from now on.
         global_step: number of optimizer steps done.
         epoch: number of epochs done.
@@ -108,7 +110,7 @@ def record(
         "seconds": round(seconds, 6),
         "bytes_moved": bytes_moved,
         "phases": {name: round(value, 6) for name, value in (phases or {}).items()},
-        "predicted": prediction_of(plan),
+        "predicted": prediction_of(costs, plan),
     }
     if slices is not None:
         # the slices are those of the main process's replica; other replicas may split otherwise

@@ -14,8 +14,8 @@ from ..freezing.policies import policy_description
 from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epochs
 from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.elastic_pipeline import Transformation
-from ..planning.plan import PipelinePlan
-from ..planning.plan_choice import ScheduleChoice
+from ..planning.layout import Layout
+from ..planning.planner import ConsideredSchedule, Planner
 from ..token_slices.slice_planning import RowSlices
 from . import events_file
 from .cache_control import AutoCache, EpochReport
@@ -74,7 +74,8 @@ class RunLog:
         self.recorder = RunRecorder(job.args)
         self._job = job
         self._num_shapes = 0  # number of shapes logged under the plan in force
-        self._plan: PipelinePlan | None = None
+        self._planner: Planner | None = None
+        self._plan: Layout | None = None
         self._spared = NotComputed()
         self._num_changes = 0
         self._owes_layout = False
@@ -86,16 +87,17 @@ class RunLog:
         """Return the context manager `recording` for this job's trainer and recorder."""
         return recording(self._job.trainer, self.recorder, before)
 
-    def schedule_chosen(self, choice: ScheduleChoice | None) -> None:
+    def schedule_chosen(self, considered: Sequence[ConsideredSchedule]) -> None:
         """Log which schedule was chosen; nothing if it was given. Only the main process logs."""
-        if choice is not None and self._job.trainer.is_world_process_zero():
-            logger.info("%s", describe_schedules(choice))
+        if considered and self._job.trainer.is_world_process_zero():
+            logger.info("%s", describe_schedules(considered))
 
-    def begin(self, plan: PipelinePlan) -> None:
+    def begin(self, planner: Planner, plan: Layout) -> None:
         """Record the first plan, after the model has been placed. Collective over all processes."""
+        self._planner = planner
         self._first_step = self._job.trainer.state.global_step
         if self._job.trainer.is_world_process_zero():
-            logger.debug("%s", plan)
+            logger.debug("%s", planner.describe(plan))
         facts = facts_of_run(self._job.model, self._job.args)
         self._record("resume" if self._first_step else "start", plan, facts=facts)
 
@@ -168,7 +170,7 @@ class RunLog:
             assert self._plan is not None
             self._log(self._numbers_of(self._plan))
 
-    def _record(self, event: str, plan: PipelinePlan, **measured: Any) -> dict[str, float]:
+    def _record(self, event: str, plan: Layout, **measured: Any) -> dict[str, float]:
         """Write an event, and the usage under the layout before it. Collective over all processes.
 
         Returns:
@@ -182,12 +184,12 @@ class RunLog:
         self._write(event, plan, **measured)
         return {"step_seconds": done.seconds / done.steps} if done.steps else {}
 
-    def _count_spared(self, plan: PipelinePlan, done: StepsDone) -> None:
+    def _count_spared(self, plan: Layout, done: StepsDone) -> None:
         samples = done.rows * self._passes_per_sample
         self._spared.passes += samples * plan.num_units
         self._spared.backward += samples * plan.num_frozen_layers
 
-    def _numbers_of(self, plan: PipelinePlan) -> dict[str, float]:
+    def _numbers_of(self, plan: Layout) -> dict[str, float]:
         layout = events_file.layout_of(plan)
         return {key: value for key, value in layout.items() if isinstance(value, int)}
 
@@ -196,7 +198,7 @@ class RunLog:
         self._job.trainer.log(numbers)
         self._arrive()
 
-    def cached(self, plan: PipelinePlan) -> None:
+    def cached(self, plan: Layout) -> None:
         """Log a plan in which another number of layers counts as cached, and nothing moves. Collective."""
         numbers = self._record("cache", plan)
         step = self._job.trainer.state.global_step
@@ -272,8 +274,9 @@ class RunLog:
         everyone = self._job.mesh.gather_objects(self.recorder.take_usage())
         self.recorder.record_usage(everyone, self._job.trainer.state.global_step)
 
-    def _write(self, event: str, plan: PipelinePlan, **values: Any) -> None:
+    def _write(self, event: str, plan: Layout, **values: Any) -> None:
         trainer = self._job.trainer
         if trainer.is_world_process_zero():
+            assert self._planner is not None
             folder, step, epoch = trainer.args.output_dir or ".", trainer.state.global_step, trainer.state.epoch or 0.0
-            events_file.record(folder, event, plan, step, epoch, run=self.recorder.run, **values)
+            events_file.record(folder, event, self._planner, plan, step, epoch, run=self.recorder.run, **values)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ..model.micro_batch import Batch, batch_rows, slice_rows
 from ..pipeline.messages import PipelineMessages
 from ..pipeline.stage import FIRST, CarriedTensor, ShapeBook, StageModule, StageShapes
-from ..planning.plan import PipelinePlan
+from ..planning.layout import Layout
 from .slice_choice import OnPlan, SliceChooser, TokenSlices, shapes_of_slice
 from .slice_planning import RowSlices
 from .slice_timeline import SliceTask, tasks_of
@@ -255,7 +255,7 @@ class Slicing:
 
     def schedule(
         self,
-        plan: PipelinePlan,
+        plan: Layout,
         stage: StageModule,
         messages: PipelineMessages,
         second_group: dist.ProcessGroup | None,
@@ -277,7 +277,7 @@ class Slicing:
             messages.of_each_stage,
             self.on_plan,
             # the dynamic program also chooses the parts of the batch, unless the user has chosen their number
-            chooses_parts=self.token_slices == "auto" and plan.num_microbatches is None,
+            chooses_parts=self.token_slices == "auto" and plan.micro_batching.requested is None,
         )
         neighbours = Neighbours(messages.previous_rank, messages.next_rank, messages.group, second_group)
         neighbours.connect(stage.device)

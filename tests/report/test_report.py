@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from layouts import planner_of, times_of, unit
 from test_cli import run
-from test_plan import times_of, unit
 
-from hf_pipetransformer.planning.plan import MIB
-from hf_pipetransformer.planning.plan_choice import make_plan
 from hf_pipetransformer.planning.schedules import virtual_stages_of
+from hf_pipetransformer.planning.tables import MIB
 from hf_pipetransformer.planning.timeline import simulate
 from hf_pipetransformer.report import report, report_figures
 from hf_pipetransformer.report.report_data import Training, read_trainings, thinned
@@ -59,27 +58,28 @@ class Run:
     schedule: str = "1f1b"
 
     def event(self, kind: str, step: int, stages: int, frozen: int = 0, times: Any = TIMES, **facts: Any) -> Run:
-        plan = make_plan(
-            UNITS,
-            4,
-            stages,
-            rows_per_device=4,
-            memory_budget_bytes=None,
-            schedule=self.schedule,
-            virtual_pipeline_parallel_size=virtual_stages_of(self.schedule, None),
-            num_frozen_layers=frozen,
-            times=times,
-        )
+        v = virtual_stages_of(self.schedule, None)
+        planner = planner_of(stages, 4, UNITS, schedule=self.schedule, virtual_pipeline_parallel_size=v, times=times)
+        layout = planner.in_stages(stages, planner.first, frozen)
         begins = kind in ("start", "resume")
         events_file.record(
-            self.folder, kind, plan, step, step / 100, run=self.name, facts={**FACTS, **facts} if begins else None
+            self.folder,
+            kind,
+            planner,
+            layout,
+            step,
+            step / 100,
+            run=self.name,
+            facts={**FACTS, **facts} if begins else None,
         )
         return self
 
     def slices(self, step: int, parts: list[Any], seconds: float | None) -> Run:
-        plan = make_plan(UNITS, 4, 4, rows_per_device=4, memory_budget_bytes=None, times=TIMES)
+        planner = planner_of(4, 4, UNITS, times=TIMES)
         cut = events_file.slices_of([RowSlices(rows, tuple(lengths)) for rows, lengths in parts], seconds)
-        events_file.record(self.folder, events_file.SLICES, plan, step, step / 100, run=self.name, slices=cut)
+        events_file.record(
+            self.folder, events_file.SLICES, planner, planner.first, step, step / 100, run=self.name, slices=cut
+        )
         return self
 
     def line(self, kind: str, step: int, **values: Any) -> Run:
