@@ -142,6 +142,16 @@ class Layout:
         """Number of units L."""
         return self.stage_bounds[-1]
 
+    def __str__(self) -> str:
+        """Return the sizes in words; `CostModel.describe` adds a table of the stages."""
+        k, r, world, units = self.pipeline_parallel_size, self.data_parallel_size, self.world_size, self.num_units
+        return (
+            f"{k} stage{_s(k)} × {r} pipeline{_s(r)} = {world} rank{_s(world)}, {units} unit{_s(units)}"
+            + (f", {self.num_frozen_layers} frozen" if self.num_frozen_layers else "")
+            + (f", {self.num_cached_layers} cached" if self.num_cached_layers else "")
+            + (", replicas divide the optimizer state" if self.shards_optimizer else "")
+        )
+
     # -- stages and ranks ----------------------------------------------------------------------------------------
 
     @property
@@ -240,3 +250,7 @@ class Layout:
             near = next((stage for stage, node in enumerate(here) if node != here[0]), len(here))
             highest = min(highest, self.stage_bounds[near])
         return highest
+
+
+def _s(number: int) -> str:
+    return "" if number == 1 else "s"

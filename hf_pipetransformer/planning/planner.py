@@ -123,16 +123,13 @@ class Planner(CostModel):
         if shortest is not None:
             return shortest
         smallest = min(considered, key=self._largest)
-        k, names, sharding = smallest.pipeline_parallel_size, "pipeline_parallel_size is", ""
-        if self.request.replica_sharding == AUTO:
-            names = "pipeline_parallel_size and replica_sharding are"
-            sharding = f" and replica_sharding={smallest.replica_sharding!r}"
         assert self.memory_budget_bytes is not None
         raise ValueError(
-            f"{names} 'auto', but no pipeline fits: with {k} stages{sharding} the largest stage still needs"
-            f" {self._largest(smallest) / MIB:,.0f} MiB, but a device has {self.memory_budget_bytes / MIB:,.0f} MiB."
-            f" Use more devices, reduce per_device_train_batch_size (now {self.request.rows_per_device}), enable"
-            " gradient checkpointing, or freeze parameters."
+            "pipeline_parallel_size is 'auto', but no pipeline fits: with"
+            f" {smallest.pipeline_parallel_size} stages and replica_sharding={smallest.replica_sharding!r} the largest"
+            f" stage still needs {self._largest(smallest) / MIB:,.0f} MiB, but a device has"
+            f" {self.memory_budget_bytes / MIB:,.0f} MiB. Use more devices, reduce per_device_train_batch_size (now"
+            f" {self.request.rows_per_device}), enable gradient checkpointing, or freeze parameters."
         )
 
     @cached_property

@@ -192,7 +192,6 @@ class CostModel:
 
     def describe(self, layout: Layout) -> str:
         """Return a table of the stages (units, memory, share of the work) and the predicted time of a step."""
-        k, r, world = layout.pipeline_parallel_size, layout.data_parallel_size, layout.world_size
         flops = step_flops(self.unit_costs, layout.num_frozen_layers, layout.num_cached_layers)
         rows = [("stage", "units", "first unit", "parameters MiB", "training MiB", "FLOPs %")]
         for stage, size in enumerate(self.stage_bytes(layout)):
@@ -207,14 +206,7 @@ class CostModel:
                     f"{100 * sum(flops[unit] for unit in units) / sum(flops):.1f}" if sum(flops) else "-",
                 )
             )
-        head = (
-            f"{k} stage{_s(k)} × {r} pipeline{_s(r)} = {world} rank{_s(world)}, {layout.num_units} unit"
-            f"{_s(layout.num_units)}"
-            + (f", {layout.num_frozen_layers} frozen" if layout.num_frozen_layers else "")
-            + (f", {layout.num_cached_layers} cached" if layout.num_cached_layers else "")
-            + (", replicas divide the optimizer state" if layout.shards_optimizer else "")
-        )
-        return "\n".join((head, *align(rows, left=(1, 2)), self._describe_step(layout)))
+        return "\n".join((str(layout), *align(rows, left=(1, 2)), self._describe_step(layout)))
 
     def _describe_step(self, layout: Layout) -> str:
         """Return the line about the schedule, micro-batches, bubble and time of a step."""
@@ -224,7 +216,7 @@ class CostModel:
             layout.num_microbatches,
             layout.rows_per_pipeline,
         )
-        words = [f"{rows} sample{_s(rows)} a pipeline and step"]
+        words = [f"{rows} sample{'' if rows == 1 else 's'} a pipeline and step"]
         if k > 1:
             virtual = f", {v} virtual stages per stage" if v > 1 else ""
             words.append(f"schedule {layout.runs_as} with {m} micro-batch{'' if m == 1 else 'es'}{virtual}")
@@ -251,7 +243,3 @@ def is_worth_loading(loading: float, computing: float, hidden: float = 0.0) -> b
 
 def _named(units: range) -> str:
     return f"{units.start}-{units.stop - 1}" if len(units) > 1 else str(units.start)
-
-
-def _s(number: int) -> str:
-    return "" if number == 1 else "s"
