@@ -39,12 +39,12 @@ def advise(result: Forecast) -> list[str]:
 
 def _about_sharding(result: Forecast) -> list[str]:
     """What to set in the training if the sharding was chosen, and what is faster than the shortest pipeline."""
-    if not result.sharding_choice or not result.epochs[0].fits:
+    considered = result.sharding_choice
+    if not considered or not result.epochs[0].fits:
         return []
     sentences = [f"Set replica_sharding={result.first.replica_sharding!r}: the least sharding that fits."]
-    fastest = min((step for step in result.sharding_choice if step.fits), key=lambda step: step.seconds)
-    chosen = next(step for step in result.sharding_choice if step.layout == result.first)
-    gain = chosen.seconds / fastest.seconds
+    fastest = min((step for step in considered if step.fits), key=lambda step: step.seconds)
+    gain = result.step_in(result.first).seconds / fastest.seconds
     if gain > HARDLY_FASTER:
         k, sharding = fastest.layout.pipeline_parallel_size, fastest.layout.replica_sharding
         sentences.append(

@@ -213,13 +213,11 @@ class Forecast:
     """Forecast of the whole training.
 
     Attributes:
+        planner: has made the layouts.
         epochs: a step of each epoch in order.
         plain: name -> step of a training in which nothing is frozen: the fastest static layout that fits; plain DDP,
             K = 1; a static pipeline of the requested K, or of that of the first epoch, or else of the smallest one
             above 1; and FSDP in as few micro-batches as fit. What is not possible is left out.
-        sharding_choice: what the sharding and the first layout were chosen from; nothing if the sharding was given.
-        schedule_choice: what the first layout's schedule was chosen from; nothing if it was given, or if there is one
-            stage.
         flop_bound: FLOPs of the training without freezing divided by those with freezing.
         cache_bytes: size of the largest generation on a node; 0 if nothing is cached.
         cache_peak_bytes: largest size of the two generations that exist together after a freeze.
@@ -229,10 +227,9 @@ class Forecast:
     job: Job
     workload: Workload
     machine: Machine
+    planner: Planner
     epochs: tuple[Step, ...]
     plain: Mapping[str, Step]
-    sharding_choice: tuple[Step, ...]
-    schedule_choice: tuple[tuple[Step, ConsideredSchedule], ...]
     flop_bound: float
     cache_bytes: float
     cache_peak_bytes: float
@@ -247,6 +244,21 @@ class Forecast:
     def first(self) -> Layout:
         """The layout that the training begins with."""
         return self.epochs[0].layout
+
+    @property
+    def sharding_choice(self) -> list[Step]:
+        """What the sharding and the first layout were chosen from; nothing if the sharding was given."""
+        considered = self.planner.considered if self.job.replica_sharding == AUTO else ()
+        return [self.step_in(each) for each in considered]
+
+    @property
+    def schedule_choice(self) -> list[tuple[Step, ConsideredSchedule]]:
+        """What the first layout's schedule was chosen from; nothing if it was given, or if there is one stage."""
+        return [(self.step_in(each.layout), each) for each in self.planner.schedule_choice]
+
+    def step_in(self, layout: Layout) -> Step:
+        """Return a step of this training under a layout, without the cache."""
+        return Step(self.planner, layout, self.job.gradient_accumulation_steps)
 
     @property
     def freezes(self) -> bool:
@@ -286,7 +298,6 @@ def forecast(job: Job, workload: Workload, machine: Machine) -> Forecast:
     costs, layouts = workload.unit_costs, [step.layout for step in epochs]
     frozen = [step_flops(costs, each.num_frozen_layers, each.num_cached_layers) for each in layouts]
     with_freezing, without = sum(map(sum, frozen)), len(epochs) * sum(step_flops(costs, 0))
-    parts = job.gradient_accumulation_steps
     node_rows = job.num_samples / machine.num_nodes(job.num_devices)
     sizes = {f: workload.cache_row_bytes(f) * node_rows for f in {step.puts for step in epochs} if f}
     # the generation that is read is kept until the next one is complete
@@ -295,10 +306,9 @@ def forecast(job: Job, workload: Workload, machine: Machine) -> Forecast:
         job,
         workload,
         machine,
+        planner,
         tuple(epochs),
         _plain_steps(job, workload, machine, planner.first.pipeline_parallel_size),
-        tuple(Step(planner, each, parts) for each in planner.considered if job.replica_sharding == AUTO),
-        tuple((Step(planner, each.layout, parts), each) for each in planner.schedule_choice),
         without / with_freezing if with_freezing else 1.0,
         max(sizes.values(), default=0.0),
         max(live),
