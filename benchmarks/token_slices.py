@@ -29,7 +29,7 @@ from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import measure_costs
-from hf_pipetransformer.planning.plan_choice import make_plan
+from hf_pipetransformer.planning.planner import Planner, Request
 from hf_pipetransformer.run.sentences import describe_slices
 from hf_pipetransformer.token_slices.slice_timeline import SlicePlan
 from hf_pipetransformer.token_slices.slicing_probe import probe_slicing
@@ -54,15 +54,10 @@ class Variant:
         model = LlamaForCausalLM(_config(width, batch["input_ids"].shape[1]))
         sample = {key: value[:1] for key, value in batch.items()}
         stack = LayerStack.discover(model, sample)
-        plan = make_plan(
-            measure_costs(stack, sample),
-            mesh.world_size,
-            mesh.world_size,
-            schedule=schedule,
-            num_microbatches=m,
-            rows_per_device=1,  # each step brings its own number
-            memory_budget_bytes=None,
-        )
+        # each step brings its own number of samples
+        request = Request(mesh.world_size, schedule=schedule, num_microbatches="auto" if m is None else m)
+        costs = measure_costs(stack, sample)
+        layout = Planner(unit_costs=costs, world_size=mesh.world_size, request=request).first
         self.pipeline = ElasticPipeline(stack, mesh, torch.device("cpu"), _no_replicas)
         token_slices: str | int = AUTO if name == AUTO else int(name.split()[0]) if "slices" in name else "off"
         if token_slices != "off":
@@ -70,7 +65,7 @@ class Variant:
                 stack, sample, lambda part: _loss(model, part, sample), loss_tolerance=1e-3, gradient_tolerance=1e-3
             )
             self.pipeline.slicing = Slicing(token_slices, windows, self._note)
-        self.pipeline.place(plan, lambda model, part: _loss(model, part, batch))
+        self.pipeline.place(layout, lambda model, part: _loss(model, part, batch))
         self.pipeline.train()
 
     def _note(self, plan: SlicePlan) -> None:

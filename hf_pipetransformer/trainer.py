@@ -47,7 +47,7 @@ from .run.cutting import CutModel, find_units
 from .run.job import Processes, TrainingJob, refuse_distributed_model
 from .run.lazy_model import is_lazy, map_from, refuse_meta, saving_shards
 from .run.model_card import add_to_card
-from .run.planner import Planner
+from .run.planner import make_planner
 from .run.recorder import RunRecorder
 from .run.resuming import (
     checkpoint_to_resume,
@@ -404,7 +404,7 @@ class PipeTransformerTrainer(Trainer):
             return nullcontext()
         rows, collate_fn = job.rows_of_loader(dataloader)
         cut = self._find_units(rows, job.collator(collate_fn))
-        planner = Planner(self.args, cut.unit_costs, None, job.mesh)
+        planner = make_planner(self.args, cut.unit_costs, job.mesh)
         return evaluation.placed(cut.pipeline, planner.first)
 
     def prediction_step(

@@ -21,9 +21,8 @@ from transformers.training_args import OptimizerNames
 from .errors import refuse_wrong_order, show_errors_briefly
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .logs import follow_transformers
-from .planning.plan import REPLICA_SHARDINGS
+from .planning.layout import AUTO, REPLICA_SHARDINGS
 from .planning.schedules import AUTO_SCHEDULE, ONE_F_ONE_B, schedule_names, virtual_stages_of
-from .planning.sharding_choice import AUTO
 from .resilience.exit import end_at_exit
 from .resilience.stores import use_fresh_store, wait_for_connections
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from training_runs import (
     reference,
     reference_trainer,
     weights_of,
-    with_plans,
+    with_stages,
 )
 from transformers import (
     AutoModelForCausalLM,
@@ -43,12 +41,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.pipeline.mesh import ProcessMesh
-from hf_pipetransformer.planning.costs import UnitCost
-from hf_pipetransformer.planning.plan import PipelinePlan
-from hf_pipetransformer.planning.plan_choice import make_plan
-from hf_pipetransformer.run.planner import Planner
+from hf_pipetransformer import PipeTransformerTrainer
 
 LAYOUTS = [4, 2, 1]
 
@@ -235,17 +228,7 @@ def with_a_plan_that_has_come_about(run: Run, folder: str, **options: Any) -> Pi
     freezing = {"freeze_policy": "schedule", "freeze_strategy": "steps", "freeze_steps": 1}
     options |= {**freezing, "freeze_schedule": {1: 1, 2: 2}, "activation_cache": "off"}
     trainer = pipeline_trainer(run, 4, folder, model=with_dropout(run), **options)
-
-    def plan_after_freezing(plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
-        stages = 4 if (plan.num_frozen_layers, num_frozen) == (0, 2) else 2
-        options: Any = {
-            "rows_per_device": run.per_device,
-            "memory_budget_bytes": None,
-            "num_frozen_layers": num_frozen,
-        }
-        return make_plan(plan.unit_costs, plan.world_size, stages, **options)
-
-    with_plans(trainer, plan_after_freezing)
+    with_stages(trainer, lambda layout, num_frozen: 4 if (layout.num_frozen_layers, num_frozen) == (0, 2) else 2)
     return trainer
 
 
@@ -267,32 +250,6 @@ def test_resuming_goes_on_with_the_plan(tmp_path: Path) -> None:
     run = Run("question-answering", samples=96)
     for whole, resumed in run_ranks(resume_the_plan, WORLD, run, str(tmp_path)):
         assert largest_difference(whole.weights, resumed.weights)[0] == 0
-
-
-def test_another_plan_is_made_where_another_is_asked_for(tmp_path: Path) -> None:
-    """And a chosen schedule is kept, although another one would be chosen now."""
-    units = [UnitCost(f"layer.{k}", 1.0, 0, 0, {f"layer.{k}": 4}, 4) for k in range(8)]
-    mesh = ProcessMesh(timedelta(seconds=60))
-
-    def planner(units: list[UnitCost] = units, processes: int = 1, **options: Any) -> Planner:
-        arguments = PipeTransformerTrainingArguments(str(tmp_path), **options)
-        arguments.pipeline_parallel_size = mesh.world_size = processes  # afterwards: there is one process here
-        return Planner(arguments, units, None, mesh)
-
-    made = planner()
-    plan = replace(made.first, num_frozen_layers=3, num_cached_layers=2)
-    facts = json.loads(json.dumps(made.facts_of(plan)))
-    assert made.again(facts, most_frozen=3) == plan
-    assert made.again(facts, most_frozen=2) is None  # a user who freezes no more
-    assert made.again({**facts, "bounds": [0, 7]}, most_frozen=3) is None  # another model
-    assert planner(per_device_train_batch_size=3).again(facts, most_frozen=3) is None
-    assert planner(elastic=False).again(facts, most_frozen=3) is None
-
-    options = {"pipeline_schedule": "auto", "per_device_train_batch_size": 2, "num_microbatches": 2, "processes": 2}
-    made, now = planner(**options), planner([*units[:7], replace(units[7], forward_flops=30.0)], **options)
-    assert (made.first.schedule, now.first.schedule) == ("interleaved1f1b", "1f1b")
-    again = now.again(json.loads(json.dumps(made.facts_of(made.first))), most_frozen=0)
-    assert again is not None and (again.schedule, again.stage_bounds) == ("interleaved1f1b", made.first.stage_bounds)
 
 
 def cached_at_the_first_step(

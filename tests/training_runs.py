@@ -21,11 +21,10 @@ from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingAr
 from hf_pipetransformer.data.numbered_batches import first_samples
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.planning.plan import PipelinePlan
-from hf_pipetransformer.planning.plan_choice import make_plan
+from hf_pipetransformer.planning.layout import Layout
+from hf_pipetransformer.planning.planner import Planner
 from hf_pipetransformer.run import run as run_module
 from hf_pipetransformer.run.cache_control import AutoCache
-from hf_pipetransformer.run.planner import Planner
 from hf_pipetransformer.run.run import PipelineRun
 from hf_pipetransformer.run.run_log import RunLog
 
@@ -161,12 +160,11 @@ def while_training(trainer: Trainer, owner: Any, name: str, replacement: Any) ->
     trainer.train = patched  # type: ignore[method-assign]
 
 
-def with_plans(trainer: Trainer, choose: Callable[[PipelinePlan, int, int], PipelinePlan]) -> None:
-    """Choose the plan that follows another by (plan, frozen, cached), in place of the memory rule."""
+def with_stages(trainer: Trainer, choose: Callable[[Layout, int], int]) -> None:
+    """Choose K by (layout, frozen) when another layout follows, in place of the memory rule."""
 
-    def following(self: Planner, plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
-        self.num_cached = num_cached
-        return choose(plan, num_frozen, num_cached)
+    def following(self: Planner, layout: Layout, num_frozen: int, num_cached: int) -> Layout:
+        return self.in_stages(choose(layout, num_frozen), layout, num_frozen, num_cached)
 
     while_training(trainer, Planner, "next", following)
 
@@ -308,19 +306,4 @@ def freezing_reference(
 
 def stages_by_frozen(trainer: PipeTransformerTrainer, table: dict[int, int]) -> None:
     """Choose K by the number of frozen layers, in place of the memory rule."""
-
-    def plan_after_freezing(plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
-        return make_plan(
-            plan.unit_costs,
-            plan.world_size,
-            table[num_frozen],
-            schedule=plan.schedule,
-            rows_per_device=4,
-            memory_budget_bytes=None,
-            num_frozen_layers=num_frozen,
-            num_cached_layers=num_cached,
-            replica_sharding=plan.replica_sharding,
-            virtual_pipeline_parallel_size=plan.virtual_pipeline_parallel_size,
-        )
-
-    with_plans(trainer, plan_after_freezing)
+    with_stages(trainer, lambda layout, num_frozen: table[num_frozen])

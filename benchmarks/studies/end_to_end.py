@@ -37,7 +37,7 @@ from benchmarks import harness
 from benchmarks.harness import Figures, Ratio, StepClock
 from benchmarks.studies.tasks import Task, digits, squad, sst2
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.planning.plan import step_flops
+from hf_pipetransformer.planning.costs import step_flops
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "a": {},
@@ -61,9 +61,9 @@ class Flops(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         pipeline = getattr(self.trainer, "pipeline", None)
         if pipeline is not None:
-            plan = pipeline.current_plan
-            self.done += sum(step_flops(plan.unit_costs, plan.num_frozen_layers, plan.num_cached_layers))
-            self.unfrozen += sum(step_flops(plan.unit_costs, 0))
+            layout, costs = pipeline.current_plan, self.trainer._cut_model.unit_costs
+            self.done += sum(step_flops(costs, layout.num_frozen_layers, layout.num_cached_layers))
+            self.unfrozen += sum(step_flops(costs, 0))
 
 
 def run(variant: str, options: argparse.Namespace, seeds: itertools.count[int]) -> Figures:

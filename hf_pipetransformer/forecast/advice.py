@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..freezing.schedule_cost import WORTH_FREEZING
 from .device_table import GIB
-from .forecast import BEST, DDP, FSDP, Forecast, Step, forecast_seconds
+from .forecast import BEST, DDP, FSDP, Forecast, forecast_seconds
 
 HARDLY_FASTER = 1.10
 """Fewer devices are recommended if the training takes at most this many times as long on them; other layouts, if this
@@ -20,7 +20,7 @@ def advise(result: Forecast) -> list[str]:
     job, gain, host = result.job, result.speed_up_over(BEST), result.machine.host
     sentences = [*_about_sharding(result), *_about_memory(result), *_about_stages(result), *_about_fsdp(result)]
     if result.freezes and gain is not None and gain < WORTH_FREEZING:
-        k = result.plain[BEST].plan.pipeline_parallel_size
+        k = result.plain[BEST].layout.pipeline_parallel_size
         sentences.append(
             f"Gain below {100 * (WORTH_FREEZING - 1):.0f}% (×{gain:.2f} over the best static layout): do not freeze;"
             f" set freeze_policy='none', pipeline_parallel_size={k}."
@@ -39,15 +39,14 @@ def advise(result: Forecast) -> list[str]:
 
 def _about_sharding(result: Forecast) -> list[str]:
     """What to set in the training if the sharding was chosen, and what is faster than the shortest pipeline."""
-    choice, parts = result.sharding_choice, result.job.gradient_accumulation_steps
-    if choice is None or not result.epochs[0].fits:
+    considered = result.sharding_choice
+    if not considered or not result.epochs[0].fits:
         return []
-    sentences = [f"Set replica_sharding={choice.plan.replica_sharding!r}: the least sharding that fits."]
-    fitting = [step for step in (Step(plan, parts) for plan in choice.considered) if step.fits]
-    fastest = min(fitting, key=lambda step: step.seconds)
-    gain = Step(choice.plan, parts).seconds / fastest.seconds
+    sentences = [f"Set replica_sharding={result.first.replica_sharding!r}: the least sharding that fits."]
+    fastest = min((step for step in considered if step.fits), key=lambda step: step.seconds)
+    gain = result.step_in(result.first).seconds / fastest.seconds
     if gain > HARDLY_FASTER:
-        k, sharding = fastest.plan.pipeline_parallel_size, fastest.plan.replica_sharding
+        k, sharding = fastest.layout.pipeline_parallel_size, fastest.layout.replica_sharding
         sentences.append(
             f"Without frozen layers, pipeline_parallel_size={k} with replica_sharding={sharding!r} is predicted to be"
             f" {gain:.2f} times as fast."
@@ -78,9 +77,9 @@ def _about_memory(result: Forecast) -> list[str]:
 def _about_stages(result: Forecast) -> list[str]:
     if not result.epochs[0].fits:
         return []
-    job, ks = result.job, [step.plan.pipeline_parallel_size for step in result.epochs]
-    if max(ks) == 1 and result.plain[BEST].plan.pipeline_parallel_size == 1:
-        caches, sharding = any(step.num_cached for step in result.epochs), result.first.replica_sharding
+    job, ks = result.job, [step.layout.pipeline_parallel_size for step in result.epochs]
+    if max(ks) == 1 and result.plain[BEST].layout.pipeline_parallel_size == 1:
+        caches, sharding = any(step.layout.num_cached_layers for step in result.epochs), result.first.replica_sharding
         static = "plain DDP" if sharding == "none" else f"data parallelism with replica_sharding={sharding!r}"
         what = ("freeze + cache only" if caches else "freeze only") if result.freezes else static
         return [f"K = 1 throughout: {what} (pipeline_parallel_size=1); pipelining adds nothing here."]

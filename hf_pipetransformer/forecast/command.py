@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..cache.file_store import USABLE_DISK
 from ..freezing.policies import FreezePolicy, make_policy
 from ..pipeline.devices import USABLE_MEMORY, memory_budget
-from ..planning.plan import PipelinePlan
+from ..planning.layout import Layout
 from .device_table import GIB, CacheHost, device_named
 from .forecast import Job, Machine, forecast
 from .forecast_text import as_values
@@ -192,7 +192,7 @@ def _assumed_of_precision(model: PreTrainedModel) -> str:
     )
 
 
-def _assumed_of_sharding(plan: PipelinePlan) -> list[str]:
+def _assumed_of_sharding(plan: Layout) -> list[str]:
     """When replicas that divide something exchange it, in the plan that the training begins with."""
     if plan.replica_sharding == "none":
         return []

@@ -2,11 +2,11 @@
 
     freeze policy -> f in each epoch
     cache         -> c in each epoch      number of these f layers that come from the cache
-    planner       -> plan of each epoch   the first, and another where f or c changes, as the trainer makes them
-    plan.predict  -> step                 plus the time to load what is cached
+    planner       -> layout of each epoch   the first, and another where f or c changes, as the trainer makes them
+    predict       -> step                 plus the time to load what is cached
 
 The forecast is compared with static layouts and FSDP, in which nothing is frozen, and with the bound from the counted
-FLOPs. All of them are plans (`planning.plan`), and their steps and memory are what plans predict.
+FLOPs. All of them are layouts (`planning.layout`), and their steps and memory are what a `CostModel` predicts.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ from typing import Literal
 
 from ..freezing.policies import FreezePolicy
 from ..freezing.schedule_cost import frozen_in_epochs
-from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
 from ..planning.costs import UnitCost, step_flops
-from ..planning.elastic_policy import ElasticPolicy
-from ..planning.plan import PipelinePlan
-from ..planning.plan_choice import ScheduleChoice, choose_schedule, fits, lengths, make_plan
-from ..planning.schedules import AUTO_SCHEDULE
-from ..planning.sharding_choice import AUTO, ShardingChoice
+from ..planning.layout import AUTO, Layout
+from ..planning.planner import ConsideredSchedule, Planner, Request
+from ..planning.predictions import CostModel, is_worth_loading
 from ..planning.timeline import StepPrediction
 from ..planning.unit_times import ModelTimes
 from .device_table import CacheHost, Device
-from .fully_sharded import FullyShardedPlan
+from .fully_sharded import FullySharded
 from .workload import Workload
 
 BEST, DDP, PIPELINE, FSDP = "best static layout", "plain DDP", "static pipeline", "plain FSDP"
@@ -139,32 +136,27 @@ class Machine:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step takes under a plan.
+    """What a step takes under a layout.
 
     Attributes:
-        plan: the plan.
+        costs: predicts it.
+        layout: the layout.
         num_batches: number of batches of the step, run one after the other; gradients are reduced, and the optimizer
             runs, once after them.
         load_seconds: time to load cached outputs.
-        num_cached: number of the frozen layers whose output comes from the cache; the plan may count fewer.
         puts: number of layers whose output is stored in the cache; 0 if nothing is stored.
     """
 
-    plan: PipelinePlan
+    costs: CostModel
+    layout: Layout
     num_batches: int = 1
     load_seconds: float = 0.0
-    num_cached: int = 0
     puts: int = 0
 
     @cached_property
     def prediction(self) -> StepPrediction:
         """Prediction for one of the batches, without loading."""
-        return self.plan.predict(self.plan.rows_per_pipeline, self.num_microbatches)
-
-    @property
-    def num_microbatches(self) -> int:
-        """Number of parts of a pipeline's batch."""
-        return self.plan.num_microbatches_for(self.plan.rows_per_pipeline)
+        return self.costs.predict(self.layout)
 
     @property
     def seconds(self) -> float:
@@ -175,28 +167,28 @@ class Step:
     @property
     def stage_bytes(self) -> list[int]:
         """Memory of each stage."""
-        plan, m = self.plan, self.num_microbatches
-        stages = range(plan.pipeline_parallel_size)
-        return [plan.stage_bytes(stage, rows=plan.rows_per_pipeline, num_microbatches=m) for stage in stages]
+        return self.costs.stage_bytes(self.layout)
 
     @property
     def fits(self) -> bool:
         """Whether the largest stage fits a device."""
-        return fits(self.plan)
+        return self.costs.fits(self.layout)
 
     @property
     def samples_per_second(self) -> float:
         """Samples of the global batch per second."""
-        return self.num_batches * self.plan.rows_per_device * self.plan.world_size / self.seconds
+        layout = self.layout
+        return self.num_batches * layout.rows_per_pipeline * layout.data_parallel_size / self.seconds
 
     @cached_property
     def shares(self) -> dict[str, float]:
         """Fractions of the time by activity, averaged over the stages; they add up to 1."""
-        plan, timeline, m = self.plan, self.prediction.timeline, self.num_microbatches
-        assert plan.times is not None
-        k, rows = plan.pipeline_parallel_size, plan.rows_per_pipeline / m
+        layout, timeline, times = self.layout, self.prediction.timeline, self.costs.times
+        assert times is not None
+        k, m = layout.pipeline_parallel_size, layout.num_microbatches
+        rows = layout.rows_per_pipeline / m
         busy = sum(span.end - span.start for span in timeline.spans) / k
-        frozen_units = plan.times.units[plan.num_cached_layers : plan.num_frozen_layers]
+        frozen_units = times.units[layout.num_cached_layers : layout.num_frozen_layers]
         frozen = m * sum(unit.forward.of(rows) for unit in frozen_units) / k
         of_batch = {
             "active layers": busy - frozen,
@@ -221,11 +213,11 @@ class Forecast:
     """Forecast of the whole training.
 
     Attributes:
+        planner: has made the layouts.
         epochs: a step of each epoch in order.
         plain: name -> step of a training in which nothing is frozen: the fastest static layout that fits; plain DDP,
             K = 1; a static pipeline of the requested K, or of that of the first epoch, or else of the smallest one
             above 1; and FSDP in as few micro-batches as fit. What is not possible is left out.
-        sharding_choice: what the sharding and the first plan were chosen from; None if the sharding was given.
         flop_bound: FLOPs of the training without freezing divided by those with freezing.
         cache_bytes: size of the largest generation on a node; 0 if nothing is cached.
         cache_peak_bytes: largest size of the two generations that exist together after a freeze.
@@ -235,9 +227,9 @@ class Forecast:
     job: Job
     workload: Workload
     machine: Machine
+    planner: Planner
     epochs: tuple[Step, ...]
     plain: Mapping[str, Step]
-    sharding_choice: ShardingChoice | None
     flop_bound: float
     cache_bytes: float
     cache_peak_bytes: float
@@ -249,20 +241,29 @@ class Forecast:
         return self.job.steps_per_epoch * sum(step.seconds for step in self.epochs)
 
     @property
-    def first(self) -> PipelinePlan:
-        """The plan that the training begins with."""
-        return self.epochs[0].plan
+    def first(self) -> Layout:
+        """The layout that the training begins with."""
+        return self.epochs[0].layout
+
+    @property
+    def sharding_choice(self) -> list[Step]:
+        """What the sharding and the first layout were chosen from; nothing if the sharding was given."""
+        considered = self.planner.considered if self.job.replica_sharding == AUTO else ()
+        return [self.step_in(each) for each in considered]
+
+    @property
+    def schedule_choice(self) -> list[tuple[Step, ConsideredSchedule]]:
+        """What the first layout's schedule was chosen from; nothing if it was given, or if there is one stage."""
+        return [(self.step_in(each.layout), each) for each in self.planner.schedule_choice]
+
+    def step_in(self, layout: Layout) -> Step:
+        """Return a step of this training under a layout, without the cache."""
+        return Step(self.planner, layout, self.job.gradient_accumulation_steps)
 
     @property
     def freezes(self) -> bool:
         """Whether a layer freezes."""
-        return self.epochs[-1].plan.num_frozen_layers > 0
-
-    @property
-    def schedule_choice(self) -> ScheduleChoice | None:
-        """What the first plan's schedule was chosen from; None if it was given, or if there is one stage."""
-        k = self.first.pipeline_parallel_size
-        return choose_schedule(self.first, k) if self.job.schedule == AUTO_SCHEDULE and k > 1 else None
+        return self.epochs[-1].layout.num_frozen_layers > 0
 
     @property
     def fastest_plain(self) -> str:
@@ -271,7 +272,7 @@ class Forecast:
         Where DDP is possible, FSDP would only look faster: DDP's all-reduce is counted as if nothing hid it.
         """
         best, fsdp = self.plain[BEST], self.plain.get(FSDP)
-        if fsdp is None or best.plan.pipeline_parallel_size == 1 or not fsdp.fits:
+        if fsdp is None or best.layout.pipeline_parallel_size == 1 or not fsdp.fits:
             return BEST
         return FSDP if not best.fits or fsdp.seconds < best.seconds else BEST
 
@@ -290,24 +291,24 @@ def forecast(job: Job, workload: Workload, machine: Machine) -> Forecast:
     """Predict a training.
 
     Raises:
-        ValueError: no plan is possible, as in `make_plan`.
+        ValueError: no layout is possible, as in `Planner`.
     """
-    epochs, cache_off = _Course(job, workload, machine).run()
-    costs, plans = workload.unit_costs, [step.plan for step in epochs]
-    frozen = [step_flops(costs, plan.num_frozen_layers, plan.num_cached_layers) for plan in plans]
+    course = _Course(job, workload, machine)
+    (epochs, cache_off), planner = course.run(), course.planner
+    costs, layouts = workload.unit_costs, [step.layout for step in epochs]
+    frozen = [step_flops(costs, each.num_frozen_layers, each.num_cached_layers) for each in layouts]
     with_freezing, without = sum(map(sum, frozen)), len(epochs) * sum(step_flops(costs, 0))
-    choose = _elastic_policy(job, machine).choose_sharding
     node_rows = job.num_samples / machine.num_nodes(job.num_devices)
     sizes = {f: workload.cache_row_bytes(f) * node_rows for f in {step.puts for step in epochs} if f}
     # the generation that is read is kept until the next one is complete
-    live = [sum(sizes.get(f, 0.0) for f in {step.puts, step.num_cached}) for step in epochs]
+    live = [sum(sizes.get(f, 0.0) for f in {step.puts, step.layout.num_cached_layers}) for step in epochs]
     return Forecast(
         job,
         workload,
         machine,
+        planner,
         tuple(epochs),
-        _plain_steps(job, workload, machine, plans[0].pipeline_parallel_size),
-        choose(costs, job.num_devices, machine.times) if job.replica_sharding == AUTO else None,
+        _plain_steps(job, workload, machine, planner.first.pipeline_parallel_size),
         without / with_freezing if with_freezing else 1.0,
         max(sizes.values(), default=0.0),
         max(live),
@@ -319,7 +320,7 @@ def forecast_seconds(job: Job, workload: Workload, machine: Machine) -> float | 
     """Predict the seconds of a training, without the comparisons; None if it does not fit.
 
     Raises:
-        ValueError: no plan is possible, as in `make_plan`.
+        ValueError: no layout is possible, as in `Planner`.
     """
     steps = _Course(job, workload, machine.with_devices(job.num_devices, workload.unit_costs)).run()[0]
     return job.steps_per_epoch * sum(step.seconds for step in steps) if steps[0].fits else None
@@ -330,10 +331,10 @@ def _plain_steps(job: Job, workload: Workload, machine: Machine, k: int) -> dict
     costs, devices, parts = workload.unit_costs, job.num_devices, job.gradient_accumulation_steps
 
     def static(k: int, **changes: str) -> Step:
-        changed = replace(job, pipeline_parallel_size=k, **changes)  # type: ignore[arg-type]
-        return Step(_elastic_policy(changed, machine).first(costs, devices, machine.times), parts)
+        planner = _planner(replace(job, pipeline_parallel_size=k, **changes), workload, machine)  # type: ignore[arg-type]
+        return Step(planner, planner.first, parts)
 
-    statics = {k: static(k) for k in lengths(devices, min(devices, len(costs)))}
+    statics = {k: static(k) for k in range(1, min(devices, len(costs)) + 1) if devices % k == 0}
     asked = job.pipeline_parallel_size
     longer = asked if isinstance(asked, int) and asked > 1 else k
     if longer == 1:
@@ -345,24 +346,8 @@ def _plain_steps(job: Job, workload: Workload, machine: Machine, k: int) -> dict
     if longer > 1:
         found[PIPELINE] = statics[longer]
     if devices > 1:
-        rows = job.batch // devices
-        in_parts = [
-            Step(
-                FullyShardedPlan.of(
-                    make_plan(
-                        costs,
-                        devices,
-                        1,
-                        rows_per_device=rows // m,
-                        memory_budget_bytes=machine.memory_budget_bytes,
-                        times=machine.times,
-                    )
-                ),
-                m,
-            )
-            for m in range(1, rows + 1)
-            if rows % m == 0
-        ]
+        rows, sharded = job.batch // devices, FullySharded(costs, machine.times, machine.memory_budget_bytes)
+        in_parts = [Step(sharded, sharded.layout(devices, rows // m), m) for m in range(1, rows + 1) if rows % m == 0]
         found[FSDP] = next((step for step in in_parts if step.fits), in_parts[-1])
     return found
 
@@ -372,8 +357,7 @@ class _Course:
 
     def __init__(self, job: Job, workload: Workload, machine: Machine) -> None:
         self._job, self._workload, self._machine = job, workload, machine
-        self._policy = _elastic_policy(job, machine)
-        self.first = self._policy.first(workload.unit_costs, job.num_devices, machine.times)
+        self.planner = _planner(job, workload, machine)
         self._boundary = 0  # number of layers whose output is in the store, or is being stored
         self._refused = 0  # number of layers whose output is not worth caching
         self._off: str | None = None if job.caches else "switched off"
@@ -381,27 +365,26 @@ class _Course:
     def run(self) -> tuple[list[Step], str | None]:
         """Return a step of each epoch, and why nothing is cached or no longer."""
         job = self._job
-        plan, cached, epochs = self.first, 0, list[Step]()
+        layout, cached, epochs = self.planner.first, 0, list[Step]()
         for index, frozen in enumerate(job.num_frozen(self._workload)):
-            before = (plan.num_frozen_layers, cached)
             if self._boundary > cached:  # the previous epoch has filled the cache
-                cached = self._boundary if self._pays(plan) else 0
-            if (frozen, cached) != before:
-                plan = self._policy.next(plan, self.first, frozen, cached)
-                self._fill(plan)
+                cached = self._boundary if self._pays(layout) else 0
+            if (frozen, cached) != (layout.num_frozen_layers, layout.num_cached_layers):
+                layout = self.planner.next(layout, frozen, cached)
+                self._fill(layout)
             writes = self._off is None and self._boundary > cached and index + 1 < job.num_epochs
             puts = self._boundary if writes else 0
             loading = self._load_seconds(cached, puts)
-            epochs.append(Step(plan, job.gradient_accumulation_steps, loading, cached, puts))
+            epochs.append(Step(self.planner, layout, job.gradient_accumulation_steps, loading, puts))
         return epochs, self._off
 
-    def _fill(self, plan: PipelinePlan) -> None:
+    def _fill(self, layout: Layout) -> None:
         """Choose the boundary whose outputs are stored from now on, as the training's cache does."""
         if self._off is not None and not self._refused:
             return
-        nodes = [str(rank // self._machine.devices_per_node) for rank in range(plan.world_size)]
-        highest = most_cached_layers(plan, plan.num_frozen_layers, nodes)
-        boundary = boundary_to_cache(self._workload.cacheable, highest)
+        nodes = [str(rank // self._machine.devices_per_node) for rank in range(layout.world_size)]
+        highest = layout.most_cached_on(nodes, layout.num_frozen_layers)
+        boundary = max((each for each in self._workload.cacheable if each <= highest), default=0)
         if highest and not self._workload.cacheable:
             self._off = "more than one tensor is read above each of this model's layers"
         elif boundary > max(self._boundary, self._refused):
@@ -415,14 +398,14 @@ class _Course:
             else:
                 self._boundary = boundary
 
-    def _pays(self, plan: PipelinePlan) -> bool:
+    def _pays(self, layout: Layout) -> bool:
         """Whether loading a sample is faster than computing it by the margin that the training's cache requires.
 
         The first stages of a node read at the same time, so each of them has its samples when all have been loaded.
         """
         job, parts = self._job, self._job.gradient_accumulation_steps
         rows_of_node = job.batch / parts / self._machine.num_nodes(job.num_devices)
-        loading = self._load_seconds(self._boundary) / parts / min(plan.rows_per_pipeline, rows_of_node)
+        loading = self._load_seconds(self._boundary) / parts / min(layout.rows_per_pipeline, rows_of_node)
         computing = sum(unit.forward.per_row for unit in self._machine.times.units[: self._boundary])
         if is_worth_loading(loading, computing):
             return True
@@ -451,14 +434,19 @@ class _Course:
         return self._workload.cache_row_bytes(cached) * self._job.batch / nodes / speed
 
 
-def _elastic_policy(job: Job, machine: Machine) -> ElasticPolicy:
-    return ElasticPolicy(
-        job.pipeline_parallel_size,
-        job.rows_per_device,
-        job.is_elastic,
-        machine.memory_budget_bytes,
-        job.schedule,
-        job.num_microbatches,
-        job.replica_sharding,
-        job.virtual_pipeline_parallel_size,
+def _planner(job: Job, workload: Workload, machine: Machine) -> Planner:
+    return Planner(
+        unit_costs=workload.unit_costs,
+        times=machine.times,
+        memory_budget_bytes=machine.memory_budget_bytes,
+        world_size=job.num_devices,
+        request=Request(
+            job.pipeline_parallel_size,
+            job.rows_per_device,
+            job.is_elastic,
+            job.schedule,
+            job.num_microbatches,
+            job.replica_sharding,
+            job.virtual_pipeline_parallel_size,
+        ),
     )

@@ -57,19 +57,19 @@ def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]
         "steps_per_epoch": job.steps_per_epoch,
         "memory_budget_bytes": result.machine.memory_budget_bytes,
         "replica_sharding": result.first.replica_sharding,
-        "sharding_choice": sharding
-        and [{**_step_values(Step(plan, parts)), "chosen": plan is sharding.plan} for plan in sharding.considered],
+        "sharding_choice": [{**_step_values(step), "chosen": step.layout == result.first} for step in sharding]
+        or None,
         "pipeline_schedule": result.first.schedule,
-        "schedule_choice": schedule
-        and [
+        "schedule_choice": [
             {
-                **_step_values(Step(each.plan, parts)),
+                **_step_values(step),
                 "relative_step": each.step,
                 "weighed_step": each.weighed,
-                "chosen": each is schedule.chosen,
+                "chosen": each.is_chosen,
             }
-            for each in schedule.considered
-        ],
+            for step, each in schedule
+        ]
+        or None,
         "epochs": [
             {"epoch": number, **_epoch_values(step), "seconds": step.seconds * job.steps_per_epoch}
             for number, step in enumerate(result.epochs, 1)
@@ -94,14 +94,14 @@ def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]
 
 
 def _step_values(step: Step) -> dict[str, Any]:
-    plan, stage_bytes = step.plan, step.stage_bytes
+    layout, stage_bytes = step.layout, step.stage_bytes
     return {
-        "replica_sharding": plan.replica_sharding,
-        "pipeline_schedule": plan.schedule,
-        "stages": plan.pipeline_parallel_size,
-        "replicas": plan.data_parallel_size,
-        "virtual_stages": plan.num_virtual_stages,
-        "num_microbatches": step.num_microbatches,
+        "replica_sharding": layout.replica_sharding,
+        "pipeline_schedule": layout.schedule,
+        "stages": layout.pipeline_parallel_size,
+        "replicas": layout.data_parallel_size,
+        "virtual_stages": layout.num_virtual_stages,
+        "num_microbatches": layout.num_microbatches,
         "stage_bytes": stage_bytes,
         "largest_stage_bytes": max(stage_bytes),
         "fits": step.fits,
@@ -110,14 +110,14 @@ def _step_values(step: Step) -> dict[str, Any]:
 
 
 def _epoch_values(step: Step) -> dict[str, Any]:
-    plan = step.plan
+    layout = step.layout
     return {
-        "num_frozen_layers": plan.num_frozen_layers,
-        "num_cached_layers": plan.num_cached_layers,
+        "num_frozen_layers": layout.num_frozen_layers,
+        "num_cached_layers": layout.num_cached_layers,
         "puts": step.puts,
         **_step_values(step),
-        "stage_bounds": list(plan.stage_bounds),
-        "stage_layers": [list(map(len, plan.ranges_of(stage))) for stage in range(plan.pipeline_parallel_size)],
+        "stage_bounds": list(layout.stage_bounds),
+        "stage_layers": [list(map(len, layout.ranges_of(stage))) for stage in range(layout.pipeline_parallel_size)],
         "bubble": step.prediction.timeline.bubble,
         "load_seconds": step.load_seconds,
         "samples_per_second": step.samples_per_second,

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from heapq import nlargest
 
 from ..planning.costs import UnitCost
-from ..planning.plan import ADAM_BYTES_PER_PARAMETER_BYTE, SHARE_OF_A_REDUCTION, PipelinePlan
+from ..planning.layout import Layout, MicroBatching
+from ..planning.predictions import ADAM_BYTES_PER_PARAMETER_BYTE, SHARE_OF_A_REDUCTION, CostModel
 
 LAYERS_GATHERED = 2
 """Layers whose parameters a device holds at once: of the one that computes and of the next one."""
@@ -117,24 +118,25 @@ def pass_seconds(
     return forward, backward
 
 
-class FullyShardedPlan(PipelinePlan):
-    """A plan of one stage whose devices divide everything."""
+class FullySharded(CostModel):
+    """Predicts layouts of one stage whose devices divide everything."""
 
-    @classmethod
-    def of(cls, plan: PipelinePlan) -> FullyShardedPlan:
-        """Return a plan of one stage as one whose devices divide everything."""
-        return cls(**{field.name: getattr(plan, field.name) for field in fields(plan)})
+    def layout(self, num_devices: int, rows_per_device: int) -> Layout:
+        """Return such a layout.
 
-    def _seconds_of(self, virtual_stage: int, rows: float) -> tuple[float, float]:
-        assert self.times is not None
-        computing = [self._unit_seconds(unit, rows) for unit in range(self.num_units)]
-        seconds_per_byte = self._share_of_ring * self.times.reduce_seconds_per_byte
-        forward, backward = pass_seconds(computing, divide(self.unit_costs), seconds_per_byte)
-        return self.times.prologue.forward.of(rows) + forward, backward
+        Args:
+            num_devices: number of devices.
+            rows_per_device: samples per device in a batch.
+        """
+        return Layout(1, num_devices, (0, len(self.unit_costs)), micro_batching=MicroBatching(rows_per_device))
 
-    def _seconds_at_end(self, stage: int) -> float:
-        assert self.times is not None
-        return self._trainable_bytes(stage) * self.times.update_seconds_per_byte / self.world_size
+    def _seconds_of(self, layout: Layout, units: range, rows: float) -> tuple[float, float]:
+        computing = [self._unit_seconds(layout, unit, rows) for unit in units]
+        forward, backward = pass_seconds(computing, divide(self.unit_costs), self._reduce_seconds_per_byte(layout))
+        return self._measured.prologue.forward.of(rows) + forward, backward
 
-    def _state_bytes(self, stage: int) -> int:
-        return state_bytes(divide(self.unit_costs), self.world_size)
+    def _seconds_at_end(self, layout: Layout, stage: int) -> float:
+        return self._trainable_bytes(layout, stage) * self._measured.update_seconds_per_byte / layout.world_size
+
+    def _state_bytes(self, layout: Layout, stage: int) -> int:
+        return state_bytes(divide(self.unit_costs), layout.world_size)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from os.path import commonpath
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
 from ..model.batch_statistics import normalised_by_batch
 from ..model.dummy_inputs import dummy_batch
 from ..planning.costs import UnitCost
-from ..planning.plan import MIB, PipelinePlan
-from ..planning.plan_choice import make_plan
-from ..planning.tables import align
+from ..planning.planner import Planner, Request
+from ..planning.tables import MIB, align
 from .workload import measure_workload
 
 DEFAULT_TOKENS = 8
@@ -44,13 +43,12 @@ def inspect(model: PreTrainedModel, tokens: int, stages: Sequence[int]) -> tuple
         for name in unit.parameters:
             needed_by.setdefault(name, []).append(index)
     coupled = normalised_by_batch(model.train())
-    plans = {
-        k: make_plan(
-            units, k, k, num_microbatches="auto" if coupled is None else 1, rows_per_device=1, memory_budget_bytes=None
-        )
-        for k in stages
+    m: Literal["auto", 1] = "auto" if coupled is None else 1
+    planners = [
+        Planner(unit_costs=units, world_size=k, request=Request(k, num_microbatches=m))
+        for k in dict.fromkeys(stages)
         if k <= len(units)
-    }
+    ]
     sample = dummy_batch(model, 1, tokens=tokens)
     report = {
         "model": type(model).__name__,
@@ -61,9 +59,9 @@ def inspect(model: PreTrainedModel, tokens: int, stages: Sequence[int]) -> tuple
         "shared_parameters": {name: where for name, where in needed_by.items() if len(where) > 1},
         # with several stages, training does not divide the batch of a pipeline
         "single_micro_batch": coupled,
-        "stages": {str(k): _stages_of(plan) for k, plan in plans.items()},
+        "stages": {str(planner.world_size): _stages_of(planner) for planner in planners},
     }
-    return report, _as_text(report, plans.values())
+    return report, _as_text(report, planners)
 
 
 def _values_of(unit: UnitCost, number_of: Mapping[str, int]) -> dict[str, Any]:
@@ -77,19 +75,21 @@ def _values_of(unit: UnitCost, number_of: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _stages_of(plan: PipelinePlan) -> list[dict[str, Any]]:
+def _stages_of(planner: Planner) -> list[dict[str, Any]]:
+    layout = planner.first
+    held = map(layout.units_of, range(layout.pipeline_parallel_size))
     return [
         {
-            "first_unit": plan.units_of(stage)[0],
-            "last_unit": plan.units_of(stage)[-1],
-            "parameter_bytes": plan.parameter_bytes_of(stage),
-            "forward_flops_per_sample": plan.forward_flops_of(stage),
+            "first_unit": units[0],
+            "last_unit": units[-1],
+            "parameter_bytes": planner.parameter_bytes_of(layout, stage),
+            "forward_flops_per_sample": sum(planner.unit_costs[unit].forward_flops for unit in units),
         }
-        for stage in range(plan.pipeline_parallel_size)
+        for stage, units in enumerate(held)
     ]
 
 
-def _as_text(report: Mapping[str, Any], plans: Iterable[PipelinePlan]) -> str:
+def _as_text(report: Mapping[str, Any], planners: Iterable[Planner]) -> str:
     """Return the report as tables; consecutive units of equal costs are one row, as are parameters of the same."""
     units, shared = report["units"], report["shared_parameters"]
 
@@ -122,7 +122,7 @@ def _as_text(report: Mapping[str, Any], plans: Iterable[PipelinePlan]) -> str:
         "\n".join(align(rows, left=(1,))),
         "\n".join(align(shares, left=(0, 1))) if shared else "no shared parameters",
         *([] if coupled is None else [SINGLE_MICRO_BATCH.format(coupled)]),
-        *map(str, plans),
+        *(planner.describe(planner.first) for planner in planners),
     ]
     return "\n\n".join(parts)
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..model.placeholders import ParameterTable, placeholder
-from ..planning.plan import MIB
+from ..planning.tables import MIB
 
 PLACEHOLDER_VALUE = 0.01
 """Value of all placeholders. It is not zero, because CLIP divides by the norm of its embeddings."""

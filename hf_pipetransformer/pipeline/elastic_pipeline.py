@@ -26,7 +26,7 @@ from ..model.layer_stack import LayerStack
 from ..model.mapped_weights import into_memory
 from ..model.micro_batch import Batch
 from ..model.nested import on_device
-from ..planning.plan import PipelinePlan
+from ..planning.layout import Layout
 from ..resilience.watchdog import PROGRESS, phase
 from . import prediction
 from .holders import holders_under, source_of_buffers, updaters_under
@@ -51,8 +51,8 @@ class Transformation:
         stopped: names of the parameters that were trained before and are not any more, the same on every process.
     """
 
-    before: PipelinePlan
-    after: PipelinePlan
+    before: Layout
+    after: Layout
     seconds: Mapping[str, float]
     bytes_moved: int
     stopped: frozenset[str] = frozenset()
@@ -100,7 +100,7 @@ class ElasticPipeline(nn.Module):
         self.cache: ActivationCache | None = None
         self.offloads = device.type != "cpu"
         """Whether the weights of cached layers are offloaded from the device; on the CPU this would save nothing."""
-        self.plan: PipelinePlan | None = None
+        self.plan: Layout | None = None
         """The plan by which the weights are distributed; None while the model is complete on every process."""
         self.placed: PlacedPipeline | None = None
         """What runs the plan; None while nothing runs: before `place`, after leaving the plan, and between plans."""
@@ -127,7 +127,7 @@ class ElasticPipeline(nn.Module):
         return self.stack.runner.is_restricted
 
     @property
-    def current_plan(self) -> PipelinePlan:
+    def current_plan(self) -> Layout:
         assert self.plan is not None, "place() first"
         return self.plan
 
@@ -168,7 +168,7 @@ class ElasticPipeline(nn.Module):
         return {name: table[name] for name in table.names if not self.weights.is_here(name)}
 
     # ------------------------------------------------------------------------------------ changing the plan
-    def place(self, plan: PipelinePlan, loss_of: LossFunction | None = None, keep_weights_aside: bool = False) -> None:
+    def place(self, plan: Layout, loss_of: LossFunction | None = None, keep_weights_aside: bool = False) -> None:
         """Take the role that `plan` has for this process. Collective over all processes.
 
         Args:
@@ -193,7 +193,7 @@ class ElasticPipeline(nn.Module):
         self.stack.runner.install()
         self._build(takes_optimizer=not keep_weights_aside)
 
-    def _bring_optimizer_state(self, optimizer: OptimizerState, plan: PipelinePlan) -> None:
+    def _bring_optimizer_state(self, optimizer: OptimizerState, plan: Layout) -> None:
         """Move the optimizer state from the ranks where an earlier training left it. Collective over all processes."""
         states = self._distribution(plan).states
         self._move(Distribution({}, optimizer.holders()), Distribution({}, states))
@@ -208,7 +208,7 @@ class ElasticPipeline(nn.Module):
         holders = self.holders()
         return Distribution(holders, self._optimizer.updaters(holders) if self._optimizer is not None else {})
 
-    def _distribution(self, plan: PipelinePlan) -> Distribution:
+    def _distribution(self, plan: Layout) -> Distribution:
         """Who has which parameters, and which optimizer state, under a plan."""
         names = self._optimizer.names if self._optimizer is not None else ()
         return Distribution(holders_under(plan, self.stack), updaters_under(plan, self.stack, names))
@@ -216,7 +216,7 @@ class ElasticPipeline(nn.Module):
     def _move(self, before: Distribution, after: Distribution) -> int:
         return move(before, after, self.weights, self._optimizer, self.mesh, self.device)
 
-    def transform(self, plan: PipelinePlan) -> Transformation:
+    def transform(self, plan: Layout) -> Transformation:
         """Change to another plan, between two optimizer steps. Collective over all processes.
 
         1. Freeze: the newly frozen parameters lose gradient and optimizer state.
@@ -254,7 +254,7 @@ class ElasticPipeline(nn.Module):
         PROGRESS.forget_pace()
         return Transformation(before, plan, seconds, moved, stopped)
 
-    def replace_plan(self, plan: PipelinePlan) -> None:
+    def replace_plan(self, plan: Layout) -> None:
         """Change to a plan of one stage with the same frozen layers and another number of cached ones.
 
         Each process keeps the same units and either runs the cached ones or skips them, so what is placed stays as it
@@ -292,7 +292,7 @@ class ElasticPipeline(nn.Module):
         PROGRESS.forget_pace()
         return thawed
 
-    def _freeze(self, plan: PipelinePlan) -> frozenset[str]:
+    def _freeze(self, plan: Layout) -> frozenset[str]:
         if not plan.num_frozen_layers:
             return frozenset()
         assert self.freezable is not None

@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection
 
 from ..model.layer_stack import LayerStack
 from ..model.placeholders import ParameterTable
-from ..planning.plan import PipelinePlan
+from ..planning.layout import Layout
 from .state import Holders
 from .virtual_stages import names_of_stage
 
 
-def holders_under(plan: PipelinePlan, stack: LayerStack) -> Holders:
+def holders_under(plan: Layout, stack: LayerStack) -> Holders:
     """The ranks that hold each parameter under a plan."""
     ranks: dict[str, list[int]] = {name: [] for name in stack.table.names}
     for stage in range(plan.pipeline_parallel_size):
@@ -24,7 +24,7 @@ def holders_under(plan: PipelinePlan, stack: LayerStack) -> Holders:
     return {name: tuple(sorted(held)) for name, held in ranks.items()}
 
 
-def updaters_under(plan: PipelinePlan, stack: LayerStack, names: Collection[str]) -> Holders:
+def updaters_under(plan: Layout, stack: LayerStack, names: Collection[str]) -> Holders:
     """The ranks that update each parameter, and have its optimizer state, under a plan.
 
     They are those that hold it, or one replica of each stage that holds it.

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..model.micro_batch import Batch, batch_rows
-from ..planning.plan import PipelinePlan
+from ..planning.layout import Layout
 from .calls_apart import CallsApart
 from .gradients import ReplicatedParameters, SharedParameters, StageGradients
 from .mesh import ProcessMesh
@@ -51,7 +51,7 @@ class SequenceSlicing(Protocol):
 
     def schedule(
         self,
-        plan: PipelinePlan,
+        plan: Layout,
         stage: StageModule,
         messages: PipelineMessages,
         second_group: dist.ProcessGroup | None,
@@ -81,7 +81,7 @@ class PlacedPipeline:
 
     def __init__(
         self,
-        plan: PipelinePlan,
+        plan: Layout,
         stage: VirtualStages,
         is_trainable: Callable[[str], bool],
         mesh: ProcessMesh,
@@ -136,7 +136,7 @@ class PlacedPipeline:
         if groups.pipeline is None:
             return
         if plan.num_virtual_stages == 1:
-            most_parts = plan.num_microbatches or plan.num_microbatches_for(plan.rows_per_pipeline)
+            most_parts = plan.micro_batching.requested or plan.num_microbatches
             self._served = ServedCalls(stage.last, self.messages, most_parts)
         self._channels = tuple(
             BatchChannel(rank, groups.pipeline_control, groups.pipeline, stage.device) for rank in ranks
@@ -276,7 +276,7 @@ def shape_books(held: VirtualStages, messages: PipelineMessages) -> list[ShapeBo
 
 
 def _shared_parameters(
-    plan: PipelinePlan, stage: VirtualStages, is_trainable: Callable[[str], bool], mesh: ProcessMesh
+    plan: Layout, stage: VirtualStages, is_trainable: Callable[[str], bool], mesh: ProcessMesh
 ) -> list[SharedParameters]:
     """Group the trainable parameters that several stages hold by these stages. Collective over all processes."""
     by_stages: dict[tuple[int, ...], list[str]] = {}

@@ -17,7 +17,7 @@ from ..cache.activation_cache import ActivationCache
 from ..model.batch_statistics import normalisations
 from ..model.layer_stack import LayerStack
 from ..model.micro_batch import Batch
-from ..planning.plan import PipelinePlan
+from ..planning.layout import Layout
 from .stage import LossFunction, StageModule
 
 
@@ -98,6 +98,6 @@ class VirtualStages(nn.Module):
             stage.cache = cache
 
 
-def names_of_stage(plan: PipelinePlan, stack: LayerStack, stage: int) -> frozenset[str]:
+def names_of_stage(plan: Layout, stack: LayerStack, stage: int) -> frozenset[str]:
     """The parameters that a stage holds under a plan, in all its virtual stages."""
     return frozenset().union(*(stack.owned(units.start, units.stop) for units in plan.ranges_of(stage)))

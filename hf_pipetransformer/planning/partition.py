@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
 from itertools import pairwise
 
 from .schedules import schedule_named
 
 MOST_MICROBATCHES_PER_STAGE = 6
-"""Upper bound on M / K where more micro-batches are needed so that the stages fit."""
+"""Upper bound on M / K where more micro-batches are needed so that the stages fit. More than these shorten the bubble
+by less than 2% of a step."""
 
 MICROBATCHES_PER_STAGE = 2
 """Upper bound on M / K where memory suffices. More micro-batches shorten the bubble,
@@ -27,8 +29,6 @@ device badly."""
 
 def check_pipeline_size(world_size: int, k: int, num_units: int) -> None:
     """Check that K divides the world size and that each stage gets a unit."""
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}, but at least 1 rank is needed.")
     if num_units < 1:
         raise ValueError("unit_costs is empty, but a plan needs at least 1 unit. Measure the model's costs first.")
     if k < 1 or world_size % k:
@@ -47,14 +47,6 @@ def check_pipeline_size(world_size: int, k: int, num_units: int) -> None:
         raise ValueError(
             f"pipeline_parallel_size is {k}, but the model has {num_units} unit{'' if num_units == 1 else 's'} and"
             f" every stage needs at least one. Set it to at most {num_units}."
-        )
-
-
-def check_num_microbatches(num_microbatches: int | None) -> None:
-    """Check that a number of micro-batches is at least 1."""
-    if num_microbatches is not None and num_microbatches < 1:
-        raise ValueError(
-            f"num_microbatches is {num_microbatches}, but must be at least 1. Increase it, or set it to 'auto'."
         )
 
 
@@ -83,39 +75,42 @@ def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
         at least one.
 
     Raises:
-        ValueError: If K is not between 1 and L, or a cost is negative or not finite.
+        ValueError: If K is not between 1 and L.
     """
-    _check_split(costs, num_stages)
-    num_units = len(costs)
-    prefix = _exact_prefix_sums(costs)
-    largest = _least_maximum(prefix, num_stages)
+    num_units, prefix = len(costs), _exact_prefix_sums(costs)
+    if not 1 <= num_stages <= num_units:
+        raise ValueError(
+            f"num_stages is {num_stages}, but {num_units} units can form between 1 and {num_units} stages. "
+            f"Set pipeline_parallel_size to at most {num_units}."
+        )
 
-    # squares[i]: least sum of squared stage costs of the units i.. in the remaining stages, with no
-    # stage above `largest`; None if that is impossible. first_cut[k][i]: end of the first of k stages.
-    squares: list[int | None] = [None] * num_units + [0]
-    first_cut: list[list[int]] = []
-    for stages in range(1, num_stages + 1):
-        new: list[int | None] = [None] * (num_units + 1)
-        cut = [0] * (num_units + 1)
-        for i in range(num_units - stages + 1):
-            for j in range(i + 1, num_units - stages + 2):
-                stage = prefix[j] - prefix[i]
-                if stage > largest:
-                    break
-                rest = squares[j]
-                if rest is None:
-                    continue
-                total = stage * stage + rest
-                best = new[i]
-                if best is None or total < best:  # strictly less, so that of equal ones the least bound is kept
-                    new[i], cut[i] = total, j
-        squares = new
-        first_cut.append(cut)
+    @cache
+    def largest_of(begin: int, stages: int) -> int:
+        """Return the least possible cost of the largest stage of the units from `begin` on."""
+        if stages == 1:
+            return prefix[-1] - prefix[begin]
+        cuts = range(begin + 1, num_units - stages + 2)
+        return min(max(prefix[cut] - prefix[begin], largest_of(cut, stages - 1)) for cut in cuts)
+
+    largest = largest_of(0, num_stages)
+
+    @cache
+    def squares(begin: int, stages: int) -> tuple[int | None, int]:
+        """Return the least sum of squares of stages up to `largest`, None if there are none, and the first cut."""
+        cuts = range(begin + 1, num_units - stages + 2) if stages > 1 else (num_units,)
+        found: tuple[int | None, int] = (None, num_units)
+        for cut in cuts:
+            stage = prefix[cut] - prefix[begin]
+            if stage > largest:
+                break
+            rest = squares(cut, stages - 1)[0] if stages > 1 else 0
+            if rest is not None and (found[0] is None or stage * stage + rest < found[0]):
+                found = stage * stage + rest, cut  # of equal ones the least bound is kept
+        return found
 
     bounds = [0]
     for stages in range(num_stages, 0, -1):
-        bounds.append(first_cut[stages - 1][bounds[-1]])
-    assert bounds[-1] == num_units and all(a < b for a, b in pairwise(bounds))
+        bounds.append(squares(bounds[-1], stages)[1])
     return tuple(bounds)
 
 
@@ -158,19 +153,6 @@ def balance_holders(bounds: Sequence[int], costs: Sequence[float], held: Sequenc
         best = better
 
 
-def microbatch_candidates(rows: int, num_stages: int, schedule: str = "1f1b") -> tuple[int, ...]:
-    """Return the numbers of micro-batches to choose from: divisors of `rows` from K to 6 K, in ascending order.
-
-    Fewer than K leave stages without work; more than 6 K shorten the bubble by less than 2% of a step. If no divisor
-    lies in this range (fewer samples than stages, a prime number of samples), `choose_num_microbatches` decides.
-    """
-    if num_stages == 1:
-        return (1,)
-    most = min(rows, MOST_MICROBATCHES_PER_STAGE * num_stages)
-    found = tuple(m for m in range(num_stages, most + 1) if rows % m == 0 and _is_run_by(schedule, num_stages, m))
-    return found or (choose_num_microbatches(rows, num_stages, None, schedule),)
-
-
 def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, schedule: str) -> int:
     """Choose the number of equal micro-batches into which a pipeline's batch is split.
 
@@ -192,7 +174,7 @@ def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, s
 
     Args:
         rows: Number of samples of the batch that one pipeline processes in one step, at least 1.
-        num_stages: Number of stages K, at least 1.
+        num_stages: Number of stages K.
         requested: The user's number, or None to choose.
         schedule: name of the schedule.
 
@@ -200,40 +182,30 @@ def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, s
         M, a divisor of `rows`.
 
     Raises:
-        ValueError: If a number is below 1 or the schedule is unknown.
+        ValueError: If there is no sample or the schedule is unknown.
     """
-    keeps_all = schedule_named(schedule).keeps_all
     if rows < 1:
         raise ValueError(f"rows is {rows}, but a batch needs at least 1 sample. Check the batch size.")
-    if num_stages < 1:
-        raise ValueError(f"num_stages is {num_stages}, but a pipeline needs at least 1 stage.")
-    if requested is not None and requested < 1:
-        raise ValueError(f"num_microbatches is {requested}, but must be at least 1. Increase it, or set it to 'auto'.")
     if num_stages == 1:
         return 1
-    divisors = [d for d in range(1, rows + 1) if rows % d == 0 and _is_run_by(schedule, num_stages, d)]
+    divisors = _divisors(rows, num_stages, schedule)
     if requested is not None:
         return max(d for d in divisors if d <= requested)
     chosen = max(d for d in divisors if d <= MICROBATCHES_PER_STAGE * num_stages)
-    if not keeps_all and chosen < num_stages:
+    if not schedule_named(schedule).keeps_all and chosen < num_stages:
         chosen = min((d for d in divisors if d >= num_stages), default=divisors[-1])
     return chosen
 
 
-def _is_run_by(schedule: str, num_stages: int, num_microbatches: int) -> bool:
-    return schedule_named(schedule).divides(num_stages, num_microbatches)
+def more_microbatches(rows: int, num_stages: int, than: int, schedule: str) -> list[int]:
+    """Return the larger numbers of micro-batches to try where stages do not fit, up to 6 K, in ascending order."""
+    most = MOST_MICROBATCHES_PER_STAGE * num_stages
+    return [m for m in _divisors(rows, num_stages, schedule) if max(num_stages, than + 1) <= m <= most]
 
 
-def _check_split(costs: Sequence[float], num_stages: int) -> None:
-    num_units = len(costs)
-    if not 1 <= num_stages <= num_units:
-        raise ValueError(
-            f"num_stages is {num_stages}, but {num_units} units can form between 1 and {num_units} stages. "
-            f"Set pipeline_parallel_size to at most {num_units}."
-        )
-    for unit, cost in enumerate(costs):
-        if not math.isfinite(cost) or cost < 0:
-            raise ValueError(f"costs[{unit}] is {cost}, but must be finite and not negative. Measure the costs again.")
+def _divisors(rows: int, num_stages: int, schedule: str) -> list[int]:
+    divides = schedule_named(schedule).divides
+    return [d for d in range(1, rows + 1) if rows % d == 0 and divides(num_stages, d)]
 
 
 def _exact_prefix_sums(costs: Sequence[float]) -> list[int]:
@@ -244,14 +216,3 @@ def _exact_prefix_sums(costs: Sequence[float]) -> list[int]:
     for f in fractions:
         prefix.append(prefix[-1] + f.numerator * (scale // f.denominator))
     return prefix
-
-
-def _least_maximum(prefix: Sequence[int], num_stages: int) -> int:
-    """Return the least possible cost of the largest stage, by dynamic programming over suffixes."""
-    num_units = len(prefix) - 1
-    best = [prefix[num_units] - prefix[i] for i in range(num_units)]  # one stage holds the units from i on
-    for stages in range(2, num_stages + 1):
-        # best[j] on the right still belongs to one stage fewer, because i grows and j > i.
-        for i in range(num_units - stages + 1):
-            best[i] = min(max(prefix[j] - prefix[i], best[j]) for j in range(i + 1, num_units - stages + 2))
-    return best[0]

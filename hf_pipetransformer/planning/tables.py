@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MIB = 2**20
+"""Bytes of the unit in which tables and messages show memory."""
+
 
 def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
     """Return the rows of a table as lines with aligned columns, with numbers to the right.

@@ -52,13 +52,10 @@ class StepPrediction:
     """The predicted time of a training step.
 
     Attributes:
-        num_microbatches: Number of micro-batches M.
         timeline: Simulated forward and backward passes of the pipeline.
-        seconds_at_end: Seconds of the gradient reduction and the optimizer step, in the stage where they take longest;
-            of weights that several stages gather for each batch, one gather is counted here.
+        seconds_at_end: Seconds of the gradient reduction and the optimizer step, in the stage where they take longest.
     """
 
-    num_microbatches: int
     timeline: Timeline
     seconds_at_end: float
 

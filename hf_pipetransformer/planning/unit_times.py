@@ -146,21 +146,13 @@ def measure_times(stack: LayerStack, batch: Batch, reduce_seconds_per_byte: floa
 
 
 def slowest(everyone: Sequence[ModelTimes]) -> ModelTimes:
-    """The times of the slowest process for each part, so that all processes use the same times."""
+    """The times of the process that takes longest for a sample, so that all processes use the same times."""
 
-    def most(lines: Sequence[Seconds]) -> Seconds:
-        return max(lines, key=lambda line: (line.of(1), line.per_row))
+    def of_sample(times: ModelTimes) -> float:
+        parts = (times.prologue, *times.units, times.head)
+        return sum(part.forward.of(1) + part.backward.of(1) for part in parts)
 
-    def part(parts: Sequence[PartTimes]) -> PartTimes:
-        return PartTimes(most([p.forward for p in parts]), most([p.backward for p in parts]))
-
-    return ModelTimes(
-        part([times.prologue for times in everyone]),
-        tuple(part(units) for units in zip(*(times.units for times in everyone), strict=True)),
-        part([times.head for times in everyone]),
-        max(times.update_seconds_per_byte for times in everyone),
-        max(times.reduce_seconds_per_byte for times in everyone),
-    )
+    return max(everyone, key=of_sample)
 
 
 class _Measurement:

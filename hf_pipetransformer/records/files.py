@@ -33,7 +33,8 @@ from ..file_formats import (
     Maybe,
     read_records,
 )
-from ..planning.plan import PipelinePlan
+from ..planning.layout import Layout
+from ..planning.predictions import CostModel
 from ..token_slices.slice_timeline import SlicePlan
 
 EVENTS = "pipeline_events.jsonl"
@@ -134,7 +135,7 @@ def read_metrics(folder: Path) -> tuple[list[dict[str, Any]], int]:
     return read_records(folder / METRICS, _METRIC)
 
 
-def layout_of(plan: PipelinePlan) -> dict[str, Any]:
+def layout_of(plan: Layout) -> dict[str, Any]:
     """Return the layout of a plan, in plain values."""
     return {
         "num_layers": plan.num_units,
@@ -142,13 +143,13 @@ def layout_of(plan: PipelinePlan) -> dict[str, Any]:
         "num_cached_layers": plan.num_cached_layers,
         "pipeline_parallel_size": plan.pipeline_parallel_size,
         "data_parallel_size": plan.data_parallel_size,
-        "num_microbatches": plan.num_microbatches_for(plan.rows_per_pipeline),
+        "num_microbatches": plan.num_microbatches,
         "num_virtual_stages": plan.num_virtual_stages,
         "stage_bounds": list(plan.stage_bounds),
     }
 
 
-def prediction_of(plan: PipelinePlan) -> dict[str, Any]:
+def prediction_of(costs: CostModel, plan: Layout) -> dict[str, Any]:
     """Return the predictions of a plan, in plain values.
 
     Returns:
@@ -158,25 +159,22 @@ def prediction_of(plan: PipelinePlan) -> dict[str, Any]:
         the work after the pipeline (gradient reduction and optimizer). It also has the "schedule" that runs and
         "rows_per_pipeline".
     """
-    rows = plan.rows_per_pipeline
-    m = plan.num_microbatches_for(rows)
-    memory = [
-        plan.stage_bytes(plan.stage_of(place), rows=rows, num_microbatches=m)
-        for place in range(plan.pipeline_parallel_size)
-    ]
+    of_stages = costs.stage_bytes(plan)
+    memory = [of_stages[plan.stage_of(rank)] for rank in range(plan.pipeline_parallel_size)]
     steps = []
-    if plan.times is not None:
-        prediction = plan.predict(rows, m)
-        forward, backward = plan.stage_seconds(rows / m)
+    if costs.times is not None:
+        prediction = costs.predict(plan)
+        forward, backward = costs.stage_seconds(plan)
         steps.append(
             {
-                "num_microbatches": m,
+                "num_microbatches": plan.num_microbatches,
                 "forward": [round(seconds, 9) for seconds in forward],
                 "backward": [round(seconds, 9) for seconds in backward],
                 "end": round(prediction.seconds_at_end, 9),
                 "seconds": round(prediction.seconds, 9),
             }
         )
+    rows = plan.rows_per_pipeline
     return {"schedule": plan.runs_as, "rows_per_pipeline": rows, "memory_bytes": memory, "steps": steps}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ..planning.plan import MIB
+from ..planning.tables import MIB
 from ..planning.timeline import Timeline, simulate
 from ..records.history import Layout, Training
 from ..token_slices.slice_planning import RowSlices, SliceLatency

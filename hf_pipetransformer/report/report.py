@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..own_files import replace_file
-from ..planning.plan import MIB
+from ..planning.tables import MIB
 from ..records.files import BEGINNINGS, EVENTS, METRICS
 from ..records.history import STATE_NAME, Layout, Line, Training, read_trainings
 from .words import GLOSSARY, changes, final_quality, verdict

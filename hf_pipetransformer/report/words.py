@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from ..planning.plan import MIB
+from ..planning.tables import MIB
 from ..records.history import Layout, Training
 
 QUALITY_NAMES = ("accuracy", "_f1", "combined_score")

@@ -4,7 +4,7 @@
     frozen          0           4           4           7           7
     put             -           4           -           7           -        outputs of the first 4 or 7 layers
     read            -           -           4           4           7
-    cached          0           0           4           4           7        `PipelinePlan.num_cached_layers`
+    cached          0           0           4           4           7        `Layout.num_cached_layers`
 
     frozen from the start, a folder that trainings share:
     first training  f frozen, put in every epoch, also in the last one; later ones read them from the first step
@@ -36,8 +36,8 @@ from ..cache.content_keys import RowKey
 from ..cache.file_store import FileStore
 from ..cache.sharing import node_name
 from ..pipeline.elastic_pipeline import ElasticPipeline
-from ..planning.cached_layers import boundary_to_cache, is_worth_loading, most_cached_layers
-from ..planning.plan import MIB
+from ..planning.predictions import is_worth_loading
+from ..planning.tables import MIB
 from .frozen_function import FrozenFunction
 
 logger = logging.getLogger(__name__)
@@ -198,8 +198,8 @@ class AutoCache:
         """
         if self._state is CacheState.OFF:
             return
-        highest = most_cached_layers(self._pipeline.current_plan, num_frozen, self._nodes)
-        boundary = boundary_to_cache(self._allowed, highest)
+        highest = self._pipeline.current_plan.most_cached_on(self._nodes, num_frozen)
+        boundary = max((allowed for allowed in self._allowed if allowed <= highest), default=0)
         if not self._allowed:
             self._turn_off(f"the outputs of this model's layers cannot be cached: {self._reasons.get(highest)}")
         elif not boundary:

@@ -27,7 +27,7 @@ from ..model.nested import on_device, tensors_of
 from ..model.placeholders import evaluation_mode
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.costs import UnitCost
-from ..planning.plan import MIB
+from ..planning.tables import MIB
 from ..planning.unit_times import ModelTimes
 from ..randomness import seeded
 from ..training_args import CACHE_DTYPES

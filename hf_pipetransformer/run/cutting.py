@@ -40,7 +40,7 @@ from ..pipeline.mesh import ProcessMesh, can_be_sent
 from ..pipeline.stage import StageModule
 from ..pipeline.state import synchronise
 from ..planning.costs import UnitCost, cost_of_whole, measure_costs
-from ..planning.sharding_choice import AUTO
+from ..planning.layout import AUTO
 from ..planning.unit_times import ModelTimes, measure_times, slowest
 from ..randomness import global_state_kept
 from .calls_of_loss import how_called, inputs_of

@@ -25,8 +25,9 @@ from ..model.micro_batch import Batch, naming_long_rows
 from ..model.placeholders import num_bytes
 from ..pipeline.devices import device_budget, fits, is_on
 from ..pipeline.elastic_pipeline import ElasticPipeline
-from ..planning.plan import MIB, PipelinePlan
-from ..planning.plan_choice import largest_bytes_with_whole_model
+from ..planning.layout import Layout
+from ..planning.predictions import CostModel
+from ..planning.tables import MIB
 from ..resilience.watchdog import phase
 from .batches import prepared
 from .cache_control import AutoCache
@@ -38,7 +39,7 @@ from .training_data import keying_collator
 
 
 @contextmanager
-def placed(pipeline: ElasticPipeline, plan: PipelinePlan) -> Iterator[None]:
+def placed(pipeline: ElasticPipeline, plan: Layout) -> Iterator[None]:
     """Place a complete model inside the context, and make it complete again afterwards.
 
     Collective over all processes.
@@ -83,7 +84,7 @@ def move_whole_to_device(job: TrainingJob) -> None:
         job.model.to(job.device)
 
 
-def refuse_generation_that_does_not_fit(job: TrainingJob, plan: PipelinePlan) -> None:
+def refuse_generation_that_does_not_fit(job: TrainingJob, costs: CostModel, plan: Layout) -> None:
     """Refuse evaluations that generate during training if a device cannot hold the whole model beside its stage.
 
     On the CPU it always can, because the model was created there. What a step needs for activations is counted as
@@ -99,7 +100,7 @@ def refuse_generation_that_does_not_fit(job: TrainingJob, plan: PipelinePlan) ->
         return
     if is_lazy(job.model):
         raise _generates_lazily(job.model)
-    needed = largest_bytes_with_whole_model(plan, sum(map(num_bytes, job.model.parameters())))
+    needed = costs.largest_bytes_with_whole_model(plan, sum(map(num_bytes, job.model.parameters())))
     budget = device_budget(job.device)
     if job.mesh.any(budget is not None and needed > budget):
         raise _too_large(job, needed, "of a device while it also holds the training state of its stage")

@@ -37,7 +37,7 @@ from ..model.method_override import MethodOverride
 from ..model.micro_batch import Batch
 from ..model.nested import in_new_containers
 from ..model.watched_weights import WatchedWeights
-from ..planning.plan import MIB
+from ..planning.tables import MIB
 from ..randomness import seeded
 from ..training_args import CACHE_DTYPES
 from .cache_setup import describe_model

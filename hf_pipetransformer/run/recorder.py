@@ -25,7 +25,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ..own_files import open_regular
 from ..pipeline.devices import name_of_device, peak_memory
-from ..planning.plan import PipelinePlan
+from ..planning.layout import Layout
+from ..planning.predictions import CostModel
 from ..records.files import EVENTS, METRICS, layout_of, prediction_of
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,8 @@ class RunRecorder(TrainerCallback):
     def record_event(
         self,
         event: str,
-        plan: PipelinePlan,
+        costs: CostModel,
+        plan: Layout,
         state: TrainerState,
         *,
         seconds: float = 0.0,
@@ -181,6 +183,7 @@ class RunRecorder(TrainerCallback):
 
         Args:
             event: one of those in `records/files.py`.
+            costs: predict memory and seconds of the plan.
             plan: the plan in force from now on.
             state: the Trainer's state.
             seconds: duration of the change in seconds, on the slowest process.
@@ -196,7 +199,7 @@ class RunRecorder(TrainerCallback):
             "seconds": round(seconds, 6),
             "bytes_moved": bytes_moved,
             "phases": {name: round(value, 6) for name, value in (phases or {}).items()},
-            "predicted": prediction_of(plan),
+            "predicted": prediction_of(costs, plan),
             **more,
         }
         self._append(EVENTS, {"event": event}, state.global_step, values)

@@ -30,7 +30,8 @@ from ..freezing.policies import agreed_num_frozen
 from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.elastic_pipeline import ElasticPipeline, unwrapped
-from ..planning.plan import PipelinePlan
+from ..planning.layout import Layout
+from ..planning.planner import Planner
 from ..randomness import generators_kept
 from ..resilience.exit import SECONDS, note_training
 from ..resilience.watchdog import PROGRESS, Watchdog
@@ -47,12 +48,12 @@ from .job import COST_SAMPLE_ROWS, TrainingJob
 from .lazy_model import warn_of_unsaved
 from .loss import TrainersLoss
 from .optimizer_probe import probe_coupling
-from .planner import Planner
+from .planner import make_planner
 from .preemption import Moment, Preemption
 from .resuming import recall, refuse_best_model_that_some_lack
 from .run_log import RunLog
 from .samples import SampleCollator
-from .setup import Setup, find_reduction, find_windows, is_driven, may_replicate, say_how_loss_adds_up
+from .setup import Setup, find_reduction, find_windows, is_driven, say_how_loss_adds_up
 from .steps import Doubt, Steps
 from .training_data import store_file
 
@@ -317,16 +318,15 @@ class PipelineRun(TrainerCallback):
         pipeline = self._cut.pipeline
         pipeline.is_driven = is_driven(job, setup.reduction)
         # 2
-        self._planner = planner = Planner(
+        self._planner = planner = make_planner(
             job.args,
             self._cut.unit_costs,
-            setup.times,
             job.mesh,
-            may_replicate=may_replicate(job, setup.reduction),
+            setup.times,
             is_driven=pipeline.is_driven,
             autocasts=job.autocasts,
         )
-        say_how_loss_adds_up(job, setup.reduction, planner.first)
+        say_how_loss_adds_up(job, setup.reduction, planner)
         coupling = None
         if trainer.optimizer is not None and not pipeline.updates_with(trainer.optimizer):
             coupling = self._coupling_of(trainer.optimizer)
@@ -348,8 +348,8 @@ class PipelineRun(TrainerCallback):
         if again is None:
             self.log.schedule_chosen(planner.schedule_choice)
         if plan.num_frozen_layers < num_frozen:
-            plan = planner.next(plan, num_frozen, planner.num_cached)
-        refuse_generation_that_does_not_fit(job, plan)
+            plan = planner.next(plan, num_frozen, plan.num_cached_layers)
+        refuse_generation_that_does_not_fit(job, planner, plan)
         # 5
         watches_steps = any(job.mesh.gather_objects(watch_steps(job.users_callbacks)))
         calls = bool(job.users_callbacks) or job.overrides("prediction_step")
@@ -372,13 +372,13 @@ class PipelineRun(TrainerCallback):
             self._thaw if self._follows_freezing else None,
         )
         pipeline.place(plan, self._steps.loss_of)
-        self.log.begin(plan)
+        self.log.begin(planner, plan)
         data.reslice(plan.data_parallel_size, pipeline.replica_index)
         if kept.get("order") and trainer.state.epoch % 1:
             data.keep_order(int(trainer.state.epoch), **kept["order"])
         if self.cache is not None and plan.num_frozen_layers:
-            if planner.num_cached:
-                self.cache.resume(planner.num_cached)
+            if plan.num_cached_layers:
+                self.cache.resume(plan.num_cached_layers)
             self.cache.freeze(plan.num_frozen_layers)
         return pipeline
 
@@ -536,7 +536,7 @@ class PipelineRun(TrainerCallback):
             )
         return callback.num_frozen
 
-    def _plan_of_interrupted_job(self, kept: dict[str, Any], num_frozen: int) -> PipelinePlan | None:
+    def _plan_of_interrupted_job(self, kept: dict[str, Any], num_frozen: int) -> Layout | None:
         """Return the plan in force when the checkpoint was written, if everything it depends on is unchanged.
 
         A newly made plan might differ, because the sequence of freezes that led to it is not recorded.
@@ -585,26 +585,30 @@ class PipelineRun(TrainerCallback):
         if cache is not None and num_frozen > plan.num_frozen_layers:
             cache.check_weights()  # the next generation will be named after the weights as they are now
         num_cached = cache.num_cached if cache is not None else 0
-        if (num_frozen, num_cached) != (plan.num_frozen_layers, self.planner.num_cached):
-            self._transform(plan, num_frozen, num_cached)
-            if cache is not None:
-                cache.freeze(num_frozen, is_start=self._job.trainer.state.global_step == 0)
-            pipeline.offload_cached_layers()
+        if (num_frozen, plan.most_cached(num_cached)) != (plan.num_frozen_layers, plan.num_cached_layers):
+            self.change_layout(num_frozen, num_cached)
         if proposal is not None:
             assert callback is not None
             callback.confirm(num_frozen)
 
-    def _transform(self, plan: PipelinePlan, num_frozen: int, num_cached: int) -> None:
-        pipeline, data = self.pipeline, self.data
+    def change_layout(self, num_frozen: int, num_cached: int) -> None:
+        """Change to the layout that follows when so many layers are frozen and cached.
+
+        Collective over all processes, between two steps.
+        """
+        pipeline, data, plan = self.pipeline, self.data, self.pipeline.current_plan
         assert data is not None
         new = self.planner.next(plan, num_frozen, num_cached)
         if num_frozen == plan.num_frozen_layers and new.pipeline_parallel_size == plan.pipeline_parallel_size == 1:
             pipeline.replace_plan(new)  # nothing moves: the cached units are run or skipped in place
             self.log.cached(new)
-            return
-        change = pipeline.transform(new)
-        data.reslice(pipeline.num_replicas, pipeline.replica_index)
-        self.log.transformed(change, pipeline.freezable)
+        else:
+            change = pipeline.transform(new)
+            data.reslice(pipeline.num_replicas, pipeline.replica_index)
+            self.log.transformed(change, pipeline.freezable)
+        if self.cache is not None:
+            self.cache.freeze(num_frozen, is_start=self._job.trainer.state.global_step == 0)
+        pipeline.offload_cached_layers()
 
     def _update(self, cache: AutoCache) -> None:
         """Pass the observations since the last step to the cache. Collective over all processes."""
@@ -732,7 +736,7 @@ def watch_steps(callbacks: Sequence[Any]) -> bool:
     )
 
 
-def _divides_optimizer(plan: PipelinePlan) -> bool:
+def _divides_optimizer(plan: Layout) -> bool:
     """Whether each process updates only a part of the model."""
     return plan.pipeline_parallel_size > 1 or plan.shards_optimizer
 

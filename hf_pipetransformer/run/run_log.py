@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..freezing.policies import policy_description
 from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epochs
 from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.elastic_pipeline import Transformation
-from ..planning.plan import PipelinePlan
-from ..planning.plan_choice import ScheduleChoice
+from ..planning.layout import Layout
+from ..planning.planner import ConsideredSchedule, Planner
 from ..records.files import BEGINNINGS, SLICES, layout_of, slices_of
 from ..token_slices.slice_timeline import SlicePlan
 from .cache_control import AutoCache, EpochReport
@@ -47,7 +47,8 @@ class RunLog:
         self.recorder = RunRecorder(job.args)
         self._job = job
         self._num_shapes = 0  # number of shapes logged under the plan in force
-        self._plan: PipelinePlan | None = None
+        self._planner: Planner | None = None
+        self._plan: Layout | None = None
         self._spared = NotComputed()
         self._num_changes = 0
         self._owes_layout = False
@@ -55,14 +56,15 @@ class RunLog:
         self._passes_per_sample = 1
 
     # ------------------------------------------------------------------------------------ at the start
-    def schedule_chosen(self, choice: ScheduleChoice | None) -> None:
+    def schedule_chosen(self, considered: Sequence[ConsideredSchedule]) -> None:
         """Log which schedule was chosen; nothing if it was given."""
-        if choice is not None:
-            self._say(describe_schedules(choice))
+        if considered:
+            self._say(describe_schedules(considered))
 
-    def begin(self, plan: PipelinePlan) -> None:
+    def begin(self, planner: Planner, plan: Layout) -> None:
         """Record the first plan, after the model has been placed. Collective over all processes."""
-        self._say(plan, logging.DEBUG)
+        self._planner = planner
+        self._say(planner.describe(plan), logging.DEBUG)
         facts = facts_of_run(self._job.model, self._job.args)
         self._record(BEGINNINGS[bool(self._job.trainer.state.global_step)], plan, facts=facts)
 
@@ -128,7 +130,7 @@ class RunLog:
             self._log({})
 
     # ------------------------------------------------------------------------------------ in training
-    def cached(self, plan: PipelinePlan) -> None:
+    def cached(self, plan: Layout) -> None:
         """Log a plan in which another number of layers counts as cached, and nothing moves. Collective."""
         numbers = self._record("cache", plan)
         self._say(f"Step {self._job.trainer.state.global_step}: {describe_frozen(plan)}; nothing moves.")
@@ -158,10 +160,10 @@ class RunLog:
             return
         self._num_shapes += 1
         self._say(describe_slices(plan), logging.DEBUG)
-        assert self._plan is not None
+        assert self._planner is not None and self._plan is not None
         # the slices are those of the main process's replica; other replicas may split otherwise
         slices = {"replica": self._plan.replica_of(0), **slices_of(plan)}
-        self.recorder.record_event(SLICES, self._plan, self._job.trainer.state, slices=slices)
+        self.recorder.record_event(SLICES, self._planner, self._plan, self._job.trainer.state, slices=slices)
 
     def cache_epoch(self, report: EpochReport) -> None:
         """Log the use of the cache in the epoch that has ended, as metrics."""
@@ -197,7 +199,7 @@ class RunLog:
         if self._job.trainer.is_world_process_zero():
             logger.log(level, "%s", line)
 
-    def _record(self, event: str, plan: PipelinePlan, **measured: Any) -> dict[str, float]:
+    def _record(self, event: str, plan: Layout, **measured: Any) -> dict[str, float]:
         """Write an event, and the usage under the layout before it. Collective over all processes.
 
         Returns:
@@ -205,7 +207,8 @@ class RunLog:
         """
         done = self._end_layout()
         self._plan = plan
-        self.recorder.record_event(event, plan, self._job.trainer.state, **measured)
+        assert self._planner is not None
+        self.recorder.record_event(event, self._planner, plan, self._job.trainer.state, **measured)
         return {"step_seconds": done.seconds["steps"] / done.steps} if done.steps else {}
 
     def _end_layout(self) -> Tally:

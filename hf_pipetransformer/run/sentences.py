@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..pipeline.elastic_pipeline import Transformation
-from ..planning.plan import PipelinePlan
-from ..planning.plan_choice import WORTH_A_FURTHER_SCHEDULE, ScheduleChoice
+from ..planning.layout import Layout
+from ..planning.planner import WORTH_A_FURTHER_SCHEDULE, ConsideredSchedule
 from ..records.files import EVENTS
 from ..token_slices.slice_timeline import SlicePlan
 from .recorder import Tally
@@ -32,14 +33,14 @@ class NotComputed:
         return f"{backward:.1%} of the layers' backward passes and {forward:.1%} of their forward passes"
 
 
-def describe_layout(plan: PipelinePlan) -> str:
+def describe_layout(plan: Layout) -> str:
     """K x R in words: "2 stages (2+4 layers) x 1 replica"."""
     k, r = plan.pipeline_parallel_size, plan.data_parallel_size
     sizes = "+".join(str(len(plan.units_of(stage))) for stage in range(k))
     return f"{_many(k, 'stage')} ({sizes} {'layer' if sizes == '1' else 'layers'}) x {_many(r, 'replica')}"
 
 
-def describe_start(model: str, plan: PipelinePlan, freezing: str | None, cache: str | None, by_times: str) -> str:
+def describe_start(model: str, plan: Layout, freezing: str | None, cache: str | None, by_times: str) -> str:
     """Describe the training that begins.
 
     Args:
@@ -52,7 +53,7 @@ def describe_start(model: str, plan: PipelinePlan, freezing: str | None, cache: 
     rows = plan.rows_per_pipeline
     parts = [f"{model} in {describe_layout(plan)}"]
     if plan.pipeline_parallel_size > 1:
-        m = plan.num_microbatches_for(rows)
+        m = plan.num_microbatches
         parts.append(f"{_many(m, 'micro-batch', 'es')} of {_many(rows // m, 'sample')}, schedule {plan.schedule}")
     parts += ["replicas divide the optimizer state"] if plan.shards_optimizer else []
     parts += [freezing] if freezing is not None else []
@@ -61,18 +62,19 @@ def describe_start(model: str, plan: PipelinePlan, freezing: str | None, cache: 
     return "; ".join(parts) + "."
 
 
-def describe_schedules(choice: ScheduleChoice) -> str:
+def describe_schedules(considered: Sequence[ConsideredSchedule]) -> str:
     """Describe which schedule was chosen, and from what."""
 
-    def named(plan: PipelinePlan) -> str:
+    def named(plan: Layout) -> str:
         v = plan.num_virtual_stages
         return plan.schedule if v == 1 else f"{plan.schedule} with {v} virtual stages"
 
     steps = ", ".join(
-        f"{named(each.plan)} {each.step:.2f}{'' if each.fits else ' (does not fit)'}" for each in choice.considered
+        f"{named(each.layout)} {each.step:.2f}{'' if each.fits else ' (does not fit)'}" for each in considered
     )
+    chosen = next(named(each.layout) for each in considered if each.is_chosen)
     return (
-        f"pipeline_schedule='auto' is {named(choice.chosen.plan)}. Predicted steps by FLOPs, in relation to 1f1b:"
+        f"pipeline_schedule='auto' is {chosen}. Predicted steps by FLOPs, in relation to 1f1b:"
         f" {steps}. Each of these must be {WORTH_A_FURTHER_SCHEDULE:.0%} faster than the one before."
     )
 
@@ -92,7 +94,7 @@ def describe_change(change: Transformation, step: int, seconds: float, bytes_mov
     return f"Step {step}: {'; '.join(parts)}, {bytes_moved / 2**20:.1f} MiB moved in {seconds:.3f} s."
 
 
-def describe_frozen(plan: PipelinePlan) -> str:
+def describe_frozen(plan: Layout) -> str:
     """How many layers are frozen, and cached, in words."""
     cached = f", {plan.num_cached_layers} of them cached" if plan.num_cached_layers else ""
     return f"{plan.num_frozen_layers} of {plan.num_units} layers frozen{cached}"

@@ -25,7 +25,8 @@ from ..model.loss_reading import LossReading, read_reduction
 from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, unexamined, with_unequal_labels
 from ..model.micro_batch import Batch, batch_rows, naming_long_rows
 from ..model.placeholders import evaluation_mode
-from ..planning.plan import MIB, PipelinePlan
+from ..planning.planner import Planner
+from ..planning.tables import MIB
 from ..planning.unit_times import ModelTimes
 from ..randomness import seeded
 from ..token_slices.kv_slices import Windows
@@ -192,15 +193,10 @@ def is_driven(job: TrainingJob, reduction: LossReduction) -> bool:
     return job.args.uses_pipeline and reduction.kind == "whole"
 
 
-def may_replicate(job: TrainingJob, reduction: LossReduction) -> bool:
-    """Whether freed processes may become replicas. They may not if these would change the loss."""
-    return not is_driven(job, reduction)
-
-
-def say_how_loss_adds_up(job: TrainingJob, reduction: LossReduction, plan: PipelinePlan) -> None:
-    """Say in one line what a loss that is not known to add up means for a plan."""
+def say_how_loss_adds_up(job: TrainingJob, reduction: LossReduction, planner: Planner) -> None:
+    """Say in one line what a loss that is not known to add up means for the first plan."""
     name = type(job.model).__name__
-    parts = plan.data_parallel_size * job.args.gradient_accumulation_steps
+    parts = planner.first.data_parallel_size * job.args.gradient_accumulation_steps
     averaged = ""
     if reduction.kind == "whole" and parts > 1:
         averaged = (
@@ -211,11 +207,6 @@ def say_how_loss_adds_up(job: TrainingJob, reduction: LossReduction, plan: Pipel
         if averaged:
             log_once(logger, logging.INFO, "The loss of %s: %s.%s", name, reduction.reason, averaged)
         return
-    rows = plan.rows_per_pipeline
-    held = max(
-        plan.stage_bytes(stage, rows=rows, num_microbatches=plan.num_microbatches_for(rows))
-        for stage in range(plan.pipeline_parallel_size)
-    )
     log_once(
         logger,
         logging.INFO,
@@ -224,6 +215,6 @@ def say_how_loss_adds_up(job: TrainingJob, reduction: LossReduction, plan: Pipel
         " allows other schedules, and replicas in the place of frozen layers.",
         name,
         reduction.reason or "the losses of a batch's parts do not add up",
-        f"{held / MIB:,.0f}",
+        f"{max(planner.stage_bytes(planner.first)) / MIB:,.0f}",
         averaged,
     )

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ..model.micro_batch import Batch, batch_rows, slice_rows
 from ..pipeline.messages import PipelineMessages
 from ..pipeline.stage import FIRST, CarriedTensor, ShapeBook, StageModule, StageShapes
-from ..planning.plan import PipelinePlan
+from ..planning.layout import Layout
 from ..planning.schedules import Work
 from .slice_choice import SliceChooser, TokenSlices, shapes_of_slice
 from .slice_planning import RowSlices
@@ -232,7 +232,7 @@ class Slicing:
 
     def schedule(
         self,
-        plan: PipelinePlan,
+        plan: Layout,
         stage: StageModule,
         messages: PipelineMessages,
         second_group: dist.ProcessGroup | None,
@@ -254,6 +254,6 @@ class Slicing:
             messages.of_each_stage,
             self.on_plan,
             # the dynamic program also chooses the parts of the batch, unless the user has chosen their number
-            chooses_parts=self.token_slices == "auto" and plan.num_microbatches is None,
+            chooses_parts=self.token_slices == "auto" and plan.micro_batching.requested is None,
         )
         return TokenScheduler(stage, messages, second_group, shape_book, self.windows, chooser)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from layouts import layout_of
 from model_zoo import MODELS, without_dropout
 
 from hf_pipetransformer.model.layer_stack import LayerStack
@@ -23,8 +24,7 @@ from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
 from hf_pipetransformer.pipeline.holders import holders_under
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import measure_costs
-from hf_pipetransformer.planning.plan import PipelinePlan
-from hf_pipetransformer.planning.plan_choice import make_plan
+from hf_pipetransformer.planning.layout import Layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -66,9 +66,9 @@ class OnTheDevice:
         unwrapped: Any = lambda stage, *_: stage  # noqa: E731
         self.pipeline = ElasticPipeline(self.stack, mesh, device, unwrapped)
 
-    def plan(self, stages: int) -> PipelinePlan:
+    def plan(self, stages: int) -> Layout:
         options: dict[str, Any] = {"num_microbatches": 2} if stages > 1 else {}
-        return make_plan(self.costs, self.world_size, stages, rows_per_device=4, memory_budget_bytes=None, **options)
+        return layout_of(stages, self.world_size, self.costs, **options)
 
     def begin(self, stages: int) -> None:
         """Place the model, and let AdamW make its state."""

@@ -179,7 +179,7 @@ def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
         (["--efficiency", "45"], 2, "efficiency is 45.0, but must be above 0 and at most 1"),
         (["--task", "cooking"], 2, "--task is 'cooking'"),
         (["--replica-sharding", "all"], 2, "replica_sharding is 'all', but must be one of 'none', 'optimizer'"),
-        (["--replica-sharding", "auto", "--memory-gib", "0.0001"], 2, "are 'auto', but no pipeline fits"),
+        (["--replica-sharding", "auto", "--memory-gib", "0.0001"], 2, "is 'auto', but no pipeline fits"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], exit_code: int, message: str, tiny: str) -> None:

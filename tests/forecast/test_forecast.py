@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_plan import times_of, unit
+from layouts import times_of, unit
 
 from hf_pipetransformer import PipeTransformerTrainingArguments
 from hf_pipetransformer.forecast.advice import advise
@@ -18,9 +18,8 @@ from hf_pipetransformer.forecast.workload import Workload
 from hf_pipetransformer.freezing.policies import AdaptivePolicy, AlphaPolicy, FreezePolicy, NeverFreeze, SchedulePolicy
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import HeadCost
-from hf_pipetransformer.planning.plan import PipelinePlan
 from hf_pipetransformer.planning.unit_times import PartTimes, Seconds
-from hf_pipetransformer.run.planner import Planner
+from hf_pipetransformer.run.planner import make_planner
 
 ROW_BYTES, MEMORY_BYTES = 10, 100
 """Of what is cached of a sample; of a unit's parameters, as of its gradients, half of its optimizer state."""
@@ -56,8 +55,8 @@ def test_one_device_takes_what_its_layers_take() -> None:
     """Layers that are frozen and cached cost nothing, frozen ones a third: 16 samples, 2 steps an epoch."""
     result = made(1, 4, SchedulePolicy({1: 4, 3: 8}))
     active, frozen = 3 * 16, 16
-    assert [step.plan.num_frozen_layers for step in result.epochs] == [0, 4, 4, 8]
-    assert [step.num_cached for step in result.epochs] == [0, 0, 4, 4]
+    assert [step.layout.num_frozen_layers for step in result.epochs] == [0, 4, 4, 8]
+    assert [step.layout.num_cached_layers for step in result.epochs] == [0, 0, 4, 4]
     assert [step.puts for step in result.epochs] == [0, 4, 0, 0]  # nobody would read what the last epoch puts
     steps = [12 * active, 8 * active + 4 * frozen, 8 * active, 4 * active + 4 * frozen]
     assert [step.prediction.seconds for step in result.epochs] == steps
@@ -72,10 +71,10 @@ def test_static_pipeline_has_the_bubble_of_equal_stages() -> None:
     """(M + K - 1) / M times plain DDP, where nothing but layers costs anything."""
     result = made(4, pipeline_parallel_size=4, num_microbatches=4)
     assert result.plain[PIPELINE].seconds == pytest.approx(result.plain[DDP].seconds * (4 + 3) / 4)
-    assert result.plain[BEST].plan.pipeline_parallel_size == 1
+    assert result.plain[BEST].layout.pipeline_parallel_size == 1
     assert result.epochs[0].shares["waiting"] == pytest.approx(3 / 7)
     assert result.speed_up_over(DDP) == pytest.approx(4 / 7)
-    assert made(4).plain[PIPELINE].plan.pipeline_parallel_size == 2, "the shortest one"
+    assert made(4).plain[PIPELINE].layout.pipeline_parallel_size == 2, "the shortest one"
     assert set(made(1).plain) == {BEST, DDP}
 
 
@@ -127,7 +126,7 @@ def test_first_stages_of_a_node_read_at_once() -> None:
     """A sample is read in 2.5 s and computed in 6: that pays for one reader, and not for four that share the disk."""
     options = {"on": machine(host=CacheHost(4.0, 4.0)), "is_elastic": False}
     four, one = (made(4, 3, SchedulePolicy({1: 6}), pipeline_parallel_size=k, **options) for k in (4, 1))
-    assert (four.epochs[2].num_cached, one.epochs[2].num_cached) == (6, 0)
+    assert (four.epochs[2].layout.num_cached_layers, one.epochs[2].layout.num_cached_layers) == (6, 0)
 
 
 @pytest.mark.parametrize(("stages", "per_node"), [(3, 8), (2, 1)])
@@ -135,18 +134,18 @@ def test_only_what_the_first_stage_can_read_is_put(stages: int, per_node: int) -
     """Each other stage keeps a unit, and what lies on another node cannot be read."""
     options: dict[str, Any] = {"batch": 18, "pipeline_parallel_size": stages, "is_elastic": False}
     filling = made(stages, 3, SchedulePolicy({1: 12}), on=machine(per_node=per_node), **options).epochs[1]
-    assert 0 < filling.puts == (10 if per_node > stages else filling.plan.stage_bounds[1]) < 11
+    assert 0 < filling.puts == (10 if per_node > stages else filling.layout.stage_bounds[1]) < 11
 
 
 def test_cache_size_counts_both_generations() -> None:
     result = made(1, 4, SchedulePolicy({1: 4, 2: 8}))
-    assert [(step.num_cached, step.puts) for step in result.epochs] == [(0, 0), (0, 4), (4, 8), (8, 0)]
+    assert [(step.layout.num_cached_layers, step.puts) for step in result.epochs] == [(0, 0), (0, 4), (4, 8), (8, 0)]
     assert (result.cache_bytes, result.cache_peak_bytes) == (32 * ROW_BYTES, 2 * 32 * ROW_BYTES)
     assert made(2, 4, SchedulePolicy({1: 4, 2: 8}), on=machine(per_node=1)).cache_bytes == 16 * ROW_BYTES
     full = made(1, 3, SchedulePolicy({1: 4}), on=machine(host=CacheHost(1e12, 1e12, disk_bytes=32 * ROW_BYTES - 1)))
     other = made(1, 3, SchedulePolicy({1: 4}), of=workload(cacheable=False))
     for result, why in ((full, "a node would keep"), (other, "more than one tensor")):
-        assert [step.num_cached for step in result.epochs] == [0, 0, 0] and why in str(result.cache_off)
+        assert [step.layout.num_cached_layers for step in result.epochs] == [0, 0, 0] and why in str(result.cache_off)
         assert any("Frozen layers are not cached: " in sentence for sentence in advise(result))
 
 
@@ -171,16 +170,17 @@ def test_plans_are_those_of_the_trainer(
     args.pipeline_parallel_size = stages  # afterwards: there is one process here
     mesh = ProcessMesh(timedelta(seconds=10))
     mesh.world_size = 8
-    layouts = Planner(args, workload().unit_costs, times_of(12), mesh)
+    planner = make_planner(args, workload().unit_costs, mesh, times_of(12))
     options = {"pipeline_parallel_size": stages, "is_elastic": is_elastic, "schedule": schedule}
     result = made(8, 7, AlphaPolicy(1 / 3), on=machine(budget), **options)
-    assert layouts.schedule_choice == result.schedule_choice
-    assert (result.schedule_choice is None) == (schedule != "auto" or stages == 1)
-    plan: PipelinePlan = layouts.first
+    assert planner.schedule_choice == tuple(each for _, each in result.schedule_choice)
+    assert (not result.schedule_choice) == (schedule != "auto" or stages == 1)
+    layout = planner.first
     for number, step in enumerate(result.epochs):
-        plan = layouts.next(plan, step.plan.num_frozen_layers, step.num_cached) if number else plan
-        assert step.plan == plan
-    sizes = [step.plan.pipeline_parallel_size for step in result.epochs]
+        if number:
+            layout = planner.next(layout, step.layout.num_frozen_layers, step.layout.num_cached_layers)
+        assert step.layout == layout
+    sizes = [step.layout.pipeline_parallel_size for step in result.epochs]
     assert sizes[0] == (4 if stages == "auto" else stages)
     assert (sizes[-1] < sizes[0]) == (is_elastic and sizes[0] > 1)
 
@@ -272,5 +272,5 @@ def test_times_of_a_device_with_a_head() -> None:
     assert device.times(units, 8).reduce_seconds_per_byte == 2 * 7 / 8 / 2.0  # over the network
     on = Machine(device.times(units, 1), None, 1, CacheHost(1e12, 1e12), device)
     result = made(1, 3, SchedulePolicy({1: 2}), of=Workload(units, 2, frozenset({1, 2})), on=on)
-    assert result.epochs[2].num_cached == 2
+    assert result.epochs[2].layout.num_cached_layers == 2
     assert result.epochs[2].prediction.timeline.seconds == pytest.approx(16 * (0.2 + 0.4))

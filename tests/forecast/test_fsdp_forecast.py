@@ -6,10 +6,11 @@ import dataclasses
 from typing import Any
 
 import pytest
-from test_plan import plan_of, times_of, unit
+from layouts import planner_of, times_of, unit
 
-from hf_pipetransformer.forecast.fully_sharded import FullyShardedPlan, Part, divide, state_bytes
-from hf_pipetransformer.planning.plan import PipelinePlan
+from hf_pipetransformer.forecast.fully_sharded import FullySharded, Part, divide, state_bytes
+from hf_pipetransformer.planning.layout import Layout
+from hf_pipetransformer.planning.planner import Planner
 
 SIZES = (100, 200, 400, 100)
 OUTSIDE = 50
@@ -48,21 +49,20 @@ def test_autocast_keeps_copies_of_each_forward() -> None:
     )
     units = (*units[:2], dataclasses.replace(units[2], untrained_copies_bytes=3), units[3])
 
-    def copied(plan: PipelinePlan, stage: int, m: int) -> int:
-        rows = plan.rows_per_pipeline
-        without = dataclasses.replace(plan, autocasts=False)
-        return plan.stage_bytes(stage, rows=rows, num_microbatches=m) - without.stage_bytes(
-            stage, rows=rows, num_microbatches=m
-        )
+    def copied(planner: Planner, layout: Layout) -> list[int]:
+        without = dataclasses.replace(planner, autocasts=False).stage_bytes(layout)
+        return [size - less for size, less in zip(planner.stage_bytes(layout), without, strict=True)]
 
-    def plan_with(k: int, **changes: Any) -> PipelinePlan:
-        return plan_of(k, 4, units, rows_per_device=2, autocasts=True, **changes)
+    def planner_with(k: int, **changes: Any) -> Planner:
+        return planner_of(k, 4, units, rows_per_device=2, autocasts=True, **changes)
 
     for sharding in ("none", "optimizer"):
-        assert copied(plan_with(1, replica_sharding=sharding), 0, 1) == (100 + 200 + 400 + 100) // 2 + 7 + 3
-    assert copied(plan_with(1, num_frozen_layers=3), 0, 1) == 100 // 2 + 7
-    two = plan_with(2)  # units 0 1 | 2 3; two micro-batches in flight in the first stage, one in the last
-    assert [copied(two, stage, 4) for stage in range(2)] == [2 * (100 + 200) // 2, (400 + 100) // 2 + 7 + 3]
+        one = planner_with(1, replica_sharding=sharding)
+        assert copied(one, one.first) == [(100 + 200 + 400 + 100) // 2 + 7 + 3]
+    assert copied(one, one.next(one.first, 3, 0)) == [100 // 2 + 7]
+    two = planner_with(2)  # units 0 1 | 2 3; two micro-batches in flight in the first stage, one in the last
+    assert two.first.num_microbatches == 4
+    assert copied(two, two.first) == [2 * (100 + 200) // 2, (400 + 100) // 2 + 7 + 3]
 
 
 @pytest.mark.parametrize(
@@ -77,5 +77,5 @@ def test_autocast_keeps_copies_of_each_forward() -> None:
 def test_seconds_of_a_step(per_byte: float, seconds: float) -> None:
     """Of a row 1 forward and 2 backward, two rows in a batch; each device updates its quarter."""
     times = dataclasses.replace(times_of(4), reduce_seconds_per_byte=per_byte, update_seconds_per_byte=0.01)
-    plan = FullyShardedPlan.of(plan_of(1, 4, UNITS, rows_per_device=2, times=times))
-    assert plan.predict(2, 1).seconds == pytest.approx(seconds + 850 * 0.01 / 4)
+    sharded = FullySharded(UNITS, times)
+    assert sharded.predict(sharded.layout(4, 2)).seconds == pytest.approx(seconds + 850 * 0.01 / 4)

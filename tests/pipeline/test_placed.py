@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from layouts import layout_of
 from model_zoo import MODELS, without_dropout
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,8 +21,7 @@ from hf_pipetransformer.model.micro_batch import Batch, slice_rows
 from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import measure_costs
-from hf_pipetransformer.planning.plan import PipelinePlan
-from hf_pipetransformer.planning.plan_choice import make_plan
+from hf_pipetransformer.planning.layout import Layout
 
 ROWS = 4
 
@@ -49,9 +49,9 @@ class Case:
         self.mesh = ProcessMesh(timedelta(seconds=60))
         self.pipeline = ElasticPipeline(self.stack, self.mesh, torch.device("cpu"), in_ddp)
 
-    def plan(self, stages: int) -> PipelinePlan:
+    def plan(self, stages: int) -> Layout:
         options: dict[str, Any] = {"num_microbatches": 2} if stages > 1 else {}
-        return make_plan(self.costs, 2, stages, rows_per_device=ROWS, memory_budget_bytes=None, **options)
+        return layout_of(stages, 2, self.costs, rows_per_device=ROWS, **options)
 
     def expected(self) -> dict[str, torch.Tensor]:
         """The gradients of the whole model and batch."""

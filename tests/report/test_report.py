@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from layouts import planner_of, times_of, unit
 from test_cli import run
-from test_plan import times_of, unit
 from transformers import TrainerState
 
 from hf_pipetransformer import PipeTransformerTrainingArguments
-from hf_pipetransformer.planning.plan import MIB, PipelinePlan
-from hf_pipetransformer.planning.plan_choice import make_plan
+from hf_pipetransformer.planning.layout import Layout
+from hf_pipetransformer.planning.planner import Planner
 from hf_pipetransformer.planning.schedules import virtual_stages_of
+from hf_pipetransformer.planning.tables import MIB
 from hf_pipetransformer.planning.timeline import simulate
 from hf_pipetransformer.records.files import METRICS, SLICES, slices_of
 from hf_pipetransformer.records.history import Training, read_trainings
@@ -62,30 +63,22 @@ class Run:
     schedule: str = "1f1b"
 
     def event(self, kind: str, step: int, stages: int, frozen: int = 0, times: Any = TIMES, **facts: Any) -> Run:
-        plan = make_plan(
-            UNITS,
-            4,
-            stages,
-            rows_per_device=4,
-            memory_budget_bytes=None,
-            schedule=self.schedule,
-            virtual_pipeline_parallel_size=virtual_stages_of(self.schedule, None),
-            num_frozen_layers=frozen,
-            times=times,
-        )
+        v = virtual_stages_of(self.schedule, None)
+        planner = planner_of(stages, 4, UNITS, schedule=self.schedule, virtual_pipeline_parallel_size=v, times=times)
+        layout = planner.in_stages(stages, planner.first, frozen)
         begins = kind in ("start", "resume")
-        return self._record(kind, plan, step, **({"facts": {**FACTS, **facts}} if begins else {}))
+        return self._record(kind, planner, layout, step, **({"facts": {**FACTS, **facts}} if begins else {}))
 
     def slices(self, step: int, parts: list[Any], seconds: float | None, stages: Sequence[StageLatency] = ()) -> Run:
-        plan = make_plan(UNITS, 4, 4, rows_per_device=4, memory_budget_bytes=None, times=TIMES)
+        planner = planner_of(4, 4, UNITS, times=TIMES)
         cut = SlicePlan(tuple(RowSlices(rows, tuple(lengths)) for rows, lengths in parts), seconds, tuple(stages))
-        return self._record(SLICES, plan, step, slices=slices_of(cut))
+        return self._record(SLICES, planner, planner.first, step, slices=slices_of(cut))
 
-    def _record(self, kind: str, plan: PipelinePlan, step: int, **more: Any) -> Run:
+    def _record(self, kind: str, planner: Planner, plan: Layout, step: int, **more: Any) -> Run:
         recorder = RunRecorder(PipeTransformerTrainingArguments(str(self.folder)))
         recorder.begin(True)
         recorder.run = self.name
-        recorder.record_event(kind, plan, TrainerState(global_step=step, epoch=step / 100), **more)
+        recorder.record_event(kind, planner, plan, TrainerState(global_step=step, epoch=step / 100), **more)
         return self
 
     def line(self, kind: str, step: int, **values: Any) -> Run:

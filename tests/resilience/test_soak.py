@@ -34,14 +34,13 @@ from training_runs import (
     largest_difference,
     outcome_of,
     pipeline_trainer,
-    with_plans,
+    with_stages,
 )
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache import writing
-from hf_pipetransformer.planning.plan import PipelinePlan
-from hf_pipetransformer.planning.plan_choice import make_plan
+from hf_pipetransformer.planning.layout import Layout
 from hf_pipetransformer.run.run import PipelineRun
 
 RANKS = 2
@@ -224,28 +223,19 @@ class Soaked:
 
 def alternate(trainer: PipeTransformerTrainer, changes: Sequence[int]) -> None:
     """Go over from two stages to one and back after these steps, whether a layer freezes there or not."""
+    to_come = set(changes)
 
-    def other_plan(plan: PipelinePlan, num_frozen: int, num_cached: int) -> PipelinePlan:
-        return make_plan(
-            plan.unit_costs,
-            plan.world_size,
-            1 if plan.pipeline_parallel_size > 1 else RANKS,
-            schedule=plan.schedule,
-            rows_per_device=trainer.args.per_device_train_batch_size,
-            memory_budget_bytes=None,
-            num_frozen_layers=num_frozen,
-            num_cached_layers=num_cached,
-        )
-
-    to_come = [*changes]
+    def other_stages(layout: Layout, num_frozen: int) -> int:
+        to_come.discard(trainer.state.global_step)
+        return 1 if layout.pipeline_parallel_size > 1 else RANKS
 
     def change(run: PipelineRun) -> None:
-        if to_come and to_come[0] == trainer.state.global_step:
-            to_come.pop(0)
-            run.planner.num_cached = -1  # as if it had changed: a plan is made
+        if trainer.state.global_step in to_come:  # nothing has changed by itself
+            frozen = run.pipeline.current_plan.num_frozen_layers
+            run.change_layout(frozen, run.cache.num_cached if run.cache is not None else 0)
 
-    with_plans(trainer, other_plan)
-    at_each_step(trainer, change)
+    with_stages(trainer, other_stages)
+    at_each_step(trainer, after=change)
 
 
 def soak(rank: int, world_size: int, course: Course, folder: str) -> Soaked:

@@ -41,7 +41,7 @@ def cached_and_changed(
         cache_control.EARLY_STEPS = 1
     trainer = trainer_of(run, stages, table)
     counts: list[int] = []
-    at_each_step(trainer, after=lambda run: counts.append(run.planner.num_cached))
+    at_each_step(trainer, after=lambda run: counts.append(run.pipeline.current_plan.num_cached_layers))
     outcome = outcome_of(trainer)
     history = trainer.state.log_history
     changes = [(entry["step"], entry["num_cached_layers"]) for entry in history if "transform_seconds" in entry]

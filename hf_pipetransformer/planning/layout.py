@@ -1,0 +1,256 @@
+"""The layout: who holds what, and how many pipelines run side by side.
+
+A `Layout` is an immutable value, made by the `Planner` and passed to every part that runs or moves a model. It is the
+one place where the numbers of frozen and of cached layers are stored.
+
+    rank = replica * K + placement.position_of(stage)            K = 4, R = 2
+
+                stage 0   stage 1   stage 2   stage 3
+    replica 0   rank 3    rank 2    rank 1    rank 0
+    replica 1   rank 7    rank 6    rank 5    rank 4
+
+A stage is what one rank of a pipeline holds: one contiguous range of units, or with an interleaved schedule V of them,
+its virtual stages. The schedule says which, and on which rank (`placement`): rank 0 computes the loss.
+
+    K = 2, V = 2, stage_bounds (0, 3, 6, 9, 12), interleaved1f1b
+
+    stage 0   units 0 1 2              units 6 7 8
+    stage 1              units 3 4 5              units 9 10 11
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .partition import choose_num_microbatches, more_microbatches
+from .placement import Placement
+from .schedules import schedule_named, schedule_of_step
+
+REPLICA_SHARDINGS = ("none", "optimizer")
+"""What the replicas of a stage may divide among them: nothing, or the optimizer's state (ZeRO-1)."""
+AUTO = "auto"
+"""The value of an argument with which the planner chooses."""
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """Into how many micro-batches a batch is split.
+
+    Attributes:
+        rows_per_device: samples of a full batch per rank; a pipeline's batch has K times as many.
+        requested: micro-batches per step and pipeline that the user has asked for; None to choose by the number of
+            samples of each batch (`choose_num_microbatches`).
+        most_rows: upper bound on the samples of a micro-batch, with which the stages fit their devices; None if the
+            chosen number needs no bound.
+    """
+
+    rows_per_device: int = 1
+    requested: int | None = None
+    most_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows_per_device < 1:
+            raise ValueError(
+                f"rows_per_device is {self.rows_per_device}, but must be at least 1. Increase"
+                " per_device_train_batch_size."
+            )
+        if self.requested is not None and self.requested < 1:
+            raise ValueError(
+                f"num_microbatches is {self.requested}, but must be at least 1. Increase it, or set it to 'auto'."
+            )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model runs on the ranks: K stages × R replicas, and which units each stage holds.
+
+    Attributes:
+        pipeline_parallel_size: number of stages K.
+        data_parallel_size: number of pipelines R.
+        stage_bounds: `(0, ..., L)`, length V * K + 1; virtual stage i consists of the units
+            `[stage_bounds[i], stage_bounds[i + 1])`.
+        schedule: name of the schedule.
+        virtual_pipeline_parallel_size: virtual stages per stage that are wanted; a layout has fewer
+            (`num_virtual_stages`) if there are too few units for so many.
+        micro_batching: how batches are split into micro-batches.
+        num_frozen_layers: f; the first f units run forward only, and their parameters have neither gradients nor
+            optimizer state. A stage may consist of frozen units alone.
+        num_cached_layers: c <= f; the outputs of the first c units are read from the activation cache, and these
+            units cost nothing. The first virtual stage holds them all, for samples that are not in the cache.
+        replica_sharding: what the replicas of a stage divide among them, one of `REPLICA_SHARDINGS`.
+
+    Raises:
+        ValueError: the numbers contradict one another.
+    """
+
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    stage_bounds: tuple[int, ...]
+    schedule: str = "1f1b"
+    virtual_pipeline_parallel_size: int = 1
+    micro_batching: MicroBatching = MicroBatching()
+    num_frozen_layers: int = 0
+    num_cached_layers: int = 0
+    replica_sharding: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.replica_sharding not in REPLICA_SHARDINGS:
+            raise ValueError(
+                f"replica_sharding is {self.replica_sharding!r}, but must be one of"
+                f" {', '.join(map(repr, REPLICA_SHARDINGS))}."
+            )
+        schedule = schedule_named(self.schedule)
+        k, bounds, v = self.pipeline_parallel_size, self.stage_bounds, self.virtual_pipeline_parallel_size
+        if v < 1 or v > (schedule.most_virtual_stages or v):
+            fitting = f"between 1 and {schedule.most_virtual_stages}" if schedule.most_virtual_stages else "at least 1"
+            raise ValueError(
+                f"virtual_pipeline_parallel_size is {v} and schedule is {self.schedule!r}, with which the number of"
+                f" virtual stages per stage must be {fitting}. Set virtual_pipeline_parallel_size to"
+                f" {schedule.most_virtual_stages or 1}."
+            )
+        most = v if k > 1 else 1
+        if (
+            not 1 <= self.num_virtual_stages <= most
+            or len(bounds) != self.num_virtual_stages * k + 1
+            or bounds[0] != 0
+            or any(b <= a for a, b in pairwise(bounds))
+        ):
+            raise ValueError(
+                f"stage_bounds is {bounds}, but {k} stages need {k * most + 1} strictly increasing bounds from 0 on."
+            )
+        if not 0 <= self.num_frozen_layers <= self.num_units:
+            raise ValueError(
+                f"num_frozen_layers is {self.num_frozen_layers}, but must be between 0 and {self.num_units}, the"
+                " number of units."
+            )
+        if not 0 <= self.num_cached_layers <= min(self.num_frozen_layers, bounds[1]):
+            raise ValueError(
+                f"num_cached_layers is {self.num_cached_layers}, but must be between 0 and num_frozen_layers"
+                f" ({self.num_frozen_layers}), and the first virtual stage, which has {bounds[1]} units, must contain"
+                " them all."
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, K * R."""
+        return self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def num_units(self) -> int:
+        """Number of units L."""
+        return self.stage_bounds[-1]
+
+    def __str__(self) -> str:
+        """Return the sizes in words; `CostModel.describe` adds a table of the stages."""
+        k, r, world, units = self.pipeline_parallel_size, self.data_parallel_size, self.world_size, self.num_units
+        return (
+            f"{k} stage{_s(k)} × {r} pipeline{_s(r)} = {world} rank{_s(world)}, {units} unit{_s(units)}"
+            + (f", {self.num_frozen_layers} frozen" if self.num_frozen_layers else "")
+            + (f", {self.num_cached_layers} cached" if self.num_cached_layers else "")
+            + (", replicas divide the optimizer state" if self.shards_optimizer else "")
+        )
+
+    # -- stages and ranks ----------------------------------------------------------------------------------------
+
+    @property
+    def placement(self) -> Placement:
+        """Which stage holds which virtual stages."""
+        return schedule_named(self.schedule).placement(self.pipeline_parallel_size, self.num_virtual_stages)
+
+    def stage_of(self, rank: int) -> int:
+        """Return the stage that a rank runs."""
+        return self.placement.position_of(rank % self.pipeline_parallel_size)
+
+    def replica_of(self, rank: int) -> int:
+        """Return the pipeline (replica) that a rank belongs to."""
+        return rank // self.pipeline_parallel_size
+
+    def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
+        """Return the ranks that hold the same stage, one per pipeline: a data-parallel group."""
+        return tuple(range(self.placement.position_of(stage), self.world_size, self.pipeline_parallel_size))
+
+    def ranks_of_pipeline(self, replica: int) -> tuple[int, ...]:
+        """Return the ranks of one pipeline in stage order."""
+        first = replica * self.pipeline_parallel_size
+        return tuple(first + self.placement.position_of(stage) for stage in range(self.pipeline_parallel_size))
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether the replicas of a stage divide the optimizer's state among them."""
+        return self.replica_sharding != "none" and self.data_parallel_size > 1
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Number of virtual stages per stage V; 1 if each stage is one contiguous range of units."""
+        return (len(self.stage_bounds) - 1) // self.pipeline_parallel_size
+
+    def ranges_of(self, stage: int) -> tuple[range, ...]:
+        """Return the units of each of a stage's virtual stages."""
+        return tuple(range(*self.stage_bounds[index : index + 2]) for index in self.placement.held_by(stage))
+
+    def units_of(self, stage: int) -> tuple[int, ...]:
+        """Return the units that a stage holds."""
+        return tuple(unit for units in self.ranges_of(stage) for unit in units)
+
+    # -- micro-batches -------------------------------------------------------------------------------------------
+
+    @property
+    def runs_as(self) -> str:
+        """Name of the schedule that runs: an interleaved one with one virtual stage is 1F1B."""
+        k = self.pipeline_parallel_size
+        return schedule_of_step(self.schedule, k, k, self.num_virtual_stages).name
+
+    @property
+    def rows_per_pipeline(self) -> int:
+        """Number of samples in a full batch of one pipeline and step."""
+        return self.micro_batching.rows_per_device * self.pipeline_parallel_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of micro-batches M of a full batch."""
+        return self.num_microbatches_for(self.rows_per_pipeline)
+
+    def num_microbatches_for(self, rows: int) -> int:
+        """Return the number of micro-batches M into which a pipeline's batch is split, a divisor of its samples.
+
+        It is the requested number if there is one, otherwise it comes from a fixed rule (`choose_num_microbatches`),
+        and where micro-batches must be smaller so that stages fit, it is the smallest larger number.
+        """
+        k, asked = self.pipeline_parallel_size, self.micro_batching
+        by_rule = choose_num_microbatches(rows, k, asked.requested, self.runs_as)
+        if asked.most_rows is None or rows <= asked.most_rows * by_rule:
+            return by_rule
+        larger = more_microbatches(rows, k, by_rule, self.runs_as)
+        return next((m for m in larger if rows <= asked.most_rows * m), by_rule)
+
+    # -- cached layers -------------------------------------------------------------------------------------------
+
+    def most_cached(self, num_frozen: int) -> int:
+        """Return how many of `num_frozen` frozen units may be cached.
+
+        The first stage holds all cached units, and every other stage needs one unit of its own. The outputs of the
+        last unit can be used only if the first stage also has the head (K = 1), which follows from this.
+        """
+        return min(num_frozen, self.num_units - self.pipeline_parallel_size + 1)
+
+    def most_cached_on(self, nodes: Sequence[str], num_frozen: int) -> int:
+        """Return how many of `num_frozen` frozen units may be cached where each node has a store of its own.
+
+        The outputs must be written to the store of the node that reads them, the first stage's.
+
+        Args:
+            nodes: name of each rank's node.
+            num_frozen: number of frozen units.
+        """
+        highest = self.most_cached(num_frozen)
+        for replica in range(self.data_parallel_size):
+            here = [nodes[rank] for rank in self.ranks_of_pipeline(replica)]
+            near = next((stage for stage, node in enumerate(here) if node != here[0]), len(here))
+            highest = min(highest, self.stage_bounds[near])
+        return highest
+
+
+def _s(number: int) -> str:
+    return "" if number == 1 else "s"

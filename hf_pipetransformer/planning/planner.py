@@ -1,0 +1,364 @@
+"""The planner: which layout a training begins with, and which one follows when layers are frozen or cached.
+
+AutoPipe (PipeTransformer, ICML 2021, section 3.2). All is a pure function of a `Planner`'s fields: it gives the same
+layouts on every process, and a forecast makes the layouts that the training makes.
+
+    first       K = 1   none | optimizer ─┐
+                K = 2   none | optimizer ─┤   of each K the least sharding    of these the shortest pipeline
+                K = 4   none | optimizer ─┤   that fits
+                K = 8   one replica: none ┘
+    next        pipeline compression, then the split; the schedule and the sharding stay
+
+Memory decides about the sharding and not time: it moves as much and saves no time but that of the optimizer, and
+predictions count DDP's reduction as if nothing hid it. One replica has nothing to divide, so `"none"` is chosen, and
+nothing is divided when replicas are added later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from .costs import step_flops
+from .layout import AUTO, REPLICA_SHARDINGS, Layout, MicroBatching
+from .partition import balance_holders, check_pipeline_size, more_microbatches, split_min_max
+from .predictions import CostModel
+from .schedules import AUTO_SCHEDULE, GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_V, schedule_named
+from .tables import MIB
+
+SCHEDULES_TO_CHOOSE_FROM = (
+    (ONE_F_ONE_B.name, 1),
+    (INTERLEAVED.name, 2),
+    (INTERLEAVED.name, 3),
+    (ZERO_BUBBLE_V.name, 2),
+)
+"""Schedules and their virtual stages per stage, from the simplest to the one of which the simulation leaves out most:
+of a split backward, weights of linear layers are taken to be half, always. GPipe takes as long as 1F1B, and more
+memory."""
+
+WORTH_A_FURTHER_SCHEDULE = 0.1
+"""Fraction by which each of these schedules must be predicted to be faster than the one before."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user has asked for.
+
+    Attributes:
+        pipeline_parallel_size: number of stages K at the start; `"auto"` for the shortest pipeline that fits.
+        rows_per_device: samples per device and step; a pipeline's batch has K times as many.
+        is_elastic: whether freezing may shorten the pipeline and turn the freed devices into replicas; otherwise only
+            the split into stages changes.
+        schedule: name of the schedule; `"auto"` to choose it and V once, for the first layout.
+        num_microbatches: micro-batches per step and pipeline, or `"auto"`.
+        replica_sharding: what the replicas of a stage divide; `"auto"` to choose it once, for the first layout.
+        virtual_pipeline_parallel_size: virtual stages per stage V of an interleaved schedule, if there are units for
+            so many.
+        is_driven: whether the loss drives the pipeline: all forwards come first, as in GPipe, each stage has layers
+            that follow one another, and freed devices become no replicas, which would change the loss.
+    """
+
+    pipeline_parallel_size: int | Literal["auto"] = 1
+    rows_per_device: int = 1
+    is_elastic: bool = True
+    schedule: str = "1f1b"
+    num_microbatches: int | Literal["auto"] = "auto"
+    replica_sharding: str = "none"
+    virtual_pipeline_parallel_size: int = 1
+    is_driven: bool = False
+
+    @property
+    def chooses_schedule(self) -> bool:
+        """Whether the schedule is chosen."""
+        return self.schedule == AUTO_SCHEDULE and not self.is_driven
+
+
+@dataclass(frozen=True)
+class ConsideredSchedule:
+    """A layout with one of the schedules to choose from.
+
+    Attributes:
+        layout: the layout.
+        fits: whether its largest stage fits a device.
+        step: predicted time of a step in relation to the same layout with 1F1B.
+        weighed: this, increased by `WORTH_A_FURTHER_SCHEDULE` for each simpler schedule.
+        is_chosen: whether it is the one chosen.
+    """
+
+    layout: Layout
+    fits: bool
+    step: float
+    weighed: float
+    is_chosen: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner(CostModel):
+    """Makes the layouts of one training or forecast.
+
+    Attributes:
+        world_size: number of ranks.
+        request: what the user has asked for.
+    """
+
+    world_size: int
+    request: Request
+
+    # -- the first layout ------------------------------------------------------------------------------------
+
+    @cached_property
+    def first(self) -> Layout:
+        """The layout that the training begins with.
+
+        Raises:
+            ValueError: K does not divide the world size or exceeds the number of units, a number is too small, a name
+                is unknown, or K is "auto" and nothing fits.
+        """
+        considered = self.considered
+        if self.request.pipeline_parallel_size != AUTO:
+            return considered[0]
+        shortest = next(filter(self.fits, considered), None)
+        if shortest is not None:
+            return shortest
+        smallest = min(considered, key=self._largest)
+        assert self.memory_budget_bytes is not None
+        raise ValueError(
+            "pipeline_parallel_size is 'auto', but no pipeline fits: with"
+            f" {smallest.pipeline_parallel_size} stages and replica_sharding={smallest.replica_sharding!r} the largest"
+            f" stage still needs {self._largest(smallest) / MIB:,.0f} MiB, but a device has"
+            f" {self.memory_budget_bytes / MIB:,.0f} MiB. Use more devices, reduce per_device_train_batch_size (now"
+            f" {self.request.rows_per_device}), enable gradient checkpointing, or freeze parameters."
+        )
+
+    @cached_property
+    def considered(self) -> tuple[Layout, ...]:
+        """The layouts from which the first is chosen, one for each number of stages, in ascending order.
+
+        Each has the least sharding that fits, or if none fits, the one that needs least memory.
+        """
+        k, sharding = self.request.pipeline_parallel_size, self.request.replica_sharding
+        ks = self._lengths(min(self.world_size, len(self.unit_costs))) if k == "auto" else [k]
+        shardings = REPLICA_SHARDINGS if sharding == AUTO else (sharding,)
+        found = []
+        for size in ks:
+            layouts = [self._begin(size, each) for each in shardings]
+            found.append(next(filter(self.fits, layouts), min(layouts, key=self._largest)))
+        return tuple(found)
+
+    @property
+    def schedule_choice(self) -> tuple[ConsideredSchedule, ...]:
+        """What the first layout's schedule was chosen from; nothing if it was given, or if there is one stage."""
+        k = self.first.pipeline_parallel_size
+        return self.consider_schedules(self.first, k) if self.request.chooses_schedule and k > 1 else ()
+
+    def consider_schedules(self, layout: Layout, k: int) -> tuple[ConsideredSchedule, ...]:
+        """Choose the schedule, and with it the number of virtual stages per stage, for a pipeline of K stages.
+
+        It is the one with the least weighed step of those that fit, or the first where none fits. Steps are simulated
+        with the number of micro-batches that each layout has, by FLOPs, which are the same in every run.
+
+        Steps are weighed because the simulation leaves out what further virtual stages cost: messages, splitting a
+        backward, and the calls of each part. On two CPU processes (MiniLM-L6, M = 4; medians of
+        docs/benchmarks.md, which scatter by about 0.05) a step took, in relation to 1F1B:
+
+                        predicted by FLOPs   measured   chosen if predicted below
+            V = 2       0.89                 0.92       0.91
+            V = 3       0.87                 0.95       0.83
+            ZBV         0.87                 0.92       0.75
+
+        Args:
+            layout: any layout of the model and ranks; its schedule and number of stages are not considered.
+            k: number of stages K.
+
+        Returns:
+            Those of `SCHEDULES_TO_CHOOSE_FROM` for which there are units, in this order.
+        """
+        considered: list[ConsideredSchedule] = []
+        first = 0.0
+        for simpler, (schedule, v) in enumerate(SCHEDULES_TO_CHOOSE_FROM):
+            each = self.in_stages(k, self._like(layout, schedule, v))
+            if each.num_virtual_stages < v:
+                continue  # too few units
+            flops = self.step_flops(each)
+            first = first or flops
+            step = flops / first if first else 1.0
+            weighed = round(step * (1 + WORTH_A_FURTHER_SCHEDULE) ** simpler, 9)  # so that rounding decides nothing
+            considered.append(ConsideredSchedule(each, self.fits(each), step, weighed))
+        fitting = [each for each in considered if each.fits] or considered[:1]
+        chosen = min(fitting, key=lambda each: each.weighed)
+        return tuple(replace(each, is_chosen=each is chosen) for each in considered)
+
+    # -- the layouts that follow -----------------------------------------------------------------------------
+
+    def next(self, layout: Layout, num_frozen: int, num_cached: int) -> Layout:
+        """Make the layout that follows another one when more layers are frozen: compression, then the split.
+
+        K never grows. Of the shorter pipelines whose largest stage fits, the shortest one is taken. If K was chosen by
+        the memory of a device, a stage may take all of that memory. If the user has chosen K, that choice shows what a
+        device can hold: no more than the largest stage at the start, which is the paper's criterion.
+
+        Args:
+            layout: the layout in force.
+            num_frozen: number of layers that are frozen from now on, not less than before.
+            num_cached: number of these whose outputs come from the cache; it may also fall, when the cache is
+                disabled.
+
+        Raises:
+            ValueError: a number is out of range.
+        """
+        longest = layout.pipeline_parallel_size
+        if self.request.is_elastic and not self.request.is_driven:
+            budget = self.memory_budget_bytes if self.request.pipeline_parallel_size == AUTO else None
+            most = self._largest(self.first) if budget is None else budget
+            for k in self._lengths(longest - 1):
+                shorter = self.in_stages(k, layout, num_frozen, num_cached)
+                if self._largest(shorter) <= most:
+                    return shorter
+        return self.in_stages(longest, layout, num_frozen, num_cached)
+
+    def in_stages(self, k: int, like: Layout, num_frozen: int = 0, num_cached: int = 0) -> Layout:
+        """Return a layout with K stages, split by the units' cost in a step.
+
+        Each stage has as many virtual stages as wanted, or as many as the units that are not cached allow.
+
+        Args:
+            k: number of stages K.
+            like: has the schedule, the wanted virtual stages, the sharding and the micro-batches that the user wants.
+            num_frozen: number of frozen layers.
+            num_cached: number of these that are cached; if the stages are too many for it, fewer count as cached.
+
+        Raises:
+            ValueError: K does not divide the world size or exceeds the number of units, or a number is out of range.
+        """
+        num_units = len(self.unit_costs)
+        check_pipeline_size(self.world_size, k, num_units)
+        cached = min(num_cached, num_units - k + 1)
+        v = max(1, min(like.virtual_pipeline_parallel_size, (num_units - cached) // k)) if k > 1 else 1
+        first = min(cached, num_units - k * v)  # the first virtual stage holds all cached units
+        costs = step_flops(self.unit_costs, num_frozen, cached)[first:]
+        placement = schedule_named(like.schedule).placement(k, v)
+        held = [placement.held_by(stage) for stage in range(k)]
+        bounds = balance_holders(split_min_max(costs, k * v), costs, held)
+        layout = Layout(
+            k,
+            self.world_size // k,
+            (0, *(first + bound for bound in bounds[1:])),
+            like.schedule,
+            like.virtual_pipeline_parallel_size,
+            replace(like.micro_batching, most_rows=None),
+            num_frozen,
+            cached,
+            like.replica_sharding,
+        )
+        return self._in_small_micro_batches(layout)
+
+    def _in_small_micro_batches(self, layout: Layout) -> Layout:
+        """Return the layout with more micro-batches, if none are requested and only this makes it fit."""
+        k, rows, asked = layout.pipeline_parallel_size, layout.rows_per_pipeline, layout.micro_batching
+        if asked.requested is None and k > 1 and not self.fits(layout):
+            for m in more_microbatches(rows, k, layout.num_microbatches, layout.runs_as):
+                smaller = replace(layout, micro_batching=replace(asked, most_rows=rows // m))
+                if self.fits(smaller):
+                    return smaller
+        return layout
+
+    def _begin(self, k: int, sharding: str) -> Layout:
+        """Return a layout with K stages in which nothing is frozen, with the schedule that is asked for or chosen."""
+        request = self.request
+        m = None if request.num_microbatches == "auto" else request.num_microbatches
+        asked = Layout(
+            1,
+            self.world_size,
+            (0, max(1, len(self.unit_costs))),
+            ONE_F_ONE_B.name,
+            micro_batching=MicroBatching(request.rows_per_device, m),
+            replica_sharding=sharding,
+        )
+        if request.chooses_schedule:
+            return next(each.layout for each in self.consider_schedules(asked, k) if each.is_chosen)
+        if request.is_driven:
+            return self.in_stages(k, self._like(asked, GPIPE.name, 1))
+        return self.in_stages(k, self._like(asked, request.schedule, request.virtual_pipeline_parallel_size))
+
+    def _like(self, layout: Layout, schedule: str, v: int) -> Layout:
+        return replace(
+            layout,
+            pipeline_parallel_size=1,
+            data_parallel_size=self.world_size,
+            stage_bounds=(0, layout.num_units),
+            schedule=schedule,
+            virtual_pipeline_parallel_size=v,
+        )
+
+    def _largest(self, layout: Layout) -> int:
+        return max(self.stage_bytes(layout))
+
+    def _lengths(self, longest: int) -> list[int]:
+        """Return the possible numbers of stages up to `longest`, ascending."""
+        return [k for k in range(1, longest + 1) if self.world_size % k == 0]
+
+    # -- layouts in checkpoints ------------------------------------------------------------------------------
+
+    @property
+    def _asked(self) -> list[Any]:
+        request = self.request
+        return [
+            self.world_size,
+            request.pipeline_parallel_size,
+            request.schedule,
+            request.num_microbatches,
+            request.rows_per_device,
+            request.is_elastic,
+            "counts",  # earlier versions could also choose by measured times
+            request.virtual_pipeline_parallel_size,
+        ]
+
+    def facts_of(self, layout: Layout) -> dict[str, Any]:
+        """Return a layout of this training, and what it was made for, in plain values for JSON."""
+        return {
+            "asked": self._asked,
+            "stages": layout.pipeline_parallel_size,
+            "bounds": list(layout.stage_bounds),
+            "num_frozen": layout.num_frozen_layers,
+            "num_cached": layout.num_cached_layers,
+            "counted_as_cached": layout.num_cached_layers,  # earlier versions could count fewer in the layout
+            "schedule": layout.schedule,
+            "virtual_stages": layout.virtual_pipeline_parallel_size,
+        }
+
+    def again(self, facts: Mapping[str, Any], most_frozen: int) -> Layout | None:
+        """Restore the layout that `facts_of` has described in an earlier job.
+
+        Returns:
+            The layout; None if something else is asked for now, or if the layout freezes more than `most_frozen`
+            layers or needs more memory than is available now.
+
+        Raises:
+            ValueError: they describe no layout.
+        """
+        first, k, bounds = self.first, facts["stages"], tuple(facts["bounds"])
+        if facts["asked"] != self._asked or facts["num_frozen"] > most_frozen or bounds[-1] != first.num_units:
+            return None
+        try:
+            layout = Layout(
+                k,
+                self.world_size // k,
+                bounds,
+                # older checkpoints do not name the schedule, which was always given
+                facts.get("schedule", first.schedule),
+                facts.get("virtual_stages", first.virtual_pipeline_parallel_size),
+                replace(first.micro_batching, most_rows=None),
+                facts["num_frozen"],
+                min(facts["counted_as_cached"], first.num_units - k + 1),
+                first.replica_sharding,
+            )
+            check_pipeline_size(self.world_size, k, first.num_units)
+        except ValueError as error:
+            raise ValueError(
+                f"trainer_state.json: stateful_callbacks.PipelineState.attributes.memory.layout is no plan: {error}"
+            ) from error
+        layout = self._in_small_micro_batches(layout)
+        fits = self.fits(layout) or self._largest(layout) <= self._largest(first)
+        return layout if fits else None

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from layouts import layout_of
+
+from hf_pipetransformer.planning.layout import REPLICA_SHARDINGS, Layout, MicroBatching
+
+
+def test_ranks_are_laid_out_as_drawn() -> None:
+    """
+                stage 0   stage 1   stage 2   stage 3
+    replica 0   rank 3    rank 2    rank 1    rank 0
+    replica 1   rank 7    rank 6    rank 5    rank 4
+    """
+    layout = layout_of(4)
+    assert [layout.ranks_of_pipeline(r) for r in range(2)] == [(3, 2, 1, 0), (7, 6, 5, 4)]
+    assert [layout.ranks_of_stage(s) for s in range(4)] == [(3, 7), (2, 6), (1, 5), (0, 4)]
+    assert [layout.stage_of(rank) for rank in range(8)] == [3, 2, 1, 0, 3, 2, 1, 0]
+    assert [layout.replica_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [list(layout.units_of(s)) for s in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_virtual_stages_are_laid_out_as_drawn() -> None:
+    """Stage 0 has units 0 1 and 4 5, stage 1 the others."""
+    layout = layout_of(2, schedule="interleaved1f1b", virtual_pipeline_parallel_size=2)
+    assert (layout.stage_bounds, layout.num_virtual_stages) == ((0, 2, 4, 6, 8), 2)
+    assert [layout.ranges_of(s) for s in range(2)] == [(range(2), range(4, 6)), (range(2, 4), range(6, 8))]
+    assert [layout.units_of(s) for s in range(2)] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+
+
+def test_a_v_brings_the_last_units_to_the_first_stage() -> None:
+    layout = layout_of(2, schedule="zbv", virtual_pipeline_parallel_size=2)
+    assert [layout.units_of(s) for s in range(2)] == [(0, 1, 6, 7), (2, 3, 4, 5)]
+    assert [layout.ranks_of_pipeline(r) for r in range(4)] == [(0, 1), (2, 3), (4, 5), (6, 7)], "the loss is on rank 0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": "zbv", "virtual_pipeline_parallel_size": 3}, r"is 3 and schedule is 'zbv'.* between 1 and 2"),
+        ({"schedule": "zigzag"}, "schedule is 'zigzag'"),
+        ({"stage_bounds": (0, 4, 4)}, r"stage_bounds is \(0, 4, 4\), but 2 stages need 3"),
+        ({"stage_bounds": (0, 8)}, r"stage_bounds is \(0, 8\), but 2 stages need 3"),
+        ({"num_frozen_layers": 9}, "num_frozen_layers is 9, but must be between 0 and 8"),
+        ({"num_frozen_layers": 2, "num_cached_layers": 3}, r"num_cached_layers is 3.* num_frozen_layers \(2\)"),
+        ({"num_frozen_layers": 8, "num_cached_layers": 5}, "num_cached_layers is 5.* which has 4 units"),
+        ({"replica_sharding": "auto"}, f"replica_sharding is 'auto', but must be one of '{REPLICA_SHARDINGS[0]}'"),
+    ],
+)
+def test_numbers_that_contradict_one_another(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(Layout(2, 4, (0, 4, 8)), **changes)
+
+
+def test_number_of_microbatches() -> None:
+    """Of 24 samples the rule makes 4, of which each has 6; smaller ones where only these fit."""
+    layout = Layout(2, 1, (0, 4, 8), micro_batching=MicroBatching(12))
+    assert (layout.rows_per_pipeline, layout.num_microbatches) == (24, 4)
+
+    def with_at_most(rows: int) -> Layout:
+        return replace(layout, micro_batching=MicroBatching(12, most_rows=rows))
+
+    assert [with_at_most(rows).num_microbatches for rows in (6, 4, 3, 2, 1)] == [4, 6, 8, 12, 4]
+    assert [with_at_most(3).num_microbatches_for(rows) for rows in (24, 12, 10, 7)] == [8, 4, 5, 7]
+    for field, value in (("rows_per_device", 0), ("requested", 0)):
+        with pytest.raises(ValueError, match=" is 0, but must be at least 1"):
+            MicroBatching(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("stages", "nodes", "highest"),
+    [
+        (1, "aaaa", 8),
+        (2, "aaaa", 7),
+        (4, "aaaa", 5),  # three stages follow the first one
+        (2, "aabb", 7),
+        (4, "aabb", 4),  # the third stage is on another node than the first
+        (4, "aaab", 2),
+    ],
+)
+def test_how_far_up_frozen_layers_can_be_cached(stages: int, nodes: str, highest: int) -> None:
+    assert layout_of(stages, 4).most_cached_on(nodes, 8) == highest
+    assert layout_of(stages, 4).most_cached_on(nodes, 1) == 1

@@ -1,0 +1,301 @@
+"""Which layout a training begins with, and which ones follow."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from layouts import UNITS, layout_of, planner_of, times_of, unit
+
+from hf_pipetransformer.planning.costs import UnitCost
+from hf_pipetransformer.planning.layout import Layout
+from hf_pipetransformer.planning.planner import SCHEDULES_TO_CHOOSE_FROM, ConsideredSchedule, Planner
+from hf_pipetransformer.planning.tables import MIB
+
+
+def largest(planner: Planner, layout: Layout | None = None) -> int:
+    return max(planner.stage_bytes(layout or planner.first))
+
+
+# ------------------------------------------------------------------------------------------ the first layout
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_auto_takes_the_smallest_pipeline_that_fits(k: int) -> None:
+    first = planner_of("auto", memory_budget_bytes=largest(planner_of(k, num_microbatches=4 * k))).first
+    assert (first.pipeline_parallel_size, first.data_parallel_size) == (k, 8 // k)
+
+
+def test_auto_says_what_is_missing() -> None:
+    units = tuple(unit(i, parameters={f"{i}": 10 * MIB}) for i in range(8))
+    tight = {"units": units, "memory_budget_bytes": 20 * MIB}
+    message = "with 8 stages and replica_sharding='none' the largest stage still needs 40 MiB, but a device has 20 MiB"
+    for sharding in ("none", "auto"):
+        with pytest.raises(ValueError, match=message):
+            layout_of("auto", **tight, replica_sharding=sharding)
+
+
+def test_one_process_is_told_how_to_start_more() -> None:
+    with pytest.raises(ValueError, match=r"must divide the world size 1.*torchrun"):
+        layout_of(4, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("k", "wanted", "frozen", "cached", "bounds"),
+    [
+        (2, 3, 0, 0, (0, 1, 2, 3, 4, 6, 8)),
+        (2, 5, 0, 0, (0, 1, 2, 3, 4, 5, 6, 7, 8)),  # as many as there are units for
+        (4, 3, 0, 0, (0, 1, 2, 3, 4, 5, 6, 7, 8)),
+        (1, 3, 0, 0, (0, 8)),  # one stage has one part
+        (2, 2, 4, 4, (0, 5, 6, 7, 8)),  # the first virtual stage has all cached units
+        (2, 2, 5, 5, (0, 6, 8)),  # 1F1B rather than fewer cached units
+    ],
+)
+def test_number_of_virtual_stages(k: int, wanted: int, frozen: int, cached: int, bounds: tuple[int, ...]) -> None:
+    planner = planner_of(k, schedule="interleaved1f1b", virtual_pipeline_parallel_size=wanted)
+    layout = planner.in_stages(k, planner.first, frozen, cached)
+    assert (layout.stage_bounds, layout.num_cached_layers) == (bounds, cached)
+    assert layout.runs_as == ("interleaved1f1b" if layout.num_virtual_stages > 1 else "1f1b")
+
+
+def test_more_micro_batches_where_only_that_makes_the_stages_fit() -> None:
+    """By counts; with the number of the rule (2 K) the training was refused."""
+    units = tuple(unit(k, activation_bytes=100) for k in range(8))
+    options: dict[str, Any] = {"world_size": 2, "units": units, "rows_per_device": 12}
+    assert layout_of(2, **options).num_microbatches == 4
+    for m in (6, 8, 12):
+        needed = largest(planner_of(2, **options, num_microbatches=m))
+        fitting = planner_of(2, **options, memory_budget_bytes=needed)
+        assert fitting.first.num_microbatches == m and largest(fitting) == needed
+    too_small = layout_of(2, **options, memory_budget_bytes=needed - 1)
+    assert too_small.num_microbatches == 4  # nothing fits
+
+
+# ------------------------------------------------------------------------------------------ after a freeze
+def test_frozen_units_cost_a_third_in_the_split() -> None:
+    planner = planner_of(2, 4)
+    layout = planner.in_stages(2, planner.first, 3)
+    assert layout.stage_bounds == (0, 5, 8)  # 3 x 1 + 2 x 3 = 9 = 3 x 3
+    assert "3 frozen" in planner.describe(layout)
+
+
+def test_compression_takes_the_shortest_pipeline_that_fits() -> None:
+    """Its largest stage may need no more bytes than the largest did at the start."""
+    planner, sizes = planner_of(4, 4, num_microbatches=4), []
+    layout = planner.first
+    for frozen in range(1, 9):
+        layout = planner.next(layout, frozen, 0)
+        sizes.append(layout.pipeline_parallel_size)
+        assert layout.num_frozen_layers == frozen
+        if layout.pipeline_parallel_size < 4:
+            assert largest(planner, layout) <= largest(planner)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 4 and sizes[-1] == 1
+
+
+@pytest.mark.parametrize("asked", [{"is_elastic": False}, {"is_driven": True}])
+def test_without_compression_only_the_split_changes(asked: dict[str, Any]) -> None:
+    planner = planner_of(4, 4, times=times_of(8), **asked)
+    layout = planner.next(planner.first, 7, 0)
+    assert layout.pipeline_parallel_size == 4
+    assert layout.stage_bounds != planner.first.stage_bounds
+
+
+def test_a_loss_that_drives_the_pipeline_has_all_forwards_first() -> None:
+    asked = {"schedule": "zbv", "virtual_pipeline_parallel_size": 2, "is_driven": True}
+    for options in (asked, {**asked, "schedule": "auto"}):
+        planner = planner_of(4, 4, **options)
+        assert (planner.first.schedule, planner.first.num_virtual_stages) == ("gpipe", 1)
+        assert not planner.schedule_choice
+
+
+def test_cached_layers_cost_nothing_and_are_the_first_stages() -> None:
+    planner = planner_of(2, 4, num_microbatches=4, is_elastic=False)
+    layout = planner.next(planner.first, 4, 4)
+    assert layout.stage_bounds == (0, 6, 8)  # two active units each
+    assert "4 frozen, 4 cached" in planner.describe(layout)
+    layout = planner.next(layout, 6, 4)
+    assert layout.stage_bounds == (0, 7, 8)  # 0 x 4 + 1 x 2 + 3 | 3
+    layout = planner.next(layout, 6, 0)
+    assert layout.stage_bounds == (0, 6, 8)  # 1 x 6 | 3 x 2
+
+
+def test_a_pipeline_too_long_for_what_is_left_counts_fewer_as_cached() -> None:
+    planner = planner_of(4, 4, is_elastic=False)
+    for cached in (5, 7):
+        layout = planner.next(planner.first, 7, cached)
+        assert (layout.stage_bounds, layout.num_cached_layers) == ((0, 5, 6, 7, 8), 5)
+
+
+def test_virtual_stages_come_back_in_a_shorter_pipeline() -> None:
+    """4 stages of 8 units have 2 each; the request for 3 is fulfilled with 2 stages."""
+    planner = planner_of(4, 4, schedule="interleaved1f1b", virtual_pipeline_parallel_size=3)
+    found = [planner.in_stages(k, planner.first, 1).num_virtual_stages for k in (4, 2, 1)]
+    assert found == [2, 3, 1]
+
+
+# ------------------------------------------------------------------------------------------ a chosen schedule
+EVEN = tuple(unit(i) for i in range(24))
+"""Six, three, two and three units in each part of four stages."""
+ONE_F_ONE_B, V2, V3, ZBV = SCHEDULES_TO_CHOOSE_FROM
+
+
+def considered(
+    k: int, units: tuple[UnitCost, ...] = EVEN, m: Any = "auto", **changes: Any
+) -> tuple[ConsideredSchedule, ...]:
+    """The choice for K ranks with four samples each."""
+    planner = planner_of(k, k, units, schedule="auto", num_microbatches=m, **changes)
+    found = planner.schedule_choice
+    assert [each.layout for each in found if each.is_chosen] == [planner.first]
+    return found
+
+
+def of(layout: Layout) -> tuple[str, int]:
+    return layout.schedule, layout.num_virtual_stages
+
+
+def chosen(*arguments: Any, **changes: Any) -> tuple[str, int]:
+    return next(of(each.layout) for each in considered(*arguments, **changes) if each.is_chosen)
+
+
+def test_even_layers_and_few_micro_batches() -> None:
+    """(M + (K - 1) / V) / M with K = M = 4: 7/4, 5.5/4, 5/4; ZBV has too few micro-batches to fill all gaps."""
+    found = considered(4, m=4)
+    assert tuple(of(each.layout) for each in found) == SCHEDULES_TO_CHOOSE_FROM
+    assert [each.step for each in found] == pytest.approx([1, 5.5 / 7, 5 / 7, 5 / 7])
+    assert [each.weighed for each in found] == pytest.approx([1, 1.1 * 5.5 / 7, 1.21 * 5 / 7, 1.331 * 5 / 7])
+    assert chosen(4, m=4) == V2, "V = 3 is 10% faster and not more"
+
+
+@pytest.mark.parametrize(
+    ("k", "units", "m", "expected"),
+    [
+        (4, 24, 8, V2),  # 11/8, 9.5/8, 9/8
+        (4, 12, 4, V3),  # 7/4, 6/4 with parts of one and two units, 5/4
+        (2, 24, 4, V2),  # 5/4, 4.5/4
+        (2, 6, 4, ONE_F_ONE_B),  # 5/4, 14/12 with parts of one and two units
+        (2, 24, 8, ONE_F_ONE_B),  # 9/8, 8.5/8
+    ],
+)
+def test_a_further_schedule_must_be_worth_it(k: int, units: int, m: int, expected: tuple[str, int]) -> None:
+    assert chosen(k, EVEN[:units], m=m) == expected
+
+
+def test_a_heavy_last_unit_keeps_the_simplest_schedule() -> None:
+    """It takes longer than a fair share of all: with virtual stages its process would have other units as well."""
+    heavy = (*EVEN[:11], unit(11, 12.0))
+    steps = [each.step for each in considered(4, heavy, m=8)]
+    assert steps[1] > 1 and min(steps) > 0.95
+    assert chosen(4, heavy, m=8) == ONE_F_ONE_B
+
+
+@pytest.mark.parametrize(
+    ("units", "expected"),
+    [(7, [ONE_F_ONE_B]), (8, [ONE_F_ONE_B, V2, ZBV]), (11, [ONE_F_ONE_B, V2, ZBV]), (12, [ONE_F_ONE_B, V2, V3, ZBV])],
+)
+def test_too_few_units(units: int, expected: list[tuple[str, int]]) -> None:
+    assert [of(each.layout) for each in considered(4, EVEN[:units], m=4)] == expected
+
+
+def test_what_does_not_fit_is_not_chosen() -> None:
+    """The first stage keeps 5 passes of half a stage with V = 2, and 2 of a whole one with 1F1B."""
+    units = tuple(unit(i, activation_bytes=1000) for i in range(8))
+    planner = planner_of(2, 2, units, schedule="auto", num_microbatches=4)
+    plain, interleaved = (largest(planner, each.layout) for each in planner.schedule_choice[:2])
+    assert chosen(2, units, m=4, memory_budget_bytes=interleaved) == V2
+    found = considered(2, units, m=4, memory_budget_bytes=interleaved - 1)
+    assert [each.fits for each in found[:2]] == [True, False] and found[0].is_chosen
+    nothing = considered(2, units, m=4, memory_budget_bytes=plain // 2)
+    assert not any(each.fits for each in nothing) and nothing[0].is_chosen
+
+
+def test_later_layouts_keep_what_was_chosen() -> None:
+    """With as few micro-batches for K = 2 as here, 1F1B would be chosen there."""
+    planner = planner_of(4, 4, EVEN, schedule="auto", num_microbatches=8)
+    then = planner.next(planner.first, 20, 0)
+    assert of(planner.first) == of(then) == V2 and then.pipeline_parallel_size == 2
+    assert planner.consider_schedules(then, 2)[0].is_chosen
+    last = planner.next(then, 23, 22)
+    assert last.schedule == V2[0] and last.runs_as == "1f1b"
+
+
+# ------------------------------------------------------------------------------------------ a chosen sharding
+def sharding(layout: Layout) -> tuple[int, str]:
+    return layout.pipeline_parallel_size, layout.replica_sharding
+
+
+def choosing(budget: int | None, k: Any = "auto") -> Planner:
+    """Of 100 bytes a unit; a device needs 3,200 (none) or 2,000 (optimizer) with K = 1."""
+    return planner_of(k, 4, rows_per_device=16, replica_sharding="auto", memory_budget_bytes=budget)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [(None, "none"), (3200, "none"), (3199, "optimizer"), (2000, "optimizer")],
+)
+def test_memory_decides_the_sharding_of_one_stage(budget: int | None, expected: str) -> None:
+    for k in ("auto", 1):
+        assert sharding(choosing(budget, k).first) == (1, expected)
+
+
+def test_shardings_considered() -> None:
+    """Two stages need 1,600 bytes without sharding and 1,200 with that of the optimizer's state; one replica 800."""
+    planner = choosing(1300)
+    assert [sharding(each) for each in planner.considered] == [(1, "optimizer"), (2, "optimizer"), (4, "none")]
+    assert [planner.fits(each) for each in planner.considered] == [False, True, True]
+    assert planner.first is planner.considered[1]
+    given = choosing(1999, k=1)
+    assert sharding(given.first) == (1, "optimizer") and not given.fits(given.first), "a given K is kept"
+
+
+def test_an_elastic_training_keeps_the_sharding_of_its_begin() -> None:
+    """Two stages that divide the optimizer's state; with seven of eight units frozen one stage divides it, too."""
+    planner = choosing(largest(planner_of(2, 4, rows_per_device=16)) - 1, k=2)
+    assert sharding(planner.first) == (2, "optimizer")
+    after = planner.next(planner.first, 7, 0)
+    assert sharding(after) == (1, "optimizer") and after.data_parallel_size == 4
+
+
+# ------------------------------------------------------------------------------------------ in a checkpoint
+def as_stored(planner: Planner, layout: Layout) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(json.dumps(planner.facts_of(layout)))
+    return facts
+
+
+def test_a_layout_is_restored_where_the_same_is_asked_for() -> None:
+    planner = planner_of(1, 1)
+    layout = planner.in_stages(1, planner.first, 3, 2)
+    facts = as_stored(planner, layout)
+    assert planner.again(facts, most_frozen=3) == layout
+    assert planner.again(facts, most_frozen=2) is None  # a user who freezes no more
+    assert planner.again({**facts, "bounds": [0, 7]}, most_frozen=3) is None  # another model
+    for other in (planner_of(1, 1, rows_per_device=3), planner_of(1, 1, is_elastic=False), planner_of(1, 2)):
+        assert other.again(facts, most_frozen=3) is None
+    with pytest.raises(ValueError, match=r"trainer_state.json: .*layout is no plan: num_frozen_layers is 9"):
+        planner.again({**facts, "num_frozen": 9}, most_frozen=9)
+
+
+def test_a_chosen_schedule_is_restored_although_another_would_be_chosen_now() -> None:
+    asked: dict[str, Any] = {"schedule": "auto", "num_microbatches": 2, "rows_per_device": 2}
+    made, now = planner_of(2, 2, **asked), planner_of(2, 2, [*UNITS[:7], unit(7, flops=30.0)], **asked)
+    assert (made.first.schedule, now.first.schedule) == ("interleaved1f1b", "1f1b")
+    again = now.again(as_stored(made, made.first), most_frozen=0)
+    assert again is not None and (again.schedule, again.stage_bounds) == ("interleaved1f1b", made.first.stage_bounds)
+
+
+def test_a_layout_of_an_earlier_version_is_restored() -> None:
+    """It counted one layer fewer than the cache could read, and named no schedule."""
+    planner = planner_of(4, 4, is_elastic=False)
+    layout = planner.next(planner.first, 6, 5)
+    facts = as_stored(planner, layout)
+    older = {name: value for name, value in facts.items() if name not in ("schedule", "virtual_stages")}
+    assert planner.again({**older, "num_cached": 4}, most_frozen=6) == layout
+    assert planner.again(facts, most_frozen=6) == layout == replace(layout, num_cached_layers=5)
+
+
+def test_a_layout_that_needs_more_memory_than_there_is_now_is_not_restored() -> None:
+    made, small = planner_of(1, 2), planner_of(1, 2, memory_budget_bytes=1)
+    assert small.again(as_stored(made, made.first), most_frozen=0) == made.first, "no more than the first needs"
+    one = as_stored(made, made.in_stages(1, made.first))
+    two = planner_of(2, 2, memory_budget_bytes=1)
+    assert two.again({**one, "asked": as_stored(two, two.first)["asked"]}, most_frozen=0) is None
