@@ -129,6 +129,9 @@ def plan(
     gradient_accumulation_steps: Annotated[
         int, typer.Option(help="Batches in which the global batch is run, one after the other.")
     ] = 1,
+    frozen_module: Annotated[
+        list[str] | None, typer.Option(help="A module that you have frozen yourself; may be repeated.")
+    ] = None,
     task: Annotated[str, typer.Option(help=TASK_HELP)] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -158,7 +161,7 @@ def plan(
             gradient_accumulation_steps=gradient_accumulation_steps,
         )
         machine = command.MachineOptions(profile, device, efficiency, memory_gib, disk_gib)
-        title, values = command.answer(model_or_config, task, seq, job, machine)
+        title, values = command.answer(model_or_config, task, seq, job, machine, frozen_module or ())
     except UnsupportedModelError as error:
         _fail(1, str(error))
     except ImportError as error:

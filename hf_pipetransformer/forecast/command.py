@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from ..planning.layout import Layout
 from .device_table import GIB, CacheHost, device_named
 from .forecast import Job, Machine, forecast
 from .forecast_text import as_values
+from .frozen_modules import estimate
 from .local_profile import ROWS_TO_TIME, Subject, accelerator_type, profile_here
 from .placeholder_model import build_placeholder_model, load_config, model_class
 from .workload import Workload, measure_workload
@@ -67,7 +69,9 @@ class MachineOptions:
         return host if self.disk_gib is None else replace(host, disk_bytes=self.disk_gib * GIB * USABLE_DISK)
 
 
-def answer(name: str, task: str, seq: int | None, job: Job, options: MachineOptions) -> tuple[str, dict[str, Any]]:
+def answer(
+    name: str, task: str, seq: int | None, job: Job, options: MachineOptions, frozen: Sequence[str] = ()
+) -> tuple[str, dict[str, Any]]:
     """Forecast the training of a model.
 
     Args:
@@ -76,6 +80,7 @@ def answer(name: str, task: str, seq: int | None, job: Job, options: MachineOpti
         seq: number of tokens of a sample.
         job: the training.
         options: the machine.
+        frozen: names of modules that the user has frozen.
 
     Returns:
         A title, and the forecast as plain values.
@@ -103,7 +108,12 @@ def answer(name: str, task: str, seq: int | None, job: Job, options: MachineOpti
         f"{type(model).__name__}: {parameters:,} parameters, {len(workload.unit_costs)} layers; {job.num_devices}"
         f" devices, {job.batch} {size} a step, {job.num_epochs} epochs of {job.num_samples:,} samples"
     )
-    return title, as_values(result, type(model).__name__, options.profile, assumed)
+    values = as_values(result, type(model).__name__, options.profile, assumed)
+    if frozen and options.profile != "analytic":
+        raise ValueError(f"frozen_module is estimated from the device table, but profile is {options.profile!r}.")
+    if frozen:
+        values["frozen_modules"] = estimate(model, frozen, workload.tokens, job, machine)
+    return title, values
 
 
 def policy_of(freezes: bool, alpha: float, freeze_schedule: str | None) -> FreezePolicy:

@@ -146,12 +146,27 @@ def as_text(values: Values, title: str) -> str:
         _table(
             "compared_with layout M GiB time speed-up", [*(_plain(*named) for named in plain.items()), bound], (0, 1)
         ),
+        _about_frozen(values.get("frozen_modules") or ()),
         _about_rival(values),
         _about_cache(values["cache"]),
         "\n- ".join(("Advice", *values["advice"])),
         "\n- ".join(("Assumed", *values["assumed"])),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _about_frozen(steps: Sequence[Values]) -> str:
+    """What the modules that the user has frozen cost, over the second way: computed, as the stock Trainer does it."""
+    rows = [
+        (
+            step["what"],
+            f"{step['forward_share']:.1%}",
+            f"{1e3 * step['step_seconds']:,.1f}",
+            f"×{steps[1]['step_seconds'] / step['step_seconds']:.2f}",
+        )
+        for step in steps
+    ]
+    return _table("your_frozen_modules of_the_forward step_ms speed-up", rows, (0,))
 
 
 def _table(header: str, rows: Any, left: Sequence[int]) -> str:

@@ -146,6 +146,26 @@ def test_the_schedule_is_chosen(tmp_path: Path) -> None:
     assert "weighed" not in run(*few, "--pipeline-schedule", "auto").stdout, "one stage has no schedule"
 
 
+def test_what_the_user_has_frozen(tiny: str, tmp_path: Path) -> None:
+    """Six of twelve equal layers; everything under a head; a tower that text does not run."""
+    alone = (*TRAINING[:1], "1", *TRAINING[2:], "--no-freeze")
+    lower = [option for i in range(6) for option in ("--frozen-module", f"bert.encoder.layer.{i}")]
+    layer = values("bert", *alone, *lower)["frozen_modules"]
+    assert [step["what"] for step in layer] == ["nothing frozen", "computed", "read"]
+    assert layer[0]["step_seconds"] > layer[1]["step_seconds"] > layer[2]["step_seconds"]
+    assert 0.48 < layer[1]["forward_share"] <= 0.5
+    two = values(tiny, *alone, "--frozen-module", "bert.embeddings", "--frozen-module", "bert.encoder")
+    assert two["frozen_modules"][2]["forward_share"] > 0.9
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = {**sizes, "image_size": 16, "patch_size": 8, "model_type": "clip_vision_model"}
+    text = {**sizes, "vocab_size": 99, "num_key_value_heads": 2, "model_type": "llama"}
+    config = AutoConfig.for_model("llava", vision_config=vision, text_config=text, image_token_index=98)
+    config.save_pretrained(tmp_path)
+    out = run(str(tmp_path), *alone, "--frozen-module", "model.vision_tower").stdout
+    assert re.search(r"^your frozen modules +of the forward +step ms +speed-up$", out, re.MULTILINE)
+    assert re.search(r"^computed +\d+\.\d% +[\d.]+ +×1\.00$", out, re.MULTILINE)
+
+
 def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
     arguments = (tiny, *TRAINING, "--freeze-schedule", '{"2": 1, "4": 5}', "--pipeline-parallel-size", "2")
     answer = values(*arguments, "--no-elastic", "--no-cache")
@@ -178,6 +198,12 @@ def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
         (["--memory-gib", "0.001"], 2, "no pipeline fits"),
         (["--efficiency", "45"], 2, "efficiency is 45.0, but must be above 0 and at most 1"),
         (["--task", "cooking"], 2, "--task is 'cooking'"),
+        (
+            ["--frozen-module", "vision"],
+            2,
+            "frozen_module is 'vision', which is no module of the model. It has 'bert'",
+        ),
+        (["--frozen-module", "bert", "--frozen-module", "bert.encoder"], 2, "'bert.encoder', which is in it"),
         (["--replica-sharding", "all"], 2, "replica_sharding is 'all', but must be one of 'none', 'optimizer'"),
         (["--replica-sharding", "auto", "--memory-gib", "0.0001"], 2, "is 'auto', but no pipeline fits"),
     ],
