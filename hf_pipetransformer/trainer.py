@@ -380,7 +380,10 @@ class PipeTransformerTrainer(Trainer):
         if self._placed is not None:
             run, before = self._pipeline_run, self._evaluated_loader
             cache, front = (run.cache, run.front) if run is not None else (None, None)
-            with evaluation.in_training(self._job, self._placed, cache, front, dataloader, generates) as loader:
+            prefix = str(keywords.get("metric_key_prefix", "eval"))
+            with evaluation.in_training(
+                self._job, self._placed, cache, front, dataloader, generates, prefix
+            ) as loader:
                 self._evaluated_loader = loader
                 try:
                     return stock(loader)

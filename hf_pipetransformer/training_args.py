@@ -488,6 +488,13 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     def _check_sharding(self) -> None:
         """Refuse an unknown `replica_sharding`, and what leaves it without effect."""
+        if self.fp16 and not self.max_grad_norm and (self.uses_pipeline or self.replica_sharding != "none"):
+            raise ValueError(
+                f"fp16=True with max_grad_norm={self.max_grad_norm} cannot be combined with"
+                f" pipeline_parallel_size={self.pipeline_parallel_size} and"
+                f" replica_sharding={self.replica_sharding!r}: an overflow is noticed when gradients are clipped, and"
+                " otherwise only some processes would skip the step. Set max_grad_norm to a large number, such as 1e9."
+            )
         allowed = (*REPLICA_SHARDINGS, AUTO)
         if self.replica_sharding == "full":
             remedy = (

@@ -253,9 +253,12 @@ def test_layouts_come_from_the_run_itself(tmp_path):
     assert common.describe_layouts(args, ()) == "1 stage × 1 replica"
     events = [("start", 3), ("start", 4), ("transform", 2), ("cache", 2), ("transform", 1)]  # of two trainings
     rest = {"epoch": 0.0, "num_layers": 4, "num_frozen_layers": 0, "data_parallel_size": 1, "num_microbatches": 1}
-    rest |= {"stage_bounds": [0, 4], "seconds": 0.0, "bytes_moved": 0}
+    rest |= {"stage_bounds": [0, 4], "seconds": 0.0, "bytes_moved": 0, "num_cached_layers": 0, "phases": {}}
+    rest["predicted"] = {"schedule": "1f1b", "memory_bytes": [], "steps": []}
     lines = [
-        json.dumps({"event": event, "pipeline_parallel_size": stages, "global_step": step, **rest})
+        json.dumps(
+            {"event": event, "pipeline_parallel_size": stages, "global_step": step, "run": str(step > 0), **rest}
+        )
         for step, (event, stages) in enumerate(events)
     ]
     # the last line was cut off by a kill

@@ -114,8 +114,8 @@ def own_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 class Unfreeze(TrainerCallback):
     """Trains one more layer from the fourth step on, by a group of its own."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Any, unfreezes: bool = True) -> None:
+        self.trainer, self.unfreezes = trainer, unfreezes
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step != 3:
@@ -124,7 +124,7 @@ class Unfreeze(TrainerCallback):
         optimizer, scheduler = self.trainer.optimizer, self.trainer.lr_scheduler
         optimizer = getattr(optimizer, "optimizer", optimizer)
         scheduler = getattr(scheduler, "scheduler", scheduler)
-        for parameter in layer:
+        for parameter in layer if self.unfreezes else ():
             parameter.requires_grad_(True)
         optimizer.add_param_group({"params": layer, "lr": 3e-3, "initial_lr": 3e-3, "weight_decay": 0.0})
         scheduler.base_lrs.append(3e-3)  # schedulers do not know of groups that are added later
@@ -147,6 +147,11 @@ def train_as_the_user_wants(
     elif how == "clips-values":
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.5)
         trainer.add_callback(ClipsValues())
+    elif how == "adds a group":  # of parameters that have gradients already
+        of_layer = {id(p) for name, p in trainer.model.named_parameters() if "layer.1." in name}
+        others = [parameter for parameter in trainer.model.parameters() if id(parameter) not in of_layer]
+        trainer.optimizer = torch.optim.AdamW(others, lr=3e-3, eps=1e-4, weight_decay=0.0)
+        trainer.add_callback(Unfreeze(trainer, unfreezes=False))
     else:
         for name, parameter in trainer.model.named_parameters():
             parameter.requires_grad_("layer.1." not in name)
@@ -156,7 +161,8 @@ def train_as_the_user_wants(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "stages"), [("own-optimizer", 1), ("own-optimizer", 2), ("unfreeze", 1), ("clips-values", 1)]
+    ("how", "stages"),
+    [("own-optimizer", 1), ("own-optimizer", 2), ("unfreeze", 1), ("adds a group", 1), ("clips-values", 1)],
 )
 def test_equals_one_process_with_the_users_own(how: str, stages: int) -> None:
     run = Run(epochs=3).with_options(lr_scheduler_type="constant", warmup_steps=0)

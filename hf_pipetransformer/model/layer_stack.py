@@ -22,7 +22,7 @@ from ..randomness import global_state_kept
 from .batch_statistics import normalised_by_batch, running_statistics_kept
 from .dropout import WithoutDropout
 from .layer_range import LayerRangeRunner
-from .nested import are_close, tensors_of
+from .nested import tensors_of
 from .placeholders import ParameterTable, evaluation_mode, placeholder, reachable_leaves
 from .refusals import (
     LAYERDROP,
@@ -268,7 +268,17 @@ class LayerStack:
                     else:
                         with self.runner.to_the_end(k, carry):
                             parts = output_tensors(self.model(**self.runner.arguments(batch)))
-        return parts.keys() == whole.keys() and all(are_close(parts[key], whole[key]) for key in whole)
+        return parts.keys() == whole.keys() and all(_are_equal(parts[key], whole[key]) for key in whole)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors are equal value by value, but for rounding; one large value is no measure of the others."""
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    tolerance = 3e-2 if one.dtype in (torch.float16, torch.bfloat16) else 1e-4
+    return torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def output_tensors(output: Any) -> dict[str, torch.Tensor]:

@@ -56,7 +56,7 @@ def has_router_loss(model: nn.Module) -> bool:
 def configs_of(model: nn.Module) -> list[Any]:
     """The model's configuration, and those of its parts."""
     config = getattr(model, "config", None)
-    return [c for c in (config, *(getattr(config, n, None) for n in getattr(config, "subconfigs_of", {}))) if c]
+    return [c for c in (config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", {}))) if c]
 
 
 def refuse_weights_with_state(model: nn.Module) -> None:

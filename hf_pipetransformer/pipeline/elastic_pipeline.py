@@ -189,6 +189,8 @@ class ElasticPipeline(nn.Module):
         names = self._names_here()
         if self.is_lazy and self.device.type == "cpu":  # a device copies them anyway
             into_memory(self.stack.table[name] for name in self.stack.table.names if name in names)
+        if plan.pipeline_parallel_size > 1:  # as they are where a later plan moves them to
+            self.weights.make_contiguous(names)
         self.weights.keep_only(names, self.device, self.holders())
         self.stack.runner.install()
         self._build(takes_optimizer=not keep_weights_aside)

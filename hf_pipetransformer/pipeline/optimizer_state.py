@@ -168,7 +168,7 @@ class OptimizerState:
             return
         group, ranks = self._replicas
         here = [name for name in self.names if self._weights.is_here(name) and self._table[name].requires_grad]
-        rows = [[self._table[name] for name in here if rank in self._updaters[name]] for rank in ranks]
+        rows = [[self._table[name] for name in here if rank in self._updaters.get(name, ())] for rank in ranks]
         with phase("update"):
             exchange_updates(rows, group)
 

@@ -183,6 +183,13 @@ class WeightState:
         about = f"{name} is held by another process" if holder is None else f"{name} is held by rank {holder}"
         hide(parameter, about, HELD_ELSEWHERE, self.is_trainable(name))
 
+    def make_contiguous(self, names: Collection[str]) -> None:
+        """Lay out parameters in row-major order: replicas average gradients in the order in which weights lie."""
+        for name in names:
+            values = values_of(self._table[name])
+            if not all(value.is_contiguous() for value in values):
+                set_values(self._table[name], [value.contiguous() for value in values])
+
     def keep_only(self, names: Collection[str], device: torch.device, holders: Holders) -> None:
         """Move these parameters to `device`; free the memory of the others, which become placeholders.
 
@@ -433,8 +440,12 @@ def synchronise(
             after[name] = tuple(rank for rank, theirs in enumerate(found) if theirs != found[source])
 
     def store(name: str, values: Mapping[int, torch.Tensor]) -> None:
-        device = tensors[name].device
-        set_values(tensors[name], [value.to(device) for value in values.values()])
+        here, arrived = values_of(tensors[name]), list(values.values())
+        if any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in zip(here, arrived, strict=True)):
+            return set_values(tensors[name], [value.to(tensors[name].device) for value in arrived])
+        with torch.no_grad():  # in place: strides (channels_last) and what shares the memory stay
+            for mine_here, value in zip(here, arrived, strict=True):
+                mine_here.copy_(value)
 
     transfer(before, after, mesh, CPU, lambda name: dict(enumerate(values_of(tensors[name]))), store)
     return list(after)

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -136,6 +136,7 @@ class Watchdog:
                 os.environ.get("MASTER_ADDR"),
                 os.environ.get("MASTER_PORT"),
             )
+        self._alone_since = self._busy_at = self._answered_at = time.monotonic()  # connecting may have taken long
         for watch in (self._watch, self._watch_store) if self.is_watching else ():
             thread = threading.Thread(target=watch, name="watchdog", daemon=True)
             end_at_exit(thread)
@@ -226,20 +227,30 @@ class Watchdog:
         keys = [VERDICT, *(f"beat {rank}" for rank in ranks)]
         try:
             while not self._done.wait(self._interval):
-                now = time.monotonic()
-                was_asleep = now - self._answered_at > GRACE + 2 * self._interval  # the machine, or the whole job
-                if was_asleep:
-                    self._alone_since = self._busy_at = now
-                self._beats.set(f"beat {self._rank}", json.dumps(self._look(now)))
-                message, *messages = self._beats.multi_get(keys)
-                self._answered_at = now = time.monotonic()
-                verdict = self._read(message) or self._hear(dict(zip(ranks, messages, strict=True)), was_asleep, now)
+                try:
+                    verdict = self._beat(ranks, keys)
+                except (RuntimeError, OSError):
+                    raise
+                except Exception:  # nothing that is not foreseen may end the watch
+                    logger.debug("The watchdog could not look.", exc_info=True)
+                    continue
                 if verdict is not None:
                     return self._give_up(verdict)
         except (RuntimeError, OSError):
             # if rank 0 has ended, another process may have said why
             if not self._told.wait(GRACE) and not self._done.is_set():
                 self._give_up(self._without_store(time.monotonic() - self._answered_at), tells=False)
+
+    def _beat(self, ranks: Sequence[int], keys: list[str]) -> Verdict | None:
+        """Say what this process does, and hear what the others do."""
+        now = time.monotonic()
+        was_asleep = now - self._answered_at > GRACE + 2 * self._interval  # the machine, or the whole job
+        if was_asleep:
+            self._alone_since = self._busy_at = now
+        self._beats.set(f"beat {self._rank}", json.dumps(self._look(now)))
+        message, *messages = self._beats.multi_get(keys)
+        self._answered_at = now = time.monotonic()
+        return self._read(message) or self._hear(dict(zip(ranks, messages, strict=True)), was_asleep, now)
 
     def _watch_store(self) -> None:
         """Watch the other thread. A request to a disconnected host has no timeout of its own."""
@@ -260,7 +271,7 @@ class Watchdog:
         seconds = time.clock_gettime(time.pthread_getcpuclockid(self._main))
         if seconds - self._processor_seconds > BUSY * self._interval:
             self._busy_at = now
-        while frame is not None and frame.f_back and frame.f_globals.get("__name__", "").startswith("torch."):
+        while frame is not None and frame.f_back and _module_of(frame).startswith("torch."):
             frame = frame.f_back
         if frame is not None:
             self._place = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
@@ -368,6 +379,10 @@ class Watchdog:
                 process.kill()
 
 
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))  # code that is run by `exec` may have none
+
+
 def _may_wait(frame: FrameType, anywhere: bool) -> bool:
     """Whether a thread in this frame may be waiting for other processes.
 
@@ -378,7 +393,7 @@ def _may_wait(frame: FrameType, anywhere: bool) -> bool:
     """
     inner: FrameType | None = frame
     while inner is not None:
-        if inner.f_globals.get("__name__", "").startswith(LIBRARIES):
+        if _module_of(inner).startswith(LIBRARIES):
             return True
         inner = inner.f_back if anywhere else None
     return False

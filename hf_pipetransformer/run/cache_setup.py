@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 
 from ..cache.activation_cache import ActivationCache
+from ..cache.activation_files import FORMAT_VERSION
 from ..cache.cache_probe import probe_boundaries, varied_samples
 from ..cache.content_keys import RowKey, padded_length, row_keys, sequences_per_sample
 from ..cache.file_store import FileStore
@@ -314,7 +315,7 @@ def describe_model(model: nn.Module, precision: str) -> str:
             "config": {key: value for key, value in values.items() if not _is_of_head_or_training(key)},
             "attention": getattr(config, "_attn_implementation", None),
             "precision": precision,
-            "versions": [torch.__version__, transformers.__version__],
+            "versions": [torch.__version__, transformers.__version__, FORMAT_VERSION],
         },
         sort_keys=True,
         default=str,

@@ -29,6 +29,7 @@ from ..model.micro_batch import (
     refuse_unnamed,
     refuse_without_tensors,
     slice_rows,
+    with_name,
 )
 from ..model.placeholders import ParameterTable, num_bytes
 from ..model.refusals import refuse_overlapping_weights, refuse_weights_with_state
@@ -42,7 +43,7 @@ from ..pipeline.state import synchronise
 from ..planning.costs import UnitCost, cost_of_whole, measure_costs
 from ..planning.layout import AUTO
 from ..planning.unit_times import ModelTimes, measure_times, slowest
-from ..randomness import global_state_kept
+from ..randomness import generators_kept, global_state_kept, seeded
 from .calls_of_loss import how_called, inputs_of
 from .consistency import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
@@ -258,12 +259,21 @@ def _needs_units(job: TrainingJob) -> bool:
 
 
 def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator) -> Batch:
-    """Collate these samples, and check that all processes have the same model, and the same samples if all share them.
+    """Collate these samples, and check that all processes have the same model and, if it is shared, the same batch.
 
     Collective over all processes.
     """
     sample = collate(rows)
-    check_same_everywhere(job.mesh, job.model, rows if collate.is_shared else ())
+    if not collate.is_shared:
+        check_same_everywhere(job.mesh, job.model, {})
+        return sample
+
+    def draw() -> Batch:
+        with seeded(job.args.seed):  # the collator draws the same from the global generators on every process
+            return dict(with_name(collate.collate_fn(list(rows))))
+
+    with generators_kept(collate.collate_fn):
+        check_same_everywhere(job.mesh, job.model, sample, draw, rows)
     return sample
 
 

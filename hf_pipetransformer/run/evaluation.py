@@ -130,6 +130,7 @@ def in_training(
     front: FrontCache | None,
     dataloader: Any,
     generates: bool = False,
+    prefix: str = "eval",
 ) -> Iterator[KeysApart]:
     """Inside the context, an evaluation during training can use the activation cache, or generate.
 
@@ -142,6 +143,7 @@ def in_training(
         front: the cache of what the user has frozen.
         dataloader: the loader of the evaluation.
         generates: whether it generates, which excludes the cache.
+        prefix: of its metrics.
 
     Yields:
         The loader, which removes the keys from its batches and keeps them in `keys`.
@@ -151,7 +153,7 @@ def in_training(
         if generates:
             stack.enter_context(generating(pipeline))
         elif front is not None:
-            stack.enter_context(front.evaluation(job.trainer.state, getattr(dataloader, "dataset", None)))
+            stack.enter_context(front.evaluation(job.trainer.state, prefix))
         elif cache is not None:
             stack.enter_context(cache.cache.counting_apart())
             base: Any = getattr(dataloader, "base_dataloader", dataloader)

@@ -78,7 +78,7 @@ class FrontCache:
         self._store = FileStore(generations.parent, user=generations.stem)
         self._in_steps = _Calls(job, self._store, generations.parent, dataset)
         self._in_evaluations = _Calls(job, self._store, generations.parent)
-        self._num_evaluations: dict[int, int] = {}  # of each data set, by its identity
+        self._num_evaluations: dict[str, int] = {}  # of each data set, by the prefix of its metrics
         self._now: _Calls | None = None
         forward = job.model.forward
         self._override: MethodOverride | None = MethodOverride(job.model, "forward", partial(self._forward, forward))
@@ -114,15 +114,18 @@ class FrontCache:
             yield
 
     @contextmanager
-    def evaluation(self, state: TrainerState, dataset: Any) -> Iterator[None]:
+    def evaluation(self, state: TrainerState, prefix: str) -> Iterator[None]:
         """Inside, in an evaluation that does not generate, the model's calls are looked at.
 
         Args:
             state: the trainer's.
-            dataset: what is evaluated; there may be several.
+            prefix: of the metrics; there may be several data sets.
         """
         calls = self._in_evaluations
-        number = self._num_evaluations[id(dataset)] = self._num_evaluations.get(id(dataset), 0) + 1
+        if self._now is calls:  # an evaluation inside of another one
+            yield
+            return
+        number = self._num_evaluations[prefix] = self._num_evaluations.get(prefix, 0) + 1
         calls.begin_epoch(number, 0.0)
         calls.writes = (state.epoch or 0.0) < state.num_train_epochs or self._job.shares_store
         self._in_steps.rest()
@@ -340,7 +343,7 @@ class _Calls:
         limit = job.args.activation_cache_max_gib
         self._store.limit(limit if limit is not None or usable is None else SHARE_OF_DISK * usable / 2**30)
         described = describe_model(self._model, job.mixed_precision)
-        about = f"{described} {job.args.activation_cache_dtype} {self._weights.digest()}"
+        about = f"{described} {self._is_training} {job.args.activation_cache_dtype} {self._weights.digest()}"
         opened = {}
         for reads in {module.reads for module in found.modules if module.needed}:
             stored = [(module.name, module.needed) for module in found.modules if module.reads == reads]

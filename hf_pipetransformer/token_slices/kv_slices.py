@@ -36,10 +36,13 @@ class Windows:
         layers: for each layer, the kind of its attention and the width of its window.
         separates_documents: whether documents that are packed into one sample do not attend to each other. Found by a
             probe (`probe_slicing`), because no configuration says it.
+        allows_left_padding: whether slices give the same result with padding before the tokens. Also found by the
+            probe; False for models that compute positions from the padding in their input (RoBERTa).
     """
 
     layers: tuple[tuple[str, int | None], ...]
     separates_documents: bool = True
+    allows_left_padding: bool = True
 
 
 def attention_windows(model: Any) -> Windows:

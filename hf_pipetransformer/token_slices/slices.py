@@ -30,8 +30,6 @@ MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 REMEDY = "Set token_slices='off'."
 ROTARY_BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the length of the input sequence."""
-POSITIONS_FROM_PADDING = "create_position_ids_from_input_ids"
-"""Method of modules of transformers that count positions from the first word that is no padding."""
 
 
 def sequence_length(batch: Mapping[str, Any]) -> int:
@@ -70,7 +68,8 @@ class SlicedSequence:
         self._states: SequenceStates | None = None
         if len(self.spans) == 1:
             return
-        _refuse_left_padding(model, batch)
+        if not windows.allows_left_padding:
+            _refuse_left_padding(model, batch)
         self._batch = _with_shifted_labels(batch)
         masks = _masks_of_packed_rows(model, batch, windows)
         if masks is not None:
@@ -104,12 +103,8 @@ class SlicedSequence:
 
 
 def _refuse_left_padding(model: nn.Module, batch: Batch) -> None:
-    """Refuse padding before the tokens for models that compute positions from it, as RoBERTa does."""
-    config: Any = model.config
-    words, padding = batch.get("input_ids"), getattr(config.get_text_config(decoder=True), "pad_token_id", None)
+    words, padding = batch.get("input_ids"), padding_word(model)
     if padding is None or not isinstance(words, torch.Tensor) or batch.get("position_ids") is not None:
-        return
-    if not any(hasattr(module, POSITIONS_FROM_PADDING) for module in model.modules()):
         return
     is_word = words != padding
     if bool((~is_word[:, :-1] & is_word[:, 1:]).any()):
@@ -119,6 +114,13 @@ def _refuse_left_padding(model: nn.Module, batch: Batch) -> None:
             " would not see.",
             "Pad on the right (tokenizer.padding_side='right'), or set token_slices='off'.",
         )
+
+
+def padding_word(model: nn.Module) -> int | None:
+    """The padding token of a model, from its configuration; None if it has none."""
+    config: Any = model.config
+    number = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
+    return number if isinstance(number, int) and number >= 0 else None
 
 
 def _with_shifted_labels(batch: Batch) -> Batch:

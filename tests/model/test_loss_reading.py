@@ -20,6 +20,7 @@ from hf_pipetransformer.model.loss_scaling import (
     NumItems,
 )
 from hf_pipetransformer.model.micro_batch import Batch, slice_rows
+from hf_pipetransformer.model.refusals import configs_of, has_router_loss
 
 SHIFTS = ("llama-tied", "gpt2")
 
@@ -110,3 +111,23 @@ def test_samples_without_labels_do_not_hide_it() -> None:
         model, batch = MODELS[name].build(), MODELS[name].batch(4)
         batch["labels"] = torch.full_like(batch["labels"], IGNORED)
         assert read(model, batch, name in SHIFTS).reduction.kind == EXPECTED[name].kind
+
+
+def test_a_router_loss_of_a_part_of_the_model_is_one_of_the_whole_batch() -> None:
+    """Of a text model inside of another one, with a coefficient that half precision hides."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 37}
+    text = {
+        **sizes,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "vocab_size": 100,
+        "output_router_logits": True,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+    }
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    config = hf.Qwen3VLMoeConfig(text_config=text, vision_config={**vision, "num_position_embeddings": 16})
+    assert has_router_loss(hf.Qwen3VLMoeForConditionalGeneration(config))
+    assert len(configs_of(hf.Qwen3VLMoeForConditionalGeneration(config))) == 3

@@ -298,3 +298,19 @@ def test_parked_weights_come_back_when_they_are_saved_or_used() -> None:
         use()
         assert parked_bytes() == whole
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def equalised(rank: int, world_size: int) -> tuple[tuple[int, ...], torch.Tensor]:
+    """Weights that differ between the processes, and are not in row-major order."""
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(rank)
+    weight = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last).weight
+    synchronise({"weight": weight}, ProcessMesh(timedelta(seconds=60)))
+    return weight.stride(), weight.detach().clone()
+
+
+def test_weights_keep_their_strides_when_they_become_those_of_rank_0() -> None:
+    """Replicas average gradients in the order in which weights lie in memory."""
+    (strides, values), (others, theirs) = run_ranks(equalised, 2)
+    assert strides == others == torch.empty(4, 3, 2, 2).to(memory_format=torch.channels_last).stride()
+    assert torch.equal(values, theirs)

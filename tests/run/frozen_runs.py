@@ -140,6 +140,8 @@ class Trained:
             compute_metrics=metrics,
             callbacks=[*callbacks],
         )
+        for callback in callbacks:
+            callback.trainer = trainer  # type: ignore[attr-defined]
         before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         trainer.train()
         self.history = trainer.state.log_history

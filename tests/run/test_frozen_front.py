@@ -34,6 +34,8 @@ from selection import few, slow
 from torch import nn
 from transformers import TrainerCallback
 
+from hf_pipetransformer.run import front_cache
+
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
@@ -430,6 +432,50 @@ def test_evaluations_read_it_too(
         assert len(seen) == EPOCHS and seen == pytest.approx(wanted, abs=1e-6)
     assert sum(int(n) for n in re.findall(r"was read in evaluations for (\d+) of", said.text)) == read
     assert rows_read(said) > 0
+
+
+class EvaluatesInside(TrainerCallback):
+    """Predicts other samples in the middle of an evaluation."""
+
+    is_inside = False
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        if not self.is_inside:
+            self.is_inside = True
+            try:
+                self.trainer.predict(self.trainer.train_dataset[5:9])
+            finally:
+                self.is_inside = False
+
+
+def other_words(rows: list[Columns]) -> dict[str, Any]:
+    """Evaluations, whose batches have two samples, see other words each time."""
+    batch = cut(rows)
+    if len(rows) == 2:
+        batch["input_ids"] = torch.randint(5, 30, batch["input_ids"].shape)
+    return batch
+
+
+@pytest.mark.slow
+def test_an_evaluation_inside_of_another_one(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2, "metrics": mean_of_all}
+    expected = Trained(tmp_path / "stock", head_on_bert, (EvaluatesInside(),), is_ours=False, **options)
+    ours = Trained(tmp_path / "ours", head_on_bert, (EvaluatesInside(),), **options)
+    ours.assert_same(expected)
+    seen, wanted = ([e["eval_mean"] for e in t.history if "eval_mean" in e] for t in (ours, expected))
+    assert seen == pytest.approx(wanted, abs=1e-6)
+
+
+def test_what_evaluations_do_not_find_leaves_the_steps_alone(
+    tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the modules are in one mode in both."""
+    monkeypatch.setattr(front_cache, "CALLS_TO_MISS", 2)
+    options: dict[str, Any] = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2, "collator": other_words}
+    Trained(tmp_path / "ours", head_on_bert, eval_frozen_modules=True, **options)
+    assert "none of the samples was found" in said.text
+    assert "was stored by another training" not in said.text
+    assert rows_read(said) == (EPOCHS - 1) * (READ - 2)  # the last batch of an epoch has two samples as well
 
 
 @pytest.mark.slow

@@ -251,7 +251,7 @@ def test_a_small_gradient_that_is_lost_is_refused_in_mixed_precision_too() -> No
 
 
 def test_positions_by_padding_refuse_rows_that_are_padded_before_a_slice() -> None:
-    """The sample has no padding."""
+    """The sample has no padding, so that only the trial with padding shows it."""
     config = RobertaConfig(
         **SMALL,
         is_decoder=True,
@@ -267,6 +267,7 @@ def test_positions_by_padding_refuse_rows_that_are_padded_before_a_slice() -> No
     words = torch.arange(3, 35).reshape(2, 16)
     batch = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": words.clone()}
     windows = study(model, batch, lambda part: loss_of(model, part, batch))
+    assert not windows.allows_left_padding
     SlicedSequence(model, batch, [8, 8], windows)
     words[1, :3] = config.pad_token_id
     with pytest.raises(UnsupportedModelError, match="padding before its tokens"):
