@@ -15,7 +15,7 @@ from torch import nn
 from ..pipeline.chunks import as_bytes
 from ..pipeline.mesh import ProcessMesh
 
-TRIES = 4
+TRIES = 16
 """Number of times that samples are collated to find random inputs; a collator may change only some each time."""
 _PLAIN = (str, bytes, int, float, bool, type(None))
 """Types whose `repr` shows their value rather than their memory address."""
