@@ -14,11 +14,9 @@ from transformers import BatchEncoding, EarlyStoppingCallback
 from transformers.utils import ModelOutput
 
 from ..kit import (
-    LABELS,
     PAD,
     Classifier,
     Job,
-    Rows,
     Setting,
     built,
     case,
@@ -85,24 +83,12 @@ def sampler_of_fewer_samples(setting: Setting) -> Job:
     return Job(trainer=Fewer)
 
 
-@case("sampler", layouts=("K2", "DP2"), expect="equal")
-def sequential_order(setting: Setting) -> Job:
-    """`train_sampling_strategy="sequential"`."""
-    return Job(options={"train_sampling_strategy": "sequential"})
-
-
 class Stream(IterableDataset):
     def __init__(self, rows: list[Any]) -> None:
         self.rows = rows
 
     def __iter__(self) -> Any:
         return iter(self.rows)
-
-
-@case("sampler", layouts=("K2", "DP2"), expect="equal")
-def stream_without_a_length(setting: Setting) -> Job:
-    """An `IterableDataset`."""
-    return Job(data=Stream(texts(24).rows), options={"max_steps": 5})
 
 
 class Augments(Dataset):
@@ -167,12 +153,6 @@ class OwnLoader:
         return DataLoader(self.train_dataset, batch_size=8, shuffle=True, collate_fn=pad, generator=generator)  # type: ignore[attr-defined]
 
 
-@case("trainer override", layouts=("one", "K2", "DP2"))
-def own_training_loader(setting: Setting) -> Job:
-    """`get_train_dataloader` returns a plain DataLoader of 8 rows."""
-    return Job(trainer=OwnLoader)
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Collators
 # ---------------------------------------------------------------------------------------------------------
@@ -187,38 +167,6 @@ class Packed(Classifier):
         if labels is None:
             return {"logits": logits}
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
-
-
-def pack(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Two samples in each row."""
-    packed = []
-    for first in range(0, len(rows), 2):
-        words = [word for row in rows[first : first + 2] for word in row["input_ids"]]
-        packed.append({"input_ids": words, "labels": [word % LABELS for word in words]})
-    return pad(packed)
-
-
-@case("collator", layouts=("one", "K2", "one acc2"))
-def packing_two_samples_in_a_row(setting: Setting) -> Job:
-    """Half as many rows as samples."""
-    return Job(model=built(Packed), collator=pack)
-
-
-@case("collator", layouts=("K2", "DP2"), expect="equal")
-def padding_to_a_multiple(setting: Setting) -> Job:
-    """`pad_to_multiple_of=8`."""
-    return Job(collator=lambda rows: pad(rows, multiple=8))
-
-
-def with_negatives(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """A row of class 0 with reversed words follows each row."""
-    return pad([r for row in rows for r in (row, {**row, "input_ids": row["input_ids"][::-1], "labels": 0})])
-
-
-@case("collator", layouts=("K2", "DP2", "one", "K2 acc2"))
-def collator_that_adds_rows(setting: Setting) -> Job:
-    """A negative beside each sample."""
-    return Job(collator=with_negatives)
 
 
 def without_repeats(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -350,27 +298,6 @@ def documents_of_rows_in_one_flat_tensor(setting: Setting) -> Job:
     return Job(model=built(ManyDocuments), collator=flat_documents, options={"remove_unused_columns": False})
 
 
-def sorted_by_length(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    rows = sorted(rows, key=lambda row: -len(row["input_ids"]))
-    return {**pad(rows), "longest": max(len(row["input_ids"]) for row in rows)}
-
-
-class PopsLongest:
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        longest = inputs.pop("longest")
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = F.cross_entropy(outputs["logits"], labels) * (longest / 9)
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("collator", layouts=("K2",))
-def number_that_belongs_to_the_batch(setting: Setting) -> Job:
-    """Rows sorted by length, and the longest as an int that scales the loss."""
-    options = {"remove_unused_columns": False}
-    return Job(model=built(TakesAll), collator=sorted_by_length, trainer=PopsLongest, options=options)
-
-
 def left_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     longest = max(len(row["input_ids"]) for row in rows)
     ids = torch.tensor([[PAD] * (longest - len(row["input_ids"])) + row["input_ids"] for row in rows])
@@ -386,31 +313,6 @@ def left_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 def padding_on_the_left(setting: Setting) -> Job:
     """With positions of its own."""
     return Job(collator=left_padded, options={"num_train_epochs": 4})
-
-
-def of_class_one_first(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Cuts the batch to the classes that it has; labels become indices into these."""
-    batch = pad(rows)
-    classes, indices = batch["labels"].unique(return_inverse=True)
-    return {**batch, "labels": indices, "classes": classes}
-
-
-class WithinBatch(Classifier):
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, labels: Any = None, classes: Any = None
-    ) -> dict[str, Tensor]:
-        logits = self.head(self.features(input_ids, attention_mask))
-        if classes is not None:
-            logits = logits[:, classes]
-        return (
-            {"loss": F.cross_entropy(logits, labels), "logits": logits} if labels is not None else {"logits": logits}
-        )
-
-
-@case("collator", layouts=("K2", "one"))
-def labels_that_index_a_list_of_the_batch(setting: Setting) -> Job:
-    """Sampled softmax: labels point into a tensor of classes of the batch."""
-    return Job(model=built(WithinBatch), collator=of_class_one_first, options={"remove_unused_columns": False})
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -478,15 +380,3 @@ def own_prediction_step(setting: Setting) -> Job:
     return Job(
         trainer=OwnPrediction, evaluated=texts(12, seed=9), keywords={"compute_metrics": accuracy}, options=options
     )
-
-
-@case("sampler", layouts=("K2", "DP2"), expect="equal")
-def last_batch_dropped(setting: Setting) -> Job:
-    """`dataloader_drop_last=True`."""
-    return Job(options={"dataloader_drop_last": True})
-
-
-@case("sampler", layouts=("K2", "DP2"), expect="equal")
-def a_single_sample_in_the_last_batch(setting: Setting) -> Job:
-    """17 samples in batches of 8."""
-    return Job(data=Rows(texts(17).rows))

@@ -12,8 +12,6 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
-    BambaConfig,
-    BambaForCausalLM,
     BertConfig,
     BertForMaskedLM,
     BertForTokenClassification,
@@ -194,50 +192,6 @@ def _tagger() -> Any:
     return large_weights(BertForTokenClassification(BertConfig(**sizes())))
 
 
-def _token_mean_with_regulariser(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-    return loss + 0.05 * model.classifier.weight.abs().sum()
-
-
-@case("loss", layouts=("K2", "DP2", "K2 acc2"))
-def mean_over_words_plus_a_constant_term(setting: Setting) -> Job:
-    """Cross entropy over ragged words and the head's absolute weights."""
-    data = Rows([{**row, "labels": tags_of(None, row["input_ids"], 0)} for row in texts().rows])
-    return Job(model=_tagger(), data=data, trainer=own_loss(_token_mean_with_regulariser))
-
-
-def causal_rows(length: int | None = None) -> Rows:
-    rows = [row["input_ids"] for row in texts().rows]
-    rows = [(row * 3)[:length] if length else row for row in rows]
-    return Rows([{"input_ids": row, "labels": row} for row in rows])
-
-
-@case("loss", layouts=("K2", "DP2"))
-def bamba_with_z_loss(setting: Setting) -> Job:
-    """`BambaForCausalLM` with `z_loss_coefficient`."""
-    config = BambaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        attn_layer_indices=[1],
-        mamba_n_heads=4,
-        mamba_d_head=8,
-        mamba_d_state=8,
-        mamba_n_groups=1,
-        mamba_chunk_size=8,
-        mamba_expand=2,
-        z_loss_coefficient=0.1,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        use_cache=False,
-    )
-    return Job(model=large_weights(BambaForCausalLM(config)), data=causal_rows(), options={"max_steps": 3})
-
-
 CLASS_WEIGHTS = torch.tensor([1.0, 1.0, 10.0])
 
 
@@ -249,15 +203,6 @@ def _class_weighted(self: Any, model: Any, inputs: Any, logits: Tensor, labels: 
 def class_weights(setting: Setting) -> Job:
     """`CrossEntropyLoss(weight=[1, 1, 10])`."""
     return Job(trainer=own_loss(_class_weighted))
-
-
-@case("loss")
-def class_weights_with_a_fresh_head(setting: Setting) -> Job:
-    """Class weights where all logits are 0 at first."""
-    model = bert_classifier()
-    nn.init.zeros_(model.classifier.weight)
-    nn.init.zeros_(model.classifier.bias)
-    return Job(model=model, trainer=own_loss(_class_weighted))
 
 
 def _weighted_in_training(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -299,54 +244,6 @@ def labels_under_another_name(setting: Setting) -> Job:
     return Job(model=model, data=tagged(4), trainer=TagsLoss, options=options)
 
 
-class ToReference:
-    """A mixin: the KL to the model as it was at first, which is 0 there."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        if not hasattr(self, "teacher"):
-            self.teacher = bert_classifier().eval()
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        with torch.no_grad():
-            wanted = self.teacher(**inputs).logits
-        loss = F.kl_div(outputs.logits.log_softmax(-1), wanted.softmax(-1), reduction="batchmean")
-        reward = (outputs.logits.softmax(-1).gather(1, labels[:, None])).mean()
-        loss = loss - 0.5 * (reward - reward.detach())
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("loss", layouts=("K2", "DP2"))
-def kl_that_is_zero_at_the_start(setting: Setting) -> Job:
-    """A KL to a reference model, and a term whose value is always 0."""
-    return Job(trainer=ToReference)
-
-
-class TiedAgain:
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        again = outputs.logits.softmax(-1) @ model.get_input_embeddings().weight[:LABELS]
-        loss = F.cross_entropy(outputs.logits, labels) + again.pow(2).sum(-1).mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("loss")
-def embeddings_read_again_by_the_loss(setting: Setting) -> Job:
-    """`compute_loss` multiplies by the embeddings, which the first stage holds."""
-    return Job(trainer=TiedAgain)
-
-
-def _averaging(trainer: Any) -> None:
-    trainer.args.average_tokens_across_devices = True
-    trainer.train()
-
-
-@case("trainer override", layouts=("K2", "DP2", "DP2 freeze"))
-def average_tokens_set_after_construction(setting: Setting) -> Job:
-    """`trainer.args.average_tokens_across_devices = True` before `train()`."""
-    return Job(drive=_averaging if not setting.is_reference else lambda trainer: trainer.train())
-
-
 class GlobalNormSGD(torch.optim.Optimizer):
     """A step of fixed length over all parameters together."""
 
@@ -368,24 +265,6 @@ def optimizer_with_a_global_norm(setting: Setting) -> Job:
     """A user's optimizer that divides by the norm of all gradients."""
     model = bert_classifier()
     return Job(model=model, keywords={"optimizers": (GlobalNormSGD(model.parameters()), None)})
-
-
-class PerRowMeans:
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        labels = inputs.pop("tags")
-        outputs = model(**inputs)
-        losses = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-        mask = labels.ne(IGNORED)
-        loss = ((losses * mask).sum(1) / mask.sum(1)).mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("loss", layouts=("K2", "K2 acc2"))
-def mean_of_means_where_the_first_rows_have_one_length(setting: Setting) -> Job:
-    """Over each row's words, then over rows; the first four rows are cut to one length."""
-    model = _tagger()
-    options = {"label_names": ["tags"], "remove_unused_columns": False}
-    return Job(model=model, data=tagged(4), trainer=PerRowMeans, options=options)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -97,24 +97,6 @@ def forward_pre_hook_that_changes_inputs(setting: Setting) -> Job:
 # ---------------------------------------------------------------------------------------------------------
 
 
-class RandomFeatures(Classifier):
-    """A random projection in a buffer, made without a common seed."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.register_buffer("projection", torch.randn(WIDTH, WIDTH, generator=generator))
-
-    def features(self, input_ids: Tensor, attention_mask: Tensor, **extra: Any) -> Tensor:
-        return torch.tanh(super().features(input_ids, attention_mask) @ self.projection)
-
-
-@case("model with state", layouts=("K2", "DP2"))
-def random_buffer_without_a_common_seed(setting: Setting) -> Job:
-    """Each process makes another random projection; the reference has process 0's."""
-    return Job(model=built(RandomFeatures, setting.rank))
-
-
 class Spectral(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -129,48 +111,10 @@ def spectral_norm(setting: Setting) -> Job:
     return Job(model=built(Spectral))
 
 
-class Codebook(Classifier):
-    """Running means of the first word's state, by the nearest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(5)
-        self.bert.encoder.layer[0].register_buffer("codes", torch.randn(4, WIDTH, generator=generator))
-        self.bert.encoder.layer[0].register_forward_hook(_quantise)
-
-
-def _quantise(module: Any, _: Any, output: Any) -> Any:
-    hidden = output[0] if isinstance(output, tuple) else output
-    nearest = torch.cdist(hidden[:, 0], module.codes).argmin(-1)
-    if module.training:
-        with torch.no_grad():
-            for code in range(4):
-                chosen = hidden[nearest == code, 0]
-                if len(chosen):
-                    module.codes[code].lerp_(chosen.mean(0), 0.1)
-    hidden = hidden + 0.3 * module.codes[nearest][:, None]
-    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-
-@case("model with state", layouts=("K2", "one"))
-def codebook_of_running_means(setting: Setting) -> Job:
-    """Buffers of a layer that its forward changes."""
-    return Job(model=built(Codebook))
-
-
 class Unfreezes(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
         if state.global_step == 2:
             model.requires_grad_(True)
-
-
-@case("callback", layouts=("one", "K2", "DP2", "K2 acc2"))
-def own_optimizer_and_a_callback_that_unfreezes(setting: Setting) -> Job:
-    """AdamW over all parameters of a model whose encoder is frozen at first."""
-    model = bert_classifier()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
-    model.bert.requires_grad_(False)
-    return Job(model=model, callbacks=[Unfreezes()], keywords={"optimizers": (optimizer, None)})
 
 
 def _hooked() -> Any:
@@ -189,20 +133,6 @@ def _halve(gradient: Tensor) -> Tensor:
 def tensor_hooks_on_parameters(setting: Setting) -> Job:
     """Gradients of two layers are scaled by hooks; layers move at a freeze."""
     return Job(model=_hooked(), options={"optim": "sgd", "learning_rate": 0.05})
-
-
-class KeepsAList(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mine = [self.head.weight, self.bert.encoder.layer[0].output.dense.weight]
-
-
-@case("model with state", layouts=("K2", "K2 freeze", "one"))
-def parameter_kept_in_a_list(setting: Setting) -> Job:
-    """A model's list of its own parameters, read after training."""
-    return Job(
-        model=built(KeepsAList), observe=lambda t: {f"list {i}": p.detach() for i, p in enumerate(t.model.mine)}
-    )
 
 
 @case("model with state", layouts=("K2 slices", "K2"))
@@ -335,65 +265,6 @@ def _with_batch_size_one(trainer: Any, options: dict[str, Any]) -> None:
     trainer.train()
 
 
-def _optimizer_first(trainer: Any) -> None:
-    trainer.create_optimizer()
-    trainer.train()
-
-
-@case("optimizer", layouts=("one", "K2", "DP2", "one freeze"))
-def create_optimizer_before_train(setting: Setting) -> Job:
-    """`trainer.create_optimizer()` and then `train()`."""
-    return Job(drive=_optimizer_first)
-
-
-def _both_first(trainer: Any) -> None:
-    trainer.create_optimizer_and_scheduler(6)
-    trainer.train()
-
-
-@case("optimizer", layouts=("one", "K2"))
-def create_optimizer_and_scheduler_before_train(setting: Setting) -> Job:
-    """`trainer.create_optimizer_and_scheduler(6)` and then `train()`."""
-    return Job(drive=_both_first)
-
-
-class NoDataset:
-    """Iterable, with a length and nothing else."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches, self.batch_size = batches, 3
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
-class LoaderWithoutDataset:
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        rows = texts(6, seed=9).rows
-        return NoDataset([pad(rows[:3]), pad(rows[3:])])
-
-
-@case("trainer override", layouts=("one", "one freeze"))
-def evaluation_loader_without_a_dataset(setting: Setting) -> Job:
-    """An own loader with `__iter__` and `__len__` only."""
-    options = {"eval_strategy": "epoch"}
-    return Job(trainer=LoaderWithoutDataset, evaluated=texts(6, seed=9), options=options)
-
-
-def _evaluating_first(trainer: Any) -> None:
-    trainer.log(trainer.evaluate())
-    trainer.train()
-
-
-@case("trainer override", layouts=("one", "DP2", "K2", "one freeze"))
-def evaluate_before_train(setting: Setting) -> Job:
-    """`evaluate()`, `train()`, `evaluate()`."""
-    return Job(evaluated=texts(12, seed=9), drive=_evaluating_first, options={"eval_strategy": "epoch"})
-
-
 class Nested(Classifier):
     def forward(self, text: dict[str, Tensor], labels: Tensor | None = None) -> dict[str, Tensor]:
         return super().forward(text["input_ids"], text["attention_mask"], labels)
@@ -416,13 +287,6 @@ class ReadsLoader(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         sampler = getattr(train_dataloader, "sampler", None)
         self.seen = (type(sampler).__name__, train_dataloader.total_batch_size, len(train_dataloader))
-
-
-@case("callback", layouts=("one",))
-def callback_that_reads_the_training_loader(setting: Setting) -> Job:
-    """`.sampler`, `.total_batch_size` and the length of the loader."""
-    callback = ReadsLoader()
-    return Job(callbacks=[callback], observe=lambda trainer: {"loader": callback.seen})
 
 
 class Counts(Classifier):

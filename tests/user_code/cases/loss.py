@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import BertConfig, BertForQuestionAnswering, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..kit import (
-    LABELS,
-    LONGEST,
     VOCABULARY,
     WIDTH,
     Classifier,
@@ -24,7 +22,6 @@ from ..kit import (
     large_weights,
     own_loss,
     pad,
-    sizes,
     texts,
 )
 
@@ -38,69 +35,11 @@ def _job(loss: Any, **keywords: Any) -> Job:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def _focal(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    return ((1 - (-losses).exp()) ** 2 * losses).mean()
-
-
-@case("loss", layouts=("K2", "DP2", "K2 acc2", "K2 freeze"), expect="equal")
-def focal_loss(setting: Setting) -> Job:
-    """(1 - p)² times the cross entropy, the mean over rows."""
-    return _job(_focal)
-
-
-class ArcFace(Classifier):
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        features = F.normalize(self.features(input_ids, attention_mask), dim=-1)
-        cosine = features @ F.normalize(self.head.weight, dim=-1).T
-        if labels is None:
-            return {"logits": cosine}
-        angle = cosine.clamp(-0.999, 0.999).acos() + 0.3 * F.one_hot(labels, LABELS)
-        logits = 8.0 * angle.cos()
-        return {"loss": F.cross_entropy(logits, labels), "logits": cosine}
-
-
-@case("loss", layouts=("K2", "DP2"), expect="equal")
-def arcface_head(setting: Setting) -> Job:
-    """An additive angular margin, normalised features and weights."""
-    return Job(model=built(ArcFace))
-
-
-@case("loss", layouts=("K2", "K2 acc2", "DP2"), expect="equal")
-def multi_label_with_pos_weight(setting: Setting) -> Job:
-    """`BCEWithLogitsLoss(pos_weight=...)` over all classes of all rows; float labels [B, C]."""
-
-    def loss(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(logits, labels, pos_weight=torch.tensor([1.0, 5.0, 10.0]))
-
-    def several(row: dict[str, Any]) -> dict[str, Any]:
-        return {**row, "labels": [float(row["labels"] == k or row["input_ids"][0] % (k + 2) == 0) for k in range(3)]}
-
-    return _job(loss, data=Rows([several(row) for row in texts().rows]))
-
-
 @case("loss", layouts=("K2", "DP2", "K2 acc2"), expect="equal")
 def regression(setting: Setting) -> Job:
     """`num_labels=1`: a mean of squares."""
     rows = [{**row, "labels": row["input_ids"][0] / 10} for row in texts().rows]
     return Job(model=bert_classifier(num_labels=1), data=Rows(rows))
-
-
-@case("loss", layouts=("K2", "DP2"), expect="equal")
-def span_loss(setting: Setting) -> Job:
-    """Question answering; all rows have one length."""
-
-    def collator(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        batch = pad(rows)
-        missing = LONGEST - batch["input_ids"].shape[1]
-        return {k: F.pad(v, (0, missing)) if v.dim() == 2 else v for k, v in batch.items()}
-
-    rows = [
-        {"input_ids": r["input_ids"], "start_positions": 1, "end_positions": len(r["input_ids"]) - 1}
-        for r in texts().rows
-    ]
-    model = large_weights(BertForQuestionAnswering(BertConfig(**sizes(num_labels=2))))
-    return Job(model=model, data=Rows(rows), collator=collator)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -202,112 +141,9 @@ def sample_weights_by_their_sum(setting: Setting) -> Job:
     return Job(data=data, trainer=SampleWeights, options={"remove_unused_columns": False})
 
 
-@case("loss", layouts=("K2",))
-def sample_weights_that_are_one_at_first(setting: Setting) -> Job:
-    """Likewise; in the first 16 samples all weights are 1."""
-    data = texts(weight=lambda generator, *_: generator.uniform(0.1, 4.0))
-    for row in data.rows[:16]:
-        row["weight"] = 1.0
-    return Job(data=data, trainer=SampleWeights, options={"remove_unused_columns": False})
-
-
-class TokenWeights:
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        labels, weights = inputs.pop("labels"), inputs.pop("token_weights")
-        outputs = model(**inputs)
-        losses = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
-        loss = (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("loss", layouts=("K2",))
-def token_weights(setting: Setting) -> Job:
-    """Each token has a weight, as for answers and prompts; divided by the sum of the weights."""
-    data = causal_texts()
-    for row in data.rows:
-        row["token_weights"] = [0.1 if i < 2 else float(1 + word % 3) for i, word in enumerate(row["input_ids"])]
-    return Job(model=tiny_llama(), data=data, trainer=TokenWeights, options={"remove_unused_columns": False})
-
-
-def _hardest(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    return losses.topk(max(len(losses) // 2, 1)).values.mean()
-
-
-@case("loss")
-def hard_example_mining(setting: Setting) -> Job:
-    """The mean over the hardest half of the batch."""
-    return _job(_hardest)
-
-
-class EasyFirst:
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        losses = F.cross_entropy(outputs.logits, labels, reduction="none")
-        if (self.state.epoch or 0) >= 1:  # type: ignore[attr-defined]
-            losses = losses.topk(max(len(losses) // 2, 1), largest=False).values
-        loss = losses.mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("loss")
-def curriculum_by_epoch(setting: Setting) -> Job:
-    """From the second epoch on only the easier half of a batch counts."""
-    return Job(trainer=EasyFirst)
-
-
-class GrowsWithSteps:
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        share = min(self.state.global_step / 4, 1.0)  # type: ignore[attr-defined]
-        entropy = -(outputs.logits.softmax(-1) * outputs.logits.log_softmax(-1)).sum(-1).mean()
-        loss = (1 + share) * F.cross_entropy(outputs.logits, labels) + share * entropy
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("loss", layouts=("K2", "DP2"), expect="equal")
-def weights_by_global_step(setting: Setting) -> Job:
-    """`self.state.global_step` scales terms that are means over rows."""
-    return Job(trainer=GrowsWithSteps)
-
-
-class RegularisedLater:
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = F.cross_entropy(outputs.logits, labels)
-        if self.state.global_step >= 3:  # type: ignore[attr-defined]
-            p = outputs.logits.softmax(-1).mean(0)
-            loss = loss + (p * p.log()).sum()
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("loss")
-def coupled_term_from_step_three(setting: Setting) -> Job:
-    """The entropy of the batch's mean prediction, once three steps are done."""
-    return Job(trainer=RegularisedLater)
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Rows that belong together
 # ---------------------------------------------------------------------------------------------------------
-
-
-class Triplet(Classifier):
-    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
-        distance = torch.cdist(features, features)
-        same = labels[:, None] == labels
-        positive = (distance * same).max(1).values
-        negative = distance.masked_fill(same, 1e3).min(1).values
-        return F.relu(positive - negative + 1.0).mean() + 0.1 * F.cross_entropy(logits, labels)
-
-
-@case("loss")
-def triplet_loss_with_hard_mining(setting: Setting) -> Job:
-    """Batch-hard triplets."""
-    return Job(model=built(Triplet))
 
 
 class SupCon(Classifier):

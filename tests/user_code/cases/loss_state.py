@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..kit import (
-    IGNORED,
-    LABELS,
-    WIDTH,
     Classifier,
     Job,
     Setting,
@@ -21,10 +18,7 @@ from ..kit import (
     built,
     case,
     large_weights,
-    tags_of,
-    texts,
 )
-from .issue_later import CRF, pad_tags_with_zero, tag_rows
 from .loss import _job
 
 # ---------------------------------------------------------------------------------------------------------
@@ -95,23 +89,6 @@ def distillation_of_all_hidden_states(setting: Setting) -> Job:
 # ---------------------------------------------------------------------------------------------------------
 
 
-class Uncertain(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.second = nn.Linear(WIDTH, 2)
-        self.log_variance = nn.Parameter(torch.zeros(2))
-
-    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
-        both = torch.stack([F.cross_entropy(logits, labels), F.cross_entropy(self.second(features), labels % 2)])
-        return (both * (-self.log_variance).exp() + self.log_variance).sum()
-
-
-@case("loss", layouts=("K2", "DP2", "K2 acc2", "K2 freeze"))
-def uncertainty_weights_in_the_model(setting: Setting) -> Job:
-    """Kendall and Gal: losses of two tasks, weighted by parameters; a term is constant in the rows."""
-    return Job(model=built(Uncertain))
-
-
 class UncertainTrainer:
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
@@ -151,22 +128,6 @@ def running_mean_of_the_loss_in_the_trainer(setting: Setting) -> Job:
     return Job(trainer=RunningScale, observe=lambda t: {"scale": t.scale})
 
 
-class NearTheStart:
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        if not hasattr(self, "first"):
-            self.first = {name: p.detach().clone() for name, p in bert_classifier().named_parameters()}
-        outputs = model(**inputs)
-        away = sum((p - self.first[n.removeprefix("module.")]).pow(2).sum() for n, p in model.named_parameters())
-        loss = outputs.loss + 0.5 * away
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("loss", layouts=("K2", "DP2", "K2 freeze"))
-def l2_distance_to_the_initial_weights(setting: Setting) -> Job:
-    """L2-SP: reads all parameters, and is 0 at the start."""
-    return Job(trainer=NearTheStart)
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Gradients and several forwards inside the loss
 # ---------------------------------------------------------------------------------------------------------
@@ -194,71 +155,6 @@ def gradient_penalty(setting: Setting) -> Job:
     return Job(model=bert_classifier(attn_implementation="eager"), trainer=GradientPenalty)
 
 
-class MixesInLoss:
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        labels = inputs.pop("labels")
-        embedded = getattr(model, "module", model).bert.embeddings.word_embeddings(inputs.pop("input_ids"))
-        embedded = 0.7 * embedded + 0.3 * embedded.flip(0)
-        outputs = model(inputs_embeds=embedded, **inputs)
-        logs = outputs.logits.log_softmax(-1)
-        loss = 0.7 * F.nll_loss(logs, labels) + 0.3 * F.nll_loss(logs, labels.flip(0))
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("loss", layouts=("one", "K2"))
-def mixup_in_compute_loss(setting: Setting) -> Job:
-    """Each row with the one at the other end of the batch."""
-    return Job(trainer=MixesInLoss)
-
-
-class TaggerCRFWithSmoothing(nn.Module):
-    """Label-smoothed: a share of the loss is the mean over all tags."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bert = bert_classifier().bert
-        self.head, self.crf = nn.Linear(WIDTH, LABELS), CRF()
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        scores = self.head(self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state)
-        if labels is None:
-            return {"logits": scores}
-        words = attention_mask.sum()
-        smooth = -(scores.log_softmax(-1).mean(-1) * attention_mask).sum() / words
-        return {"loss": 0.9 * self.crf(scores, labels, attention_mask).sum() / words + 0.1 * smooth, "logits": scores}
-
-
-@case("loss", layouts=("K2", "one", "DP2"))
-def smoothed_crf_divided_by_words(setting: Setting) -> Job:
-    """A CRF over the words of ragged rows, divided by the attention mask's sum; labels are never -100."""
-    return Job(model=built(TaggerCRFWithSmoothing), data=tag_rows(), collator=pad_tags_with_zero)
-
-
-class TwoKinds(Classifier):
-    """Tags of words and a class of the row, a mean of each."""
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        labels: Tensor | None = None,
-        tags: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        hidden = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        logits = self.head(hidden[:, 0])
-        if labels is None or tags is None:
-            return {"logits": logits}
-        words = F.cross_entropy(self.head(hidden).flatten(0, 1), tags.flatten(), ignore_index=IGNORED)
-        return {"loss": F.cross_entropy(logits, labels) + words, "logits": logits}
-
-
-@case("loss", layouts=("K2", "DP2", "K2 acc2"))
-def mean_over_words_plus_mean_over_rows(setting: Setting) -> Job:
-    """Two label keys with different items, as in BERT's pretraining."""
-    options = {"label_names": ["labels", "tags"], "remove_unused_columns": False}
-    return Job(model=built(TwoKinds), data=texts(tags=tags_of), options=options)
-
-
 def _scaled_by_rows(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="sum") / math.sqrt(len(labels))
 
@@ -267,15 +163,3 @@ def _scaled_by_rows(self: Any, model: Any, inputs: Any, logits: Tensor, labels: 
 def sum_divided_by_the_root_of_rows(setting: Setting) -> Job:
     """Neither a sum nor a mean."""
     return _job(_scaled_by_rows)
-
-
-def _by_words(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    lengths = inputs["attention_mask"].sum(1)
-    return (losses * lengths).sum() / lengths.sum()
-
-
-@case("loss", layouts=("K2", "K2 acc2"))
-def rows_weighted_by_their_length(setting: Setting) -> Job:
-    """A mean over rows in which each counts by its words."""
-    return _job(_by_words)

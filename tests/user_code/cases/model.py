@@ -204,12 +204,6 @@ class DropPath(Plain):
         return super().run_layer(index, hidden, mask)
 
 
-@case("model with state", expect="equal")
-def stochastic_depth_of_zero(setting: Setting) -> Job:
-    """Layers are skipped with probability 0."""
-    return Job(model=built(DropPath, 0.0))
-
-
 @case("model with state", expect="exact")
 def stochastic_depth(setting: Setting) -> Job:
     """Layers are not called with probability 0.5; the reference draws otherwise."""
@@ -253,21 +247,8 @@ def backward_hooks_on_modules(setting: Setting) -> Job:
     return Job(model=_hooked_modules(), options={"optim": "sgd", "learning_rate": 0.05})
 
 
-def _clamped() -> Any:
-    model = bert_classifier()
-    for parameter in model.parameters():
-        parameter.register_hook(_clamp)
-    return model
-
-
 def _clamp(gradient: Tensor) -> Tensor:
     return gradient.clamp(-0.02, 0.02)
-
-
-@case("model with state", layouts=("one", "K2", "DP2", "K2 acc2"))
-def gradients_clamped_by_hooks(setting: Setting) -> Job:
-    """`parameter.register_hook(lambda g: g.clamp(...))`: not linear, so parts of a batch are clamped apart."""
-    return Job(model=_clamped())
 
 
 def _after_accumulation() -> Any:
@@ -297,15 +278,6 @@ def embeddings_frozen_by_the_user(setting: Setting) -> Job:
     return Job(model=model)
 
 
-@case("model with state", layouts=("K2", "K2 freeze", "DP2"), expect="equal")
-def only_biases_trained(setting: Setting) -> Job:
-    """BitFit."""
-    model = bert_classifier()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("bias" in name or "classifier" in name)
-    return Job(model=model)
-
-
 class Lora(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -323,31 +295,6 @@ class Adapted(Classifier):
         self.bert.requires_grad_(False)
         for layer in self.bert.encoder.layer:
             layer.attention.self.query = Lora(layer.attention.self.query)
-
-
-@case("model with state", layouts=("K2", "DP2", "K2 acc2"), expect="equal")
-def adapters_of_the_users_own(setting: Setting) -> Job:
-    """LoRA in each layer, all else frozen."""
-    return Job(model=built(Adapted))
-
-
-class TiedHead(Plain):
-    """The head's weights are the embeddings' first rows."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        hidden = self.words(input_ids)
-        for index in range(LAYERS):
-            hidden = self.run_layer(index, hidden, attention_mask.eq(0))
-        logits = F.linear(hidden[:, 0], self.words.weight[:LABELS], self.head.bias)
-        return (
-            {"loss": F.cross_entropy(logits, labels), "logits": logits} if labels is not None else {"logits": logits}
-        )
-
-
-@case("model with state", layouts=("K2", "DP2", "K2 freeze"))
-def head_tied_to_the_embeddings(setting: Setting) -> Job:
-    """`F.linear(hidden, self.words.weight[:3])`."""
-    return Job(model=built(TiedHead))
 
 
 class Mutates(Classifier):
@@ -397,35 +344,6 @@ def forward_that_returns_a_tuple(setting: Setting) -> Job:
     return Job(model=built(Tuples), evaluated=texts(6, seed=9), options={"eval_strategy": "epoch"})
 
 
-class Doubles(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.double()
-
-
-@case("model with state", layouts=("K2", "DP2"), expect="equal")
-def model_in_float64(setting: Setting) -> Job:
-    """All weights in double precision."""
-    return Job(model=built(Doubles))
-
-
-class Hashes(Classifier):
-    """Buffers that are not saved, and integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.randperm(48, generator=torch.Generator().manual_seed(3)), persistent=False)
-
-    def features(self, input_ids: Tensor, attention_mask: Tensor, **extra: Any) -> Tensor:
-        return super().features(self.table[input_ids], attention_mask)
-
-
-@case("model with state", layouts=("K2", "K2 freeze"), expect="equal")
-def table_in_a_buffer_that_is_not_saved(setting: Setting) -> Job:
-    """Word ids are looked up in an integer buffer first."""
-    return Job(model=built(Hashes))
-
-
 @case("model with state", layouts=("K2", "DP2"), expect="equal")
 def model_init(setting: Setting) -> Job:
     """`model_init=` in place of a model."""
@@ -457,24 +375,6 @@ class LearnsLater(Classifier):
 def part_that_takes_part_from_step_three(setting: Setting) -> Job:
     """Parameters that get no gradient in the first steps."""
     return Job(model=built(LearnsLater), callbacks=[TellsStep()])
-
-
-class TrainsDifferently(Classifier):
-    """Looks at `self.training` before the layers run."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        scale = 2.0 if self.training else 1.0
-        features = self.features(input_ids, attention_mask)
-        logits = scale * self.head(features)
-        return (
-            {"loss": F.cross_entropy(logits, labels), "logits": logits} if labels is not None else {"logits": logits}
-        )
-
-
-@case("model with state", layouts=("K2", "one freeze", "K2 freeze", "one cache"), expect="equal")
-def training_mode_read_before_the_layers(setting: Setting) -> Job:
-    """`scale = 2 if self.training else 1`, at the begin of forward."""
-    return Job(model=built(TrainsDifferently))
 
 
 @case("model with state", layouts=("K2", "one freeze"), expect="equal")

@@ -17,19 +17,6 @@ from ..kit import Job, Setting, bert_classifier, case, pad, texts
 # ---------------------------------------------------------------------------------------------------------
 
 
-class FreezesHead(TrainerCallback):
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        if state.global_step == 3:
-            model.bert.embeddings.requires_grad_(False)
-            model.bert.encoder.layer[0].requires_grad_(False)
-
-
-@case("callback", layouts=("one", "K2", "DP2"))
-def layers_frozen_by_a_users_callback(setting: Setting) -> Job:
-    """`requires_grad_(False)` in mid-training."""
-    return Job(callbacks=[FreezesHead()])
-
-
 class ChangesGroups(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **keywords: Any) -> None:
         for group in optimizer.param_groups:
@@ -56,22 +43,6 @@ def weights_clipped_after_each_step(setting: Setting) -> Job:
     return Job(callbacks=[ClipsWeights()], options={"num_train_epochs": 2})
 
 
-class PrunesGlobally(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        if state.global_step == 3:
-            with torch.no_grad():
-                everything = torch.cat([p.abs().flatten() for p in model.parameters()])
-                bound = everything.quantile(0.3)
-                for parameter in model.parameters():
-                    parameter.mul_(parameter.abs() > bound)
-
-
-@case("callback", layouts=("K2", "DP2"))
-def global_magnitude_pruning(setting: Setting) -> Job:
-    """The smallest 30% of all weights are set to 0 at step 3."""
-    return Job(callbacks=[PrunesGlobally()])
-
-
 class Averages(TrainerCallback):
     def __init__(self) -> None:
         self.average: dict[str, Tensor] = {}
@@ -81,19 +52,6 @@ class Averages(TrainerCallback):
             value = parameter.detach()
             before = self.average.get(name)
             self.average[name] = value.clone() if before is None else before.lerp(value, 0.3)
-
-
-class UsesAverage(Averages):
-    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(self.average[name])
-
-
-@case("callback", layouts=("K2", "DP2", "K2 freeze"))
-def exponential_average_used_at_the_end(setting: Setting) -> Job:
-    """EMA over all parameters at each step, put into the model in `on_train_end`."""
-    return Job(callbacks=[UsesAverage()])
 
 
 class SWA(TrainerCallback):
@@ -175,21 +133,6 @@ def stop_where_the_loss_is_small(setting: Setting) -> Job:
     return Job(callbacks=[StopsAtLoss()])
 
 
-class ReadsGradients(TrainerCallback):
-    def __init__(self) -> None:
-        self.norms: list[float] = []
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        self.norms.append(float(model.bert.encoder.layer[0].output.dense.weight.grad.norm()))
-
-
-@case("callback", layouts=("one", "DP2"), expect="equal")
-def callback_that_reads_gradients(setting: Setting) -> Job:
-    """The norm of an early layer's gradient."""
-    callback = ReadsGradients()
-    return Job(callbacks=[callback], observe=lambda trainer: {"norms": callback.norms})
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Optimizers and schedulers
 # ---------------------------------------------------------------------------------------------------------
@@ -223,46 +166,11 @@ def create_optimizer_overridden(setting: Setting) -> Job:
     return Job(trainer=LayerwiseRates)
 
 
-class WholeOverride:
-    def create_optimizer(self, *_: Any) -> Any:
-        self.optimizer = torch.optim.AdamW(_by_layers(self.model), eps=1e-4)  # type: ignore[attr-defined]
-        return self.optimizer
-
-
-@case("optimizer", layouts=("one", "K2", "DP2"))
-def create_optimizer_without_super(setting: Setting) -> Job:
-    """`create_optimizer` that does not call the Trainer's."""
-    return Job(trainer=WholeOverride)
-
-
 @case("optimizer", layouts=("K2", "DP2"), expect="equal")
 def optimizer_of_the_head_alone(setting: Setting) -> Job:
     """`SGD(model.classifier.parameters())`; all else has gradients, too."""
     model = bert_classifier()
     return Job(model=model, keywords={"optimizers": (torch.optim.SGD(model.classifier.parameters(), lr=0.1), None)})
-
-
-class Lion(torch.optim.Optimizer):
-    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                direction = (0.9 * momentum + 0.1 * p.grad).mul(1e4).tanh()  # a sign without a jump at 0
-                p.add_(direction, alpha=-group["lr"])
-                momentum.lerp_(p.grad, 0.01)
-
-
-@case("optimizer", layouts=("K2", "DP2", "K2 freeze"), expect="equal", tolerance=1e-4)
-def lion(setting: Setting) -> Job:
-    """A user's optimizer that looks at each number alone."""
-    model = bert_classifier()
-    return Job(model=model, keywords={"optimizers": (Lion(model.parameters()), None)})
 
 
 class LAMB(torch.optim.Optimizer):

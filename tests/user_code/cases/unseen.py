@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
-from ..kit import LABELS, LAYERS, Classifier, Job, Setting, bert_classifier, case, large_weights
+from ..kit import LAYERS, Classifier, Job, Setting, bert_classifier, case, large_weights
 
 
 class PenalisesWhatIsTrained:
@@ -23,40 +23,6 @@ class PenalisesWhatIsTrained:
 def l2_of_trainable_parameters(setting: Setting) -> Job:
     """`sum(p.pow(2).sum() for p in model.parameters() if p.requires_grad)`."""
     return Job(trainer=PenalisesWhatIsTrained)
-
-
-class CentreLoss(nn.Module):
-    """Rows near the running centre of their class."""
-
-    centres: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centres", torch.zeros(LABELS, LABELS))
-
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        away = (logits - self.centres[labels]).pow(2).sum(-1).mean()
-        if torch.is_grad_enabled():
-            for label in labels.unique().tolist():
-                self.centres[label].lerp_(logits.detach()[labels == label].mean(0), 0.1)
-        return F.cross_entropy(logits, labels) + 0.1 * away
-
-
-class HasCriterion:
-    criterion = None
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        if self.criterion is None:
-            self.criterion = CentreLoss()
-        outputs = model(**inputs)
-        loss = self.criterion(outputs.logits, inputs["labels"])
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("loss", layouts=("one", "one acc2", "DP2", "K2"))
-def centre_loss_with_a_buffer(setting: Setting) -> Job:
-    """A criterion of the trainer's moves a buffer with each batch."""
-    return Job(trainer=HasCriterion)
 
 
 def _counting_loss() -> type:
