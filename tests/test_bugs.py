@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from model_zoo import MODELS, REFUSED
+from model_zoo import REFUSED
 from torch.utils.data import IterableDataset
 from training_data import PadCollator, StreamedData, TrainingData
 from training_runs import (
@@ -28,6 +28,7 @@ from training_runs import (
     pipeline_trainer,
     reference,
     reference_trainer,
+    scale_gradients,
 )
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments
 
@@ -84,52 +85,6 @@ def test_the_last_step_of_a_stream_has_its_own_samples_only(world_size: int, sta
 
 
 # ------------------------------------------------------------------------------------------ models and losses
-
-
-class IgnoresTheHead:
-    def compute_loss(self, model, inputs, return_outputs=False, **_):  # type: ignore[no-untyped-def]
-        outputs = model(**inputs, output_hidden_states=True)
-        loss = outputs.hidden_states[-1].square().mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-def ignore_the_head(rank: int, world_size: int) -> None:
-    pipeline_trainer(replace(RUN, trainer=IgnoresTheHead), 1).train()
-
-
-def test_parameters_that_the_users_loss_does_not_reach() -> None:
-    """DDP over two replicas with find_unused_parameters left open: raised "Expected to have finished reduction"."""
-    run_ranks(ignore_the_head, 2)
-
-
-class Packed(torch.nn.Module):
-    """Inputs that cannot be cut by rows: a flat list of patches beside rows of other number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = MODELS["bert-classification"].build()
-
-    def forward(
-        self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, patches: Any = None
-    ) -> Any:
-        if patches is not None and len(patches) != 2 * len(input_ids):
-            raise ValueError("patches do not match")
-        return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
-
-
-class PackedCollator(PadCollator):
-    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        return {**super().__call__(samples), "patches": torch.zeros(2 * len(samples), 3)}
-
-
-def train_packed(rank: int, world_size: int) -> None:
-    trainer = pipeline_trainer(RUN, 1, model=Packed())
-    trainer.data_collator = PackedCollator(RUN.kind)
-    trainer.train()
-
-
-def test_one_stage_trains_what_cannot_be_cut_by_rows() -> None:
-    run_ranks(train_packed, 2)
 
 
 IMAGE, IMAGE_BEGINS, IMAGE_ENDS = 60, 61, 62
@@ -272,15 +227,7 @@ def scaled_with_an_idle_stage(rank: int, world_size: int) -> tuple[list[bool], l
     for part in (model.bert.embeddings, *model.bert.encoder.layer[:2]):
         part.requires_grad_(False)
     trainer = pipeline_trainer(Run(epochs=1, accumulation=1), 2, model=model)
-    scaler = trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
-
-    def unscale() -> None:
-        optimizer = trainer.optimizer
-        while hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer
-        scaler.unscale_(optimizer)
-
-    trainer.accelerator.unscale_gradients = unscale
+    scaler = scale_gradients(trainer)
     skipped: list[bool] = []
     scales: list[float] = []
 
@@ -352,18 +299,6 @@ def test_what_is_left_to_the_stock_trainer_trains_as_it_does() -> None:
 
 
 # ------------------------------------------------------------------------------------------ freezing with one stage
-
-
-def freezes_after_evaluation(rank: int, world_size: int) -> int:
-    trainer = pipeline_trainer(Run(samples=32, epochs=2), world_size)
-    trainer.evaluate()
-    trainer.add_callback(LayerFreezeCallback("alpha"))
-    trainer.train()
-    return max(entry.get("num_frozen_layers", 0) for entry in trainer.state.log_history)
-
-
-def test_freezing_may_be_asked_for_after_an_evaluation() -> None:
-    assert run_ranks(freezes_after_evaluation, 2) == [2, 2]
 
 
 def sums_with_skipped_layers(rank: int, world_size: int, folder: str) -> float:

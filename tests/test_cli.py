@@ -36,18 +36,11 @@ def inspect_json(*arguments: str) -> dict[str, Any]:
 # model type -> class by default, number of units, parameters in millions
 FAMILIES = {
     "bert": ("BertForSequenceClassification", 12, 109),
-    "roberta": ("RobertaForSequenceClassification", 12, 125),
-    "distilbert": ("DistilBertForSequenceClassification", 6, 67),
     "albert": ("AlbertForSequenceClassification", 12, 223),
-    "deberta-v2": ("DebertaV2ForSequenceClassification", 24, 880),
-    "modernbert": ("ModernBertForSequenceClassification", 22, 150),
     "gpt2": ("GPT2LMHeadModel", 12, 124),
-    "llama": ("LlamaForCausalLM", 32, 6738),
     "mixtral": ("MixtralForCausalLM", 32, 46703),
     "t5": ("T5ForConditionalGeneration", 12, 61),
-    "bart": ("BartForConditionalGeneration", 24, 406),
     "vit": ("ViTForImageClassification", 12, 86),
-    "clip": ("CLIPForImageClassification", 12, 87),
     "whisper": ("WhisperForConditionalGeneration", 8, 38),
 }
 

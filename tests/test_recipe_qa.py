@@ -328,20 +328,6 @@ def test_questions_from_the_hub(with_unanswerable: bool, monkeypatch: pytest.Mon
 
 
 # ------------------------------------------------------------------------------------------ generated questions
-def test_generated_questions_have_their_answers() -> None:
-    splits = generated_questions.generate_questions(200, 50, seed=1, with_unanswerable=True)
-    rows = splits["train"] + splits["validation"]
-    assert rows == [r for s in generated_questions.generate_questions(200, 50, 1, True).values() for r in s]
-    assert len({row["context"] for row in rows}) == 250
-    for row in rows:
-        for text, begin in zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True):
-            assert row["context"][begin : begin + len(text)] == text
-    without = [row for row in rows if not row["answers"]["text"]]
-    assert 0.08 < len(without) / len(rows) < 0.25
-    assert {row["question"] for row in without} == {generated_questions.WHO}
-    assert all(row["answers"]["text"] for row in generated_questions.generate_questions(100, 1)["train"])
-    with pytest.raises(ValueError, match="num_train=0"):
-        generated_questions.generate_questions(0, 1)
 
 
 # ------------------------------------------------------------------------------------------ from end to end

@@ -27,17 +27,6 @@ def test_rouge() -> None:
     assert scores["rougeL"] == pytest.approx(100 * (2 * 2 / 9) / 2)
 
 
-def test_reviews_and_their_summaries() -> None:
-    splits = run_summarization.generate_reviews(20, 5)
-    assert (len(splits["train"]), len(splits["validation"])) == (20, 5)
-    assert splits["train"].to_list() == run_summarization.generate_reviews(20, 5)["train"].to_list()
-    for row in splits["train"]:
-        sentences, parts = row["text"].split(" . "), row["summary"].split(" , ")
-        assert all(s.endswith(f"the {p}") for s, p in zip(sentences, parts, strict=True))
-    with pytest.raises(ValueError, match="num_train=0"):
-        run_summarization.generate_reviews(0, 5)
-
-
 def test_own_files_and_user_errors(tmp_path: Path) -> None:
     rows = [{"body": "a b", "title": "a"}, {"body": "", "title": "b"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))

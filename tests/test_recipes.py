@@ -25,31 +25,6 @@ def test_same_seed_same_sentences_other_seed_others():
     assert first != generated_data.generate_splits(50, 20, seed=4)
 
 
-def read_label(sentence):
-    """Reads a generated sentence back, by the rules in the module's docstring, written independently of it."""
-    _, found, rest = sentence.partition(" yet ")
-    sentence = rest if found else sentence
-    clauses = [sentence]
-    weights = [1]
-    for join, weight in ((" but the ", 3), (" and the ", 1)):
-        if join in sentence:
-            clauses, weights = sentence.split(join), [1, weight]
-    total = 0.0
-    for clause, weight in zip(clauses, weights, strict=True):
-        words = clause.split()
-        score = 2.0 if words[-1] in generated_data.POSITIVE else -2.0
-        score *= -1 if set(words) & set(generated_data.NEGATIONS) else 1
-        score *= 2.0 if set(words) & set(generated_data.STRONGER) else 1
-        score *= 0.5 if set(words) & set(generated_data.WEAKER) else 1
-        total += weight * score
-    return int(total > 0)
-
-
-def test_labels_follow_from_the_sentences():
-    split = generated_data.generate_splits(500, 1)["train"]
-    assert [read_label(sentence) for sentence in split["sentence"]] == split["label"]
-
-
 # ---------------------------------------------------------------- metrics
 
 
@@ -79,21 +54,6 @@ def test_correlations_equal_scipy():
     result = metrics.regression_metrics(predictions, references)
     assert result["pearson"] == pytest.approx(stats.pearsonr(predictions, references)[0])
     assert result["spearmanr"] == pytest.approx(stats.spearmanr(predictions, references)[0])
-
-
-@pytest.mark.parametrize(
-    ("task", "names"),
-    [
-        ("cola", {"matthews_correlation"}),
-        ("mrpc", {"accuracy", "f1"}),
-        ("stsb", {"pearson", "spearmanr"}),
-        ("sst2", {"accuracy"}),
-    ],
-)
-def test_offline_tasks_use_local_metrics(task, names, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    metric = metrics.load_metric(task, is_regression=task == "stsb")
-    assert set(metric(np.array([0, 1, 1]), np.array([0, 1, 0]))) == names
 
 
 @pytest.mark.parametrize("is_reachable", [True, False])
@@ -140,11 +100,6 @@ def test_mixed_precision_pads_to_a_multiple_of_8(tmp_path, monkeypatch):
 
 WITH_ADAPTERS = {  # the sizes of a small model, and the heads that are trained whole
     "distilbert": ({"n_layers": 1, "dim": 16, "n_heads": 2, "hidden_dim": 32}, {"pre_classifier", "classifier"}),
-    "deberta-v2": (
-        {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32},
-        {"pooler", "classifier"},
-    ),
-    "xlnet": ({"n_layer": 1, "d_model": 16, "n_head": 2, "d_inner": 32}, {"sequence_summary", "logits_proj"}),
     "vit": (
         {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "image_size": 8, "patch_size": 4},
         {"classifier"},
@@ -165,7 +120,7 @@ def test_adapters_and_new_heads_are_trained(model_type):
     model = common.load_model(model_class, model_args, common.load_config(model_args, {**sizes, **vocabulary}))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     adapters = {name for name in trained if "lora_" in name}
-    assert len(adapters) >= 2 * 2 and (model_type not in ("distilbert", "vit") or len(adapters) == 2 * 6)
+    assert len(adapters) >= 2 * 2 and (model_type == "llama" or len(adapters) == 2 * 6)
     assert {name.split(".")[2] for name in trained - adapters} == heads
     for bad, message in (({"lora_rank": 0}, "lora_rank=0"), ({"lora_target_modules": ["q"]}, "needs lora_rank")):
         with pytest.raises(ValueError, match=message):

@@ -32,7 +32,7 @@ BATCH = 8  # samples of a step, over all processes
 EVALUATED = 12  # for the same batches with one process, two and four, as the loss is a mean over batches
 FILLED_UP = 11  # here samples fill up the last batches of several processes
 STEPS = 4
-KIND_OF: dict[str, Kind] = {"t5": "seq2seq", "bart": "seq2seq", "llama": "causal-lm"}
+KIND_OF: dict[str, Kind] = {"t5": "seq2seq", "llama": "causal-lm"}
 
 
 @dataclasses.dataclass
@@ -172,9 +172,7 @@ def with_and_without(rank: int, world_size: int, name: str, beams: int) -> tuple
     return evaluated, trained(rank, world_size, name, 2, "without", eval_strategy="no", **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "beams", "world_size"), [("t5", 3, 2), ("llama", 1, 2), *slow(("bart", 3, 2), ("t5", 3, 4))]
-)
+@pytest.mark.parametrize(("name", "beams", "world_size"), [("t5", 3, 2), ("llama", 1, 2), *slow(("t5", 3, 4))])
 def test_tokens_are_those_of_one_process_and_training_goes_on(name: str, beams: int, world_size: int) -> None:
     """Two stages, each once or twice."""
     for outcome, other in run_ranks(with_and_without, world_size, name, beams):

@@ -94,20 +94,6 @@ def test_a_training_with_a_full_store_leaves_the_users_folders(tmp_path: Path) -
     assert_there(before, tmp_path)
 
 
-def test_an_eviction_leaves_the_users_folders(tmp_path: Path) -> None:
-    before = have_folders(tmp_path)
-    store = FileStore(current_file(tmp_path, "out", [node_name()]).parent)
-    store.writer(3, "abc").close()
-    store.mark_superseded(3, "abc")
-    while store.evict(unused_since=1e10):
-        pass
-    store.delete(3, "abc")
-    assert store.generations() == []
-    assert_there(before, tmp_path)
-    store.remove()
-    assert_there(before, tmp_path)
-
-
 def test_a_folder_that_the_user_has_made_is_no_store(tmp_path: Path) -> None:
     """Though it has the very name."""
     folder = current_file(tmp_path, "out", [node_name()]).parent

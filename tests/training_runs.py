@@ -244,6 +244,22 @@ def _trainer(cls: type[Trainer], arguments: Any, run: Run, model: nn.Module | No
     )
 
 
+def scale_gradients(trainer: Trainer, growth_interval: int = 100) -> torch.amp.GradScaler:
+    """Give a trainer on the CPU fp16's gradient scaler."""
+    scaler = trainer.accelerator.scaler = torch.amp.GradScaler(
+        "cpu", init_scale=1024.0, growth_interval=growth_interval
+    )
+
+    def unscale() -> None:
+        optimizer = trainer.optimizer
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        scaler.unscale_(optimizer)
+
+    trainer.accelerator.unscale_gradients = unscale
+    return scaler
+
+
 # ------------------------------------------------------------------------------------ stopping, freezing on the way
 class StopAfter(TrainerCallback):
     """Ends the training after so many steps."""

@@ -69,24 +69,16 @@ SLICED = {"item": 1, "wait": 2, **BATCH}
 
 WAYS = {
     "plain": Way(1, (STOCK,)),
-    "frozen": Way(1, (STOCK,), options={**FREEZING, "activation_cache": "off"}),
     "cached": Way(1, (STOCK,), options={**FREEZING, "activation_cache": "on"}),
     "accumulating": Way(1, (forwards(2, to_device=3, from_device=2),), accumulation=2),
     "two-stages": Way(2, (forwards(4, from_device=1), forwards(4))),
-    "two-stages-frozen": Way(
-        2, (forwards(4, from_device=1), forwards(4)), options={**FREEZING, "activation_cache": "off"}
-    ),
     "two-stages-cached": Way(
         2,
         (forwards(4, from_device=1), forwards(4)),
         options={**FREEZING, "activation_cache": "on"},
     ),
-    "two-stages-interleaved": Way(
-        2, (forwards(8, from_device=1), forwards(8)), options={"pipeline_schedule": "interleaved1f1b"}
-    ),
     "two-stages-zbv": Way(2, (forwards(8, from_device=1), forwards(8)), options={"pipeline_schedule": "zbv"}),
     # the items of the prepared batch are counted, which `_prepare_inputs` may have changed
-    "two-replicas": Way(1, 2 * (forwards(1, from_device=1),), replicas=2),
     "two-replicas-cached": Way(
         1, 2 * (forwards(1, from_device=1),), replicas=2, options={**FREEZING, "activation_cache": "on"}
     ),
@@ -197,7 +189,7 @@ def test_the_stock_trainer_waits_as_noted(library: Path) -> None:
         assert seen.of_step[seen.steady] == expected
 
 
-COMPARED = ("cached", "two-stages-cached", "two-stages-interleaved", "two-stages-zbv", "two-replicas-cached", "sliced")
+COMPARED = ("cached", "two-stages-cached", "two-stages-zbv", "two-replicas-cached", "sliced")
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -223,13 +215,10 @@ def test_a_steady_step_waits_as_noted(name: str, library: Path) -> None:
         assert all(largest_difference(seen.outcome.weights, expected.weights)[0] < 1e-5 for seen in everyone)
 
 
-@pytest.mark.parametrize(
-    "kind, model, stages",
-    [("causal-lm", None, 2), ("causal-lm", "gpt2", 1), ("image-classification", None, 2), ("seq2seq", None, 2)],
-)
-def test_other_models(kind: str, model: str | None, stages: int, library: Path) -> None:
+@pytest.mark.parametrize("kind", ["causal-lm", "image-classification", "seq2seq"])
+def test_other_models(kind: str, library: Path) -> None:
     """Whole trainings with freezing and the cache: a mixed operation is an error."""
-    way = Way(stages, (), kind, model, options={**FREEZING, "activation_cache": "on"})
+    way = Way(2, (), kind, options={**FREEZING, "activation_cache": "on"})
     for seen in train(library, way):
         assert not seen.wrong and seen.outcome.steps == max(seen.of_step)
 
@@ -269,39 +258,36 @@ class LooksAtWeights(TrainerCallback):
         self.seen = sum(1 for parameter in model.parameters() if parameter.requires_grad)
 
 
-def with_a_users_callback(rank: int, world_size: int, library: Path, run: Run, stages: int) -> Seen:
+def with_a_users_callback(rank: int, world_size: int, library: Path, run: Run) -> Seen:
     prepare(world_size, library)
-    trainer = pipeline_trainer(run, stages, **ELASTIC)
+    trainer = pipeline_trainer(run, world_size, **ELASTIC)
     trainer.add_callback(LooksAtWeights())
     return seen_by(trainer)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_users_step_callback_costs_few_waits(stages: int, library: Path) -> None:
+def test_a_users_step_callback_costs_few_waits(library: Path) -> None:
     """One look at the frozen weights, which the callback may have changed, and not one for each of them."""
     run = Run(samples=48, epochs=4, accumulation=1)
-    env = fake_device.ENVIRONMENT
-    for seen in run_ranks(with_a_users_callback, stages, library, run, stages, env=env, timeout=180):
-        found, without = seen.of_step[seen.steady], WAYS["cached" if stages == 1 else "two-stages"].waits[0]
+    for seen in run_ranks(with_a_users_callback, 2, library, run, env=fake_device.ENVIRONMENT, timeout=180):
+        found, without = seen.of_step[seen.steady], WAYS["two-stages"].waits[0]
         more = {
             what: found.get(what, 0) - without.get(what, 0) for what in ("item", "wait", "to_device", "from_device")
         }
         assert sum(more.values()) <= 2, f"{found}: {seen.sites[seen.steady]}"
 
 
-def with_adapters(rank: int, world_size: int, library: Path, run: Run, stages: int) -> Seen:
+def with_adapters(rank: int, world_size: int, library: Path, run: Run) -> Seen:
     peft = pytest.importorskip("peft")
     prepare(world_size, library)
     config = peft.LoraConfig(r=4, task_type="SEQ_CLS", target_modules=["query", "value"], lora_dropout=0.0)
     torch.manual_seed(0)
     model = peft.get_peft_model(run.build_model(), config).train()
-    return seen_by(pipeline_trainer(run, stages, model=model, **ELASTIC))
+    return seen_by(pipeline_trainer(run, world_size, model=model, **ELASTIC))
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_adapters_of_peft(stages: int, library: Path) -> None:
+def test_adapters_of_peft(library: Path) -> None:
     run = Run(samples=48, epochs=4, accumulation=1)
-    for seen in run_ranks(with_adapters, stages, library, run, stages, env=fake_device.ENVIRONMENT, timeout=180):
+    for seen in run_ranks(with_adapters, 2, library, run, env=fake_device.ENVIRONMENT, timeout=180):
         assert not seen.wrong and seen.outcome.steps == max(seen.of_step)
 
 

@@ -136,10 +136,9 @@ def test_a_checkpoint_is_gathered_without_waiting_for_each_tensor(library: Path)
         assert 0 < synchronised < tensors / 4
 
 
-@pytest.mark.parametrize("stages", [(4, 2, 1), (2, 4, 1, 4)])
-def test_a_transformation_needs_no_more_memory_than_stated(stages: tuple[int, ...], library: Path) -> None:
+def test_a_transformation_needs_no_more_memory_than_stated(library: Path) -> None:
     """Shrinking and growing, on four processes."""
-    for seen in run_ranks(transform, 4, library, stages, timeout=180):
+    for seen in run_ranks(transform, 4, library, (2, 4, 1, 4), timeout=180):
         for memory in seen:
             print(memory, f"bound {memory.bound}")
             assert memory.peak <= memory.bound

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from distributed import run_ranks
 from torch import nn
-from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer
+from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, scale_gradients
 from training_runs import _trainer as trainer_of
 from transformers import AutoModelForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
@@ -98,20 +98,13 @@ def ours(rank: int, world_size: int, folder: str, cases: tuple[str, ...], run: R
         in_step = replace(run, per_device=ROWS // stages, accumulation=options.pop("gradient_accumulation_steps", 1))
         trainer = pipeline_trainer(in_step, stages, f"{folder}/{rank}", model_of(case, folder), **options)
         if case == "scaled":
-            scaler = trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-            trainer.accelerator.unscale_gradients = lambda t=trainer, s=scaler: s.unscale_(innermost(t.optimizer))
+            scale_gradients(trainer, growth_interval=2)
         if case == "lazy":  # its weights stay on their processes
             train = trainer.train
             trainer.train = lambda t=trainer, train=train, **_: (train(), t.make_model_whole())
         outcomes.append(outcome_of(trainer))
         outcomes[-1].notes["hits"] = [e["cache_hit_rate"] for e in trainer.state.log_history if "cache_hit_rate" in e]
     return outcomes
-
-
-def innermost(optimizer: Any) -> Any:
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 @pytest.fixture
