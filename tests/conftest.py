@@ -23,7 +23,9 @@ import statistics
 
 import numpy
 import pytest
+import pytest_timeout
 import torch
+from distributed import patient
 
 torch.set_num_threads(1)
 gc.disable()  # until all tests are imported: nothing of that is garbage
@@ -32,6 +34,11 @@ gc.disable()  # until all tests are imported: nothing of that is garbage
 def pytest_collection_modifyitems(items):
     """Tests that may take the longest come first: at the end one of them would run alone, beside idle workers."""
     items.sort(key=lambda item: -max((mark.args[0] for mark in item.iter_markers("timeout")), default=0))
+
+
+def pytest_timeout_set_timer(item, settings):
+    """On a busy machine a test may take longer, as its ranks may (`distributed`)."""
+    return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=patient(settings.timeout)))
 
 
 def pytest_collection_finish():

@@ -16,7 +16,8 @@
 3. A rank sends back what it returned or raised (tensors included, by value). Its output is printed by the test's
    process, which shows it where a test fails.
 4. Ranks that hang are asked for the stacks of their threads, then killed together with their data loader workers.
-   They cannot outlive the test's process either, not even when that one is killed.
+   They cannot outlive the test's process either, not even when that one is killed. Timeouts are seconds of a quiet
+   machine: while other programs use the cores, time counts less (`slowness`).
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ _context.set_forkserver_preload(
 STACK_REQUEST = signal.SIGUSR1  # a rank answers with the stacks of all its threads
 LAST_WORDS_SECONDS = 0.5  # how long ranks that are to be killed may write their stacks
 EXIT_SECONDS = 15.0  # how long a rank may take to end after it returned
+TICK_SECONDS = 1.0  # after so long the load is looked at again
+MOST_SLOWNESS = 30.0  # a test that hangs does end
 YOUNG_OBJECTS = 20_000  # between collections; with Python's 700 they take a tenth of a short training's time
 
 # What a rank reports when another one broke off: a consequence, not a cause.
@@ -134,7 +137,7 @@ def run_ranks(
         fn: A function at the top level of an importable module.
         world_size: Number of processes.
         *args: Further arguments for `fn`, picklable.
-        timeout: Seconds until all ranks are killed and the call fails.
+        timeout: Seconds of a quiet machine until all ranks are killed and the call fails.
         env: Additions to the environment of every rank.
         **kwargs: Keyword arguments for `fn`, picklable.
 
@@ -203,6 +206,18 @@ def launch_ranks(
             if rank.outcome.log:
                 print(f"--- output of rank {rank.number} ---\n{rank.outcome.log}")
     return [rank.outcome for rank in ranks]
+
+
+def slowness() -> float:
+    """How often longer than on a quiet machine something takes now: processes that want to run, for each core."""
+    running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    cores = len(os.sched_getaffinity(0))
+    return min(max(1.0, os.getloadavg()[0] / cores, running / cores), MOST_SLOWNESS)
+
+
+def patient(seconds: float) -> float:
+    """A timeout for a process that is no rank, by the load of now, which may double."""
+    return 2 * seconds * slowness()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -274,20 +289,22 @@ class _Rank:
 
 def _wait(ranks: list[_Rank], timeout: float, seconds_after_error: float | None) -> None:
     """Waits until all ranks have ended; where time runs out, notes what the others are doing."""
-    deadline, reason = time.monotonic() + timeout, f"after {timeout:g} s"
+    seconds_left, reason = timeout, f"after {timeout:g} s"
 
     def hurry(seconds: float, new_reason: str) -> None:
-        nonlocal deadline, reason
-        if time.monotonic() + seconds < deadline:
-            deadline, reason = time.monotonic() + seconds, new_reason
+        nonlocal seconds_left, reason
+        if seconds < seconds_left:
+            seconds_left, reason = seconds, new_reason
 
     running = list(ranks)
     failed: _Rank | None = None
-    while running and (seconds_left := deadline - time.monotonic()) > 0:
+    while running and seconds_left > 0:
+        began = time.monotonic()
         # Ends are awaited too, not only answers: a dead rank's workers may keep its connection open.
         handles: list[Any] = [rank.process.sentinel for rank in running]
         handles += [rank.connection for rank in running if not rank.answered]
-        ready = multiprocessing.connection.wait(handles, seconds_left)
+        ready = multiprocessing.connection.wait(handles, min(seconds_left, TICK_SECONDS))
+        seconds_left -= (time.monotonic() - began) / slowness()
         for rank in [r for r in running if r.process.sentinel in ready or r.connection in ready]:
             rank.read_answer()
             if rank.process.sentinel in ready:
@@ -305,7 +322,7 @@ def _wait(ranks: list[_Rank], timeout: float, seconds_after_error: float | None)
     for rank in running:
         rank.request_stacks()
     if running:
-        time.sleep(LAST_WORDS_SECONDS)
+        time.sleep(LAST_WORDS_SECONDS * slowness())
     for rank in running:
         if rank.outcome.error is None:
             rank.fail(RankTimeoutError(f"rank {rank.number} was still running {reason}\n{rank.read_log()[-4000:]}"))

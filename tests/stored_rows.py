@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from distributed import patient
 
 from hf_pipetransformer.cache.activation_files import FileReader, FileWriter
 from hf_pipetransformer.cache.file_store import FileStore
@@ -64,13 +65,13 @@ class Child:
         sender.close()
 
     def result(self) -> Any:
-        assert self._receiver.poll(SECONDS), "the child hangs"
+        assert self._receiver.poll(patient(SECONDS)), "the child hangs"
         value, error = self._receiver.recv()
         assert error is None, error
         return value
 
     def wait(self) -> int | None:
-        self.process.join(SECONDS)
+        self.process.join(patient(SECONDS))
         return self.process.exitcode
 
     def __enter__(self) -> Child:

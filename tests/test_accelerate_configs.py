@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from distributed import patient
 
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "accelerate_configs"
@@ -43,6 +44,7 @@ def test_files_say_what_the_table_says(name: str) -> None:
     assert (config.main_process_ip is not None) == (config.num_machines > 1)
 
 
+@pytest.mark.slow
 def test_a_recipe_is_launched_with_its_configuration(tmp_path: Path) -> None:
     recipes, folder = ROOT / "recipes", tmp_path / "out"
     command = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={FILES / 'cpu_2.yaml'}"]
@@ -65,7 +67,7 @@ def run_and_leave_nothing(command: list[str], folder: Path, environment: dict[st
         process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, cwd=folder)
     everyone: list[psutil.Process] = []
     try:
-        code = process.wait(LAUNCH_SECONDS)
+        code = process.wait(patient(LAUNCH_SECONDS))
     finally:
         if process.poll() is None:  # they have sessions of their own: no signal to a group reaches them all
             launcher = psutil.Process(process.pid)

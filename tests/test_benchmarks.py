@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed import patient
 
 from harness import Ratio, StepClock, summary_of, take_turns
 
@@ -87,7 +88,7 @@ def test_processes_are_started_and_results_written(tmp_path: Path) -> None:
     mine = {name: value for name, value in os.environ.items() if name != "RANK"}
     environment: dict[str, Any] = {**mine, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script), "--processes", "2", "--out", str(out)]
-    subprocess.run(command, env=environment, check=True, timeout=280, capture_output=True)
+    subprocess.run(command, env=environment, check=True, timeout=patient(280), capture_output=True)
     results = json.loads(out.read_text())
     assert results["processes"] == 2 and results["versions"]["torch"]
     assert all(lines[-1].startswith("weights ") for lines in results["curves"].values())

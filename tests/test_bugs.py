@@ -154,6 +154,7 @@ def train_images(rank: int, world_size: int) -> list[Outcome]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_images_in_flat_patches_are_trained_in_one_micro_batch() -> None:
     """Qwen2-VL's patches have no entry for each sample, so nothing may be cut: not by the probes before the first step
     either."""
@@ -291,6 +292,7 @@ def full_eval(rank: int, world_size: int, cls: type, arguments_cls: type) -> Out
     return outcome_of(trainer)
 
 
+@pytest.mark.slow
 def test_what_is_left_to_the_stock_trainer_trains_as_it_does() -> None:
     """`average_tokens_across_devices` was switched off there, too, and changed the losses."""
     expected = run_ranks(full_eval, 2, Trainer, TrainingArguments)
@@ -320,9 +322,10 @@ def sums_with_skipped_layers(rank: int, world_size: int, folder: str) -> float:
     return sum(float(parameter.detach().double().sum()) for parameter in trainer.model.parameters())
 
 
+@pytest.mark.slow
 def test_replicas_of_one_stage_may_skip_layers_at_random(tmp_path: Path) -> None:
     """DDP was told that each step reaches all parameters, as the probe did, and failed in the second one."""
-    one, other = run_ranks(sums_with_skipped_layers, 2, str(tmp_path), timeout=60)
+    one, other = run_ranks(sums_with_skipped_layers, 2, str(tmp_path))
     assert one == other
 
 
@@ -332,9 +335,10 @@ T5 = Run("seq2seq", samples=64)
 
 def t5_in_micro_batches(rank: int, world_size: int) -> list[Outcome]:
     run = replace(T5, per_device=8)
-    return [outcome_of(pipeline_trainer(run, 2, num_microbatches=number)) for number in (1, 2, 4, 8)]
+    return [outcome_of(pipeline_trainer(run, 2, num_microbatches=number)) for number in (1, 4, 8)]
 
 
+@pytest.mark.slow
 def test_t5_is_exact_with_every_number_of_microbatches() -> None:
     """In float32 four were off by 4e-4: a kink of its ReLU (docs/numerics.md), taken for a fault of the pipeline."""
     expected = run_ranks(reference, 1, T5)[0]
@@ -355,6 +359,7 @@ def activation_bytes(rank: int, world_size: int) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_memory_is_predicted_for_long_rows_where_the_first_are_short() -> None:
     """Two short rows made the first layout seem small, so that no shorter pipeline ever fitted into its memory."""
     short, long = run_ranks(activation_bytes, 2)[0]
@@ -416,6 +421,7 @@ def predictions_in_stages(rank: int, stages: int, folder: str) -> list[list[Any]
     return [predictions(rank, stages, cache, f"{folder}/{cache}") for cache in ("off", "on")]
 
 
+@pytest.mark.slow
 def test_an_input_that_the_loss_keeps_back_counts_where_no_loss_is_computed(tmp_path: Any) -> None:
     """It is no part of the keys, and the model gets it in predictions without labels, on all stages."""
     expected, alone = predictions_in_stages(0, 1, str(tmp_path / "alone"))

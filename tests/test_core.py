@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from core_job import RUN, TABLE
-from distributed import run_ranks
-from selection import slow
+from distributed import patient, run_ranks
 from training_runs import assert_same_training, freezing_reference
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +42,7 @@ def output_of(command: list[str], environment: dict[str, str], folder: Path) -> 
         command,
         env=environment,
         cwd=folder,
-        timeout=SECONDS,
+        timeout=patient(SECONDS),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -66,7 +65,8 @@ def test_each_module_but_the_reports_figures_is_imported_without_the_extras(
     assert "found: []" in output_of([sys.executable, "-c", code], environment, tmp_path)
 
 
-@pytest.mark.parametrize("stages", [1, *slow(2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
 def test_freezing_and_the_cache_need_no_extra(
     stages: int, environment: dict[str, str], free_port: int, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_what_fails_is_recorded_and_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_contact, "LEAST_SECONDS", 0.1)
     wanted = ("machine", "parity", "cache", "overflow")

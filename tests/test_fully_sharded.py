@@ -11,6 +11,7 @@ import pytest
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from distributed import run_ranks, run_ranks_expecting_error
+from selection import slow
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of, pipeline_trainer
@@ -53,7 +54,7 @@ def train(rank: int, world_size: int, folder: str, resumes: bool = False, **opti
     return outcome
 
 
-@pytest.mark.parametrize("policy", [SCHEDULE, ADAPTIVE], ids=["schedule", "adaptive"])
+@pytest.mark.parametrize("policy", [SCHEDULE, *slow(ADAPTIVE)], ids=["schedule", "adaptive"])
 def test_equals_one_process(policy: dict[str, Any], tmp_path: Path) -> None:
     """Layers freeze after the first epoch of two, and again in a training that is resumed within the second one."""
     folder, expected = str(tmp_path), run_ranks(train, 1, str(tmp_path / "one"), **policy)[0]

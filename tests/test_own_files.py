@@ -92,7 +92,7 @@ def as_users(folder: Path, kind: str) -> None:
         folder.symlink_to(elsewhere)
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -222,7 +222,7 @@ def test_several_processes_create_one_folder(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ files in the user's folders
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(60)
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "file")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from distributed import patient
 
 import hf_pipetransformer
 
@@ -29,7 +30,12 @@ def run(code: str, *arguments: str, cwd: Path, path: Path | None = None) -> str:
     others = [entry for entry in sys.path if entry and not Path(entry).is_relative_to(ROOT)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*([str(path)] if path else []), *others])}
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=cwd, env=environment, text=True, capture_output=True, timeout=120
+        [sys.executable, "-c", code, *arguments],
+        cwd=cwd,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=patient(120),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -162,6 +162,7 @@ def interrupted(rank: int, world_size: int, name: str, folder: str) -> list[Outc
     return [outcome_of(pipeline_trainer(run, stages, folder, model=build(name)), checkpoint) for stages in (1, 2)]
 
 
+@pytest.mark.slow
 def test_resumes_from_an_adapter_checkpoint_in_another_layout(tmp_path: Path) -> None:
     for outcomes in run_ranks(interrupted, WORLD, "llama", str(tmp_path)):
         assert_same_training(outcomes, expected("llama"))

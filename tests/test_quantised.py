@@ -76,7 +76,7 @@ def trained(rank: int, world_size: int, base: Base, stages: int, folder: str, **
     return outcome
 
 
-@pytest.mark.parametrize(("base", "stages"), [("stand-in", 2), ("torchao", 2), *slow(("torchao", 1))])
+@pytest.mark.parametrize(("base", "stages"), [("stand-in", 2), *slow(("torchao", 2))])
 def test_equals_one_process(base: Base, stages: int, tmp_path: Path) -> None:
     require(base)
     outcomes = run_ranks(trained, WORLD, base, stages, str(tmp_path))
@@ -88,7 +88,7 @@ def test_equals_one_process(base: Base, stages: int, tmp_path: Path) -> None:
         assert max(outcome.notes["shares"]) < 0.8 if stages == 2 else outcome.notes["shares"][0] == 1.0
 
 
-@pytest.mark.parametrize(("base", "stages"), [("torchao", 2), *slow(("stand-in", 1))])
+@pytest.mark.parametrize(("base", "stages"), [("torchao", 2)])
 def test_frozen_layers_and_their_cache(base: Base, stages: int, tmp_path: Path) -> None:
     """Against one process without the cache."""
     require(base)

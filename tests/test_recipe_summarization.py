@@ -65,7 +65,8 @@ def run(rank: int, world_size: int, folder: str, model_type: str) -> dict[str, f
     )
 
 
-@pytest.mark.parametrize("model_type", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["t5", "bart"])
 def test_from_end_to_end(model_type: str, tmp_path: Path) -> None:
     results, other = run_ranks(run, 2, str(tmp_path), model_type)
     assert results["eval_samples"] == 7

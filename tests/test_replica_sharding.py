@@ -51,8 +51,13 @@ def expected(name: str) -> Outcome:
     ("name", "stages", "options"),
     [
         ("bert", 1, {}),
-        ("llama-tied", 2, {}),
-        *slow(("adafactor", 1, {}), ("adafactor", 2, {}), ("deberta", 2, {}), ("no-accumulation-no-clipping", 1, {})),
+        *slow(
+            ("llama-tied", 2, {}),
+            ("adafactor", 1, {}),
+            ("adafactor", 2, {}),
+            ("deberta", 2, {}),
+            ("no-accumulation-no-clipping", 1, {}),
+        ),
         # without DDP: gradients are averaged after the step
         *slow(("llama-tied", 2, {"token_slices": 2}), ("llama-tied", 2, {"pipeline_schedule": "zbv"})),
     ],

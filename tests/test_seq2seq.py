@@ -200,6 +200,7 @@ def whole_and_resumed(rank: int, world_size: int, folder: str) -> tuple[Outcome,
     return whole, outcome_of(make("t5", world_size, 2, folder, **options), f"{folder}/checkpoint-2")
 
 
+@pytest.mark.slow
 def test_resumed_training_generates_the_same(tmp_path: Path) -> None:
     for whole, outcome in run_ranks(whole_and_resumed, WORLD, str(tmp_path)):
         assert outcome.generated == whole.generated[1:]
@@ -327,6 +328,7 @@ def mixed(rank: int, world_size: int) -> Outcome:
     return outcome_of(make("t5", world_size, 2, "mixed", cls=Mixed, generation_num_beams=1))
 
 
+@pytest.mark.slow
 def test_a_mixin_of_the_users_own() -> None:
     assert_same(run_ranks(mixed, WORLD), expected("t5", 1))
 

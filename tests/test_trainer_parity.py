@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -20,33 +21,39 @@ MODELS_OF_KIND = {
 }
 
 
+def on(world_size: int, run: Run) -> Run:
+    """With the global batch that `WORLD` processes have."""
+    return replace(run, per_device=run.per_device * WORLD // world_size)
+
+
 @cache
 def expected(name: str) -> Outcome:
     return run_ranks(reference, 1, MODELS_OF_KIND[name])[0]
 
 
 IN_SHORT = [
-    ("bert", 4, "1f1b"),
-    ("bert", 1, "1f1b"),
-    ("llama-tied", 2, "gpipe"),
-    ("t5", 2, "1f1b"),
-    ("llama-tied", 2, "interleaved1f1b"),
-    ("bert", 2, "zbv"),
+    ("bert", 4, 4, "1f1b"),
+    ("bert", 2, 1, "1f1b"),
+    ("llama-tied", 2, 2, "gpipe"),
+    ("t5", 4, 2, "1f1b"),
+    ("llama-tied", 2, 2, "interleaved1f1b"),
+    ("bert", 2, 2, "zbv"),
 ]
 """Those of `make test`: each number of stages, each schedule, tied weights, two stacks of layers."""
 IN_FULL = [
-    ("bert-question-answering", 4, "gpipe"),
-    ("gpt2-tied", 2, "zbv"),
-    ("vit", 2, "interleaved1f1b"),
-    ("t5", 4, "gpipe"),
+    ("bert-question-answering", 4, 4, "gpipe"),
+    ("gpt2-tied", 4, 2, "zbv"),
+    ("vit", 4, 2, "interleaved1f1b"),
+    ("t5", 4, 4, "gpipe"),
 ]
 """Each model, too."""
 
 
-@pytest.mark.parametrize(("name", "stages", "schedule"), few([*IN_SHORT, *IN_FULL], *IN_SHORT))
-def test_equals_one_process(name: str, stages: int, schedule: str) -> None:
+@pytest.mark.parametrize(("name", "world_size", "stages", "schedule"), few([*IN_SHORT, *IN_FULL], *IN_SHORT))
+def test_equals_one_process(name: str, world_size: int, stages: int, schedule: str) -> None:
     """Six steps in two epochs: accumulation, clipping, decay groups, warm-up, dynamic padding, an odd last batch."""
-    outcomes = run_ranks(pipeline, WORLD, MODELS_OF_KIND[name], stages, pipeline_schedule=schedule)
+    run = on(world_size, MODELS_OF_KIND[name])
+    outcomes = run_ranks(pipeline, world_size, run, stages, pipeline_schedule=schedule)
     assert expected(name).steps >= 5
     assert_same_training(outcomes, expected(name))
 
@@ -95,7 +102,6 @@ VARIANTS_IN_SHORT = (
     "three-micro-steps",
     "iterable",
     "workers",
-    "fewer-samples-than-pipelines",
 )
 """Those of `make test`, likewise."""
 OTHERS = tuple(name for name in VARIANTS if name not in VARIANTS_IN_SHORT)
@@ -104,7 +110,7 @@ OTHERS = tuple(name for name in VARIANTS if name not in VARIANTS_IN_SHORT)
 def pipelines(rank: int, world_size: int, names: tuple[str, ...], stages: int) -> list[Outcome]:
     """One training after the other."""
     options = {name: {"loss_reduction": "mean"} if name == "own-compute-loss" else {} for name in names}
-    return [pipeline(rank, world_size, VARIANTS[name], stages, **options[name]) for name in names]
+    return [pipeline(rank, world_size, on(world_size, VARIANTS[name]), stages, **options[name]) for name in names]
 
 
 def references(rank: int, world_size: int, names: tuple[str, ...]) -> list[Outcome]:
@@ -112,11 +118,13 @@ def references(rank: int, world_size: int, names: tuple[str, ...]) -> list[Outco
 
 
 @pytest.mark.parametrize(
-    ("stages", "names"), [(2, VARIANTS_IN_SHORT), *slow((4, OTHERS[::2]), (2, OTHERS[1::2]))], ids=["a", "b", "c"]
+    ("world_size", "stages", "names"),
+    [(2, 2, VARIANTS_IN_SHORT), *slow((4, 4, OTHERS[::2]), (4, 2, OTHERS[1::2]))],
+    ids=["a", "b", "c"],
 )
-def test_equals_one_process_with(stages: int, names: tuple[str, ...]) -> None:
+def test_equals_one_process_with(world_size: int, stages: int, names: tuple[str, ...]) -> None:
     (expected,) = run_ranks(references, 1, names)
-    everyone = run_ranks(pipelines, WORLD, names, stages, timeout=250)
+    everyone = run_ranks(pipelines, world_size, names, stages, timeout=250)
     for number, name in enumerate(names):
         print(name)
         assert_same_training([outcomes[number] for outcomes in everyone], expected[number])

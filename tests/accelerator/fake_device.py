@@ -72,7 +72,7 @@ def build() -> Path:
             command = [str(compiler()), "-std=c++20", "-O0", "-w", "-fPIC", "-shared", *(f"-I{i}" for i in includes)]
             command += [str(SOURCE), "-o", str(made), f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}"]
             command += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
-            subprocess.run(command, check=True, timeout=280)
+            subprocess.run(command, check=True, timeout=1200)
             made.replace(library)
     return library
 

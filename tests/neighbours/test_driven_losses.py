@@ -125,6 +125,7 @@ def test_each_equals_one_process(folder: str) -> None:
     assert found[0][-1].notes["hits"] == [0.0, 1.0], "the second epoch reads what the first one has stored"
 
 
+@pytest.mark.slow
 def test_replicas_equal_ddp(folder: str) -> None:
     run = replace(RUN, trainer=ContrastsOnce, samples=4 * ROWS)
     expected = run_ranks(stock, 2, folder, ("plain",), run)[0][0]

@@ -68,7 +68,7 @@ def assert_both_are_named(outcomes: list[RankOutcome], method: str, event: str, 
 
 
 @pytest.mark.parametrize("layout", ["1F1B", *slow("DDP", "ZBV", "lazy")])
-@pytest.mark.parametrize("method", ["evaluate", "save_model", *slow("predict")])
+@pytest.mark.parametrize("method", ["evaluate", *slow("save_model", "predict")])
 def test_on_the_main_process_only(layout: str, method: str, tmp_path: Path) -> None:
     """It takes no timeout: ten minutes here."""
     Run(samples=16).build_model().save_pretrained(tmp_path / "model")
@@ -78,7 +78,7 @@ def test_on_the_main_process_only(layout: str, method: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("event", "other"),
-    [*slow(("on_step_begin", "is in step 3")), ("on_train_end", "is at the end of train()")],
+    slow(("on_step_begin", "is in step 3"), ("on_train_end", "is at the end of train()")),
 )
 def test_wherever_the_others_have_got_to(event: str, other: str, tmp_path: Path) -> None:
     outcomes = launch_ranks(train, 2, "1F1B", event, "evaluate", tmp_path, timeout=SECONDS)
@@ -107,7 +107,7 @@ def trains_and_waits(rank: int, world_size: int, case: str, folder: str) -> None
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("prediction", "rank 0 called evaluate() in Mine.on_prediction_step; rank 1 waits in phase '"),
+        *slow(("prediction", "rank 0 called evaluate() in Mine.on_prediction_step; rank 1 waits in phase '")),
         *slow(("save", "rank 0 saves a checkpoint (control.should_save); rank 1 is in step 2. All processes must")),
         *slow(
             (
@@ -175,6 +175,7 @@ def gone_on(rank: int, world_size: int) -> None:
         watchdog.meet("called evaluate()" if rank == 0 else "called save_model()")
 
 
+@pytest.mark.slow
 def test_two_that_wait_in_different_rounds() -> None:
     for outcome in launch_ranks(gone_on, 2, timeout=60):
         assert type(outcome.error) is ValueError or isinstance(outcome.error, PeerFailedError)

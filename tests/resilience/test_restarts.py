@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributed import patient
 from faults import EVERYONE, Fault, Report
 from test_faults import Recorder, assert_nothing_lost, expected, steps_lost, when
 from training_runs import Outcome
@@ -69,7 +70,7 @@ def run_job(commands: Sequence[list[str]], folder: Path, fault: Fault, timeout: 
                 )
             )
     try:
-        codes = [process.wait(timeout) for process in jobs]
+        codes = [process.wait(patient(timeout)) for process in jobs]
     finally:
         for process in jobs:
             with suppress(ProcessLookupError):

@@ -12,7 +12,7 @@ from distributed import run_ranks, run_ranks_expecting_error
 
 from hf_pipetransformer.resilience.stores import ADDRESS, use_fresh_store, wait_for_connections
 
-SECONDS = timedelta(seconds=10)
+SECONDS = timedelta(seconds=120)
 LAUNCHED = {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
