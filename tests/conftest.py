@@ -113,21 +113,21 @@ bound finds is an attempt that waits for something: a name server, a port, a tim
 """
 
 
-def _noted(config, name):
-    """What the tests have recorded under a name, each with the test's own name."""
+def _faults(config):
+    """What the tests have recorded of each fault."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     reports = [report for reports in reporter.stats.values() for report in reports] if reporter is not None else []
     return [
-        (report.nodeid.partition("::")[2], json.loads(value))
+        json.loads(value)
         for report in reports
         for key, value in getattr(report, "user_properties", [])
-        if key == name and report.when == "call"
+        if key == "fault" and report.when == "call"
     ]
 
 
 def _times(config):
     """(what, seconds, bound) of all faults together."""
-    faults = [row for _, row in _noted(config, "fault")]
+    faults = _faults(config)
     kills = [row for row in faults if row["fault"].startswith("kill")]
     ended = [row["seconds_until_all_ended"] for row in kills if "restarts" not in row]  # a launcher adds its own
     recovered = [row.get("without_imports", row["seconds_to_recover"]) for row in kills]
@@ -153,19 +153,12 @@ def pytest_sessionfinish(session):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Tables of the faults that were put into trainings, of the fuzz's counts and of the long run."""
-    faults = [row for _, row in _noted(config, "fault")]
+    """A table of the faults that were put into trainings."""
+    faults = _faults(config)
     _print_table(terminalreporter, f"{len(faults)} faults", faults)
     for what, seconds, bound in _times(config):
         verdict = "" if seconds <= bound else "  TOO SLOW"
         terminalreporter.line(f"{what}: {seconds:.2f} s (at most {bound:g} s){verdict}")
-    counts = [{"test": test, **row} for test, row in _noted(config, "fuzz")]
-    examples = sum(row["examples"] for row in counts)
-    _print_table(terminalreporter, f"{examples} examples of arguments", counts)
-    for _, soak in _noted(config, "soak"):
-        ranks = soak.pop("ranks")
-        _print_table(terminalreporter, "the long run", [{"rank": rank, **row} for rank, row in enumerate(ranks)])
-        terminalreporter.line(", ".join(f"{name}: {value}" for name, value in soak.items()))
 
 
 def _print_table(reporter, title, rows):

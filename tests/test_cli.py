@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from selection import few
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 import hf_pipetransformer
@@ -178,36 +176,3 @@ def test_version() -> None:
     result = run("version")
     assert result.exit_code == 0
     assert result.stdout.strip() == __version__
-
-
-# -- placeholders --------------------------------------------------------------------------------------------------
-
-TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
-
-
-def test_placeholders_stay_tied_and_take_one_element() -> None:
-    model = placeholder_model.build_placeholder_model(
-        LlamaConfig(**TINY, tie_word_embeddings=True), placeholder_model.transformers.LlamaForCausalLM
-    )
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    for parameter in model.parameters():
-        assert parameter.untyped_storage().nbytes() == parameter.element_size()
-        assert parameter.requires_grad
-    assert not any(buffer.is_meta for buffer in model.buffers())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_placeholder_products_equal_products(dtype: torch.dtype) -> None:
-    left = torch.randn(2, 3, 5, dtype=dtype)
-    placeholder = torch.full((), 0.3, dtype=dtype).expand(7, 5)
-    bias = torch.randn(7, dtype=dtype)
-    expected = torch.nn.functional.linear(left, placeholder.contiguous(), bias)
-    batched = left @ placeholder.t().contiguous()
-    with placeholder_model.GhostProducts(), FlopCounterMode(display=False) as counter:
-        result = torch.nn.functional.linear(left, placeholder, bias)
-        flops = counter.get_total_flops()
-        torch.testing.assert_close(left @ placeholder.t(), batched)
-        torch.testing.assert_close(torch.bmm(left, placeholder.t().expand(2, 5, 7)), batched)
-    torch.testing.assert_close(result, expected)
-    assert result.is_contiguous()
-    assert flops == 2 * 6 * 5 * 7

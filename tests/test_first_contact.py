@@ -66,12 +66,6 @@ def test_what_fails_is_recorded_and_does_not_stop_the_others(tmp_path: Path, mon
     assert results["date"] and results["options"]["minutes"] == 0.4
 
 
-def test_steps_without_time_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, results = run_with(monkeypatch, tmp_path, "--minutes", "0.001", "--steps", "cache", "overflow")
-    assert code == 1
-    assert {step["status"] for step in results["steps"].values()} == {"skipped"}
-
-
 # ---------------------------------------------------------------------------------------------------------
 # All steps
 # ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,7 +206,7 @@ def combinations(draw: st.DrawFn) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("four_processes")
 @pytest.mark.slow
-def test_combinations_are_accepted_or_refused_by_name(record_property: Callable[[str, object], None]) -> None:
+def test_combinations_are_accepted_or_refused_by_name() -> None:
     """Accepted ones survive the way to a file and back."""
     counts: Counter[str] = Counter()
 
@@ -228,7 +227,7 @@ def test_combinations_are_accepted_or_refused_by_name(record_property: Callable[
         assert again.to_json_string() == arguments.to_json_string()
 
     check()
-    _report(counts, record_property)
+    print(dict(counts))
     assert min(counts["refused"], counts["accepted"]) > counts["examples"] / 10
 
 
@@ -424,13 +423,7 @@ def _told(case: Case, processes: int, outcomes: list[RankOutcome]) -> str:
     return f"{case} on {processes}:\n{errors}"
 
 
-def _report(counts: Counter[str], record_property: Callable[[str, object], None]) -> None:
-    text = json.dumps(counts)
-    record_property("fuzz", text)
-    print(text)
-
-
-def check_cases(seeds: range, processes: int, record_property: Callable[[str, object], None]) -> None:
+def check_cases(seeds: range, processes: int) -> None:
     counts: Counter[str] = Counter({"examples": len(seeds)})
     failures: list[str] = []
     for seed in seeds:
@@ -438,7 +431,7 @@ def check_cases(seeds: range, processes: int, record_property: Callable[[str, ob
             counts.update(verdict_on(case_of(seed), processes))
         except AssertionError as error:
             failures.append(f"seed {seed}: {error}")
-    _report(counts, record_property)
+    print(dict(counts))
     assert not failures, "\n\n".join(failures)
     assert counts["trained"] and counts["froze"] and counts["refused"]
     assert counts["trained"] + counts["froze"] >= LEAST_TRAINED * len(seeds)
@@ -446,18 +439,18 @@ def check_cases(seeds: range, processes: int, record_property: Callable[[str, ob
 
 @pytest.mark.parametrize(("processes", "seeds"), [(1, range(103, 110)), (2, range(108, 114))], ids=["1", "2"])
 @pytest.mark.slow
-def test_what_is_accepted_trains(processes: int, seeds: range, record_property: Callable[[str, object], None]) -> None:
-    check_cases(seeds, processes, record_property)
+def test_what_is_accepted_trains(processes: int, seeds: range) -> None:
+    check_cases(seeds, processes)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("first", range(100, 200, 25))
-def test_many_that_are_accepted_train(first: int, record_property: Callable[[str, object], None]) -> None:
-    check_cases(range(first, first + 25), 2, record_property)
+def test_many_that_are_accepted_train(first: int) -> None:
+    check_cases(range(first, first + 25), 2)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(1200)
-def test_many_that_are_accepted_train_on_one_process(record_property: Callable[[str, object], None]) -> None:
-    check_cases(range(500, 540), 1, record_property)
+def test_many_that_are_accepted_train_on_one_process() -> None:
+    check_cases(range(500, 540), 1)

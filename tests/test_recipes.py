@@ -25,6 +25,31 @@ def test_same_seed_same_sentences_other_seed_others():
     assert first != generated_data.generate_splits(50, 20, seed=4)
 
 
+def read_label(sentence):
+    """Reads a generated sentence back, by the rules in the module's docstring, written independently of it."""
+    _, found, rest = sentence.partition(" yet ")
+    sentence = rest if found else sentence
+    clauses = [sentence]
+    weights = [1]
+    for join, weight in ((" but the ", 3), (" and the ", 1)):
+        if join in sentence:
+            clauses, weights = sentence.split(join), [1, weight]
+    total = 0.0
+    for clause, weight in zip(clauses, weights, strict=True):
+        words = clause.split()
+        score = 2.0 if words[-1] in generated_data.POSITIVE else -2.0
+        score *= -1 if set(words) & set(generated_data.NEGATIONS) else 1
+        score *= 2.0 if set(words) & set(generated_data.STRONGER) else 1
+        score *= 0.5 if set(words) & set(generated_data.WEAKER) else 1
+        total += weight * score
+    return int(total > 0)
+
+
+def test_labels_follow_from_the_sentences():
+    split = generated_data.generate_splits(500, 1)["train"]
+    assert [read_label(sentence) for sentence in split["sentence"]] == split["label"]
+
+
 # ---------------------------------------------------------------- metrics
 
 

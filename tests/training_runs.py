@@ -143,6 +143,10 @@ def outcome_of(trainer: Trainer, resume_from_checkpoint: str | None = None) -> O
     )
 
 
+def losses_of(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
 

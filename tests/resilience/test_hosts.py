@@ -142,15 +142,6 @@ def test_accelerate_restarts_two_hosts_once(hosts: Hosts, tmp_path: Path, record
     check(tmp_path, output, fault, record_property, "accelerate, 2 hosts")
 
 
-@pytest.mark.parametrize("hosts", [3], indirect=True)
-def test_three_hosts_restart_once(hosts: Hosts, tmp_path: Path, record_property: Recorder) -> None:
-    """Of two processes each: three stages over two hosts, then two inside each of them, then one."""
-    fault = Fault("kill", 4, "step", 3)
-    output = run_job(hosts.torchrun(2), tmp_path, fault, timeout=280)
-    assert_named(output, fault)
-    check(tmp_path, output, fault, record_property, "torchrun, 3 hosts", expected(6))
-
-
 @pytest.mark.parametrize("hosts", [2], indirect=True)
 def test_two_hosts_that_are_told_to_end_save_one_checkpoint(
     hosts: Hosts, tmp_path: Path, record_property: Recorder
@@ -184,13 +175,6 @@ def test_each_host_has_a_store_of_its_own_that_outlives_a_fault(
         assert sum(path.stat().st_size for path in store.glob("002-*/*")) > 0
     # of the epoch before the last, which the fault was in: what had been put was found by the next attempt
     assert final_report(tmp_path).hit_rates[-1] > 0.85
-
-
-@pytest.mark.parametrize("hosts", [2], indirect=True)
-def test_a_slow_host_changes_nothing(hosts: Hosts, tmp_path: Path) -> None:
-    limit = ["root", "tbf", "rate", "20mbit", "burst", "32kbit", "latency", "400ms"]
-    hosts.run(1, "tc", "qdisc", "add", "dev", "eth0", *limit)
-    assert_trains(hosts.torchrun(2), tmp_path)
 
 
 @pytest.mark.parametrize("hosts", [2], indirect=True)
