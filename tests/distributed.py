@@ -210,9 +210,7 @@ def launch_ranks(
 
 def slowness() -> float:
     """How often longer than on a quiet machine something takes now: processes that want to run, for each core."""
-    running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
-    cores = len(os.sched_getaffinity(0))
-    return min(max(1.0, os.getloadavg()[0] / cores, running / cores), MOST_SLOWNESS)
+    return min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), MOST_SLOWNESS)
 
 
 def patient(seconds: float) -> float:

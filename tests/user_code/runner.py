@@ -18,35 +18,28 @@ one batch: the reference. Verdicts:
     hang                 a process had not ended after `--deadline` seconds
     no reference         the stock Trainer itself fails: the case is wrong
 
-The command starts itself under torchrun. Each of torchrun's processes imports everything once; every case
-then runs in forks of them, so that one which hangs or dies leaves the next alone.
+The ranks of a case are those of `tests/distributed.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import gc
+import io
 import json
 import logging
 import os
-import pickle
-import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from distributed import RankOutcome, RankTimeoutError, launch_ranks
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
@@ -75,12 +68,19 @@ from .kit import (
 from .pages import line_of, write_page
 from .verdicts import DIED, Entry, Finding, Outcome, judge
 
-WORLD = 2
 DEADLINE_S = 60.0
 GRACE_S = 8.0
 """For the other processes, once one has failed."""
 PACKAGE = str(Path(hf_pipetransformer.__file__).parent)
-LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+LAUNCHERS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -209,199 +209,60 @@ def _loss_of_finished(trainer: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------
 
 
-class _Fork:
-    """A function in a fork of this process; its result comes by a file."""
-
-    def __init__(self, function: Callable[[], Outcome], environment: dict[str, str | None], answer: Path) -> None:
-        self.answer, self.log = answer, answer.with_suffix(".log")
-        self.pid = os.fork()
-        if not self.pid:
-            self._child(function, environment)
-
-    def _child(self, function: Callable[[], Outcome], environment: dict[str, str | None]) -> None:
-        code = 1
-        try:
-            os.setpgid(0, 0)
-            for name, value in environment.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
-            with open(self.log, "w", buffering=1) as stream:
-                os.dup2(stream.fileno(), 1)
-                os.dup2(stream.fileno(), 2)
-                faulthandler.enable(stream)
-                faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
-                part = self.answer.with_suffix(".part")
-                part.write_bytes(pickle.dumps(function()))
-                part.rename(self.answer)
-                sys.stdout.flush()
-                code = 0
-        finally:
-            os._exit(code)
-
-    @property
-    def has_ended(self) -> bool:
-        if self.pid and os.waitpid(self.pid, os.WNOHANG)[0]:
-            self.pid = 0
-        return not self.pid
-
-    def outcome(self) -> Outcome:
-        """What it returned; a hang or a death as an outcome."""
-        if self.answer.exists():
-            return pickle.loads(self.answer.read_bytes())
-        log = self.log.read_text(errors="replace")[-12000:] if self.log.exists() else ""
-        if not self.has_ended:
-            return Outcome(error="it was still running", trace=log, is_hang=True)
-        return Outcome(error=DIED, trace=log)
-
-    def kill(self) -> None:
-        if not self.has_ended:
-            os.kill(self.pid, signal.SIGUSR1)
-            time.sleep(0.3)
-            os.killpg(self.pid, signal.SIGKILL)
-
-    def reap(self) -> None:
-        if self.pid:
-            os.waitpid(self.pid, 0)
-            self.pid = 0
+class _Failed(Exception):
+    """Carries the outcome of a rank that failed, so that the others are not waited for."""
 
 
-def serve(rank: int, world_size: int, entries: Sequence[Entry], deadline_s: float = DEADLINE_S) -> list[Finding]:
-    """Run cases one after the other, each in forks of `WORLD` processes that a launcher has started.
+def train(rank: int, world_size: int, entry: Entry, folder: str, tape: Tape | None) -> Outcome:
+    """One rank of a case; with a tape, its reference."""
+    case, layout = CASES[entry[0]], LAYOUTS[entry[1]]
+    if world_size == 1:
+        for name in LAUNCHERS:
+            os.environ.pop(name, None)
+    setting = Setting(layout, rank, tape is not None, Path(folder), tape or Tape())
+    outcome = run_job(case, setting)
+    if outcome.error:
+        raise _Failed(outcome)
+    return outcome
 
-    Collective over these. Nothing distributed may have been begun in them.
 
-    Returns:
-        On rank 0 the findings, on others nothing.
-    """
-    timeout = timedelta(hours=1)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    control = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    if rank == 0:
-        control.set("folder", tempfile.mkdtemp(prefix="user-code-"))
-    folder = Path(control.get("folder").decode())
-    torch.set_num_threads(1)
-    if entries:
-        _warm_up(folder)
-    gc.collect()
-    gc.freeze()
+def _launch(entry: Entry, world_size: int, folder: str, deadline_s: float, tape: Tape | None = None) -> list[Outcome]:
+    with redirect_stdout(io.StringIO()):  # a finding has what matters of the logs
+        ranks = launch_ranks(train, world_size, entry, folder, tape, timeout=deadline_s, seconds_after_error=GRACE_S)
+    return [_outcome_of(rank) for rank in ranks]
+
+
+def _outcome_of(rank: RankOutcome) -> Outcome:
+    if isinstance(rank.error, _Failed):
+        return rank.error.args[0]
+    if isinstance(rank.error, RankTimeoutError):
+        return Outcome(error="it was still running", trace=rank.log[-12000:], is_hang=True)
+    if rank.error is not None:
+        return Outcome(error=DIED, trace=rank.log[-12000:])
+    return rank.value
+
+
+def examine(entries: Sequence[Entry], deadline_s: float = DEADLINE_S, is_verbose: bool = False) -> list[Finding]:
+    """Train cases, one after the other, and compare each with its reference."""
     known: dict[str, Outcome] = {}
     findings = []
-    for number, entry in enumerate(entries):
-        finding = _serve_one(rank, number, entry, control, folder / str(number), known, deadline_s)
-        if finding is not None:
-            findings.append(finding)
-            if os.environ.get("USER_CODE_VERBOSE"):
-                print(line_of(finding), flush=True)
-    control.add("ended", 1)
-    if rank == 0:
-        while control.add("ended", 0) < world_size:
-            time.sleep(0.01)
-        shutil.rmtree(folder, ignore_errors=True)
+    for entry in entries:
+        case, layout, started = CASES[entry[0]], LAYOUTS[entry[1]], time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="user-code-") as folder:
+            ranks = _launch(entry, layout.world, folder, deadline_s)
+            # one reference serves all layouts without freezing; what is replayed is known when the ranks have ended
+            what = case.name + (layout.name if layout.freezes else "")
+            reference: Outcome | None = known.get(what)
+            if case.is_taped:
+                drawn = ranks[0].drawn if not ranks[0].error else []
+                reference = _launch(entry, 1, folder, deadline_s, Tape(drawn))[0] if drawn else None
+            elif reference is None:
+                reference = known[what] = _launch(entry, 1, folder, deadline_s, Tape())[0]
+        findings.append(judge(case, layout, reference, ranks))
+        findings[-1].seconds = time.monotonic() - started
+        if is_verbose:
+            print(line_of(findings[-1]), flush=True)
     return findings
-
-
-def _warm_up(folder: Path) -> None:
-    """What is imported late is imported before the forks."""
-    saved = {name: os.environ.pop(name) for name in LAUNCHERS if name in os.environ}
-    make = Case("", "", "", lambda _: Job(options={"max_steps": 1}), (), "", "", False, 0.0, False)
-    outcome = run_job(make, Setting(LAYOUTS["one"], 0, True, folder, Tape()))
-    assert not outcome.error, outcome.trace
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    os.environ.update(saved)
-
-
-def _serve_one(
-    rank: int, number: int, entry: Entry, control: Any, folder: Path, known: dict[str, Outcome], deadline_s: float
-) -> Finding | None:
-    case, layout = CASES[entry[0]], LAYOUTS[entry[1]]
-    started, store = time.monotonic(), None
-    if rank == 0:
-        folder.mkdir()
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        control.set(f"{number}/port", str(store.port))
-    port = control.get(f"{number}/port").decode()
-    alone: dict[str, str | None] = dict.fromkeys(LAUNCHERS)
-    launched: dict[str, str | None] = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(layout.world),
-        "LOCAL_WORLD_SIZE": str(layout.world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-
-    def fork(tape: Tape, is_reference: bool) -> _Fork:
-        setting = Setting(layout, 0 if is_reference else rank, is_reference, folder, tape)
-        environment = launched if layout.world > 1 and not is_reference else alone
-        answer = folder / ("reference.pkl" if is_reference else f"{rank}.pkl")
-        return _Fork(lambda: run_job(case, setting), environment, answer)
-
-    forks = []
-    if rank < layout.world:
-        forks.append(fork(Tape(), False))
-    # one reference serves all layouts without freezing; what is replayed is known only when the ranks have ended
-    what = case.name + (layout.name if layout.freezes else "")
-    if rank == 0 and not case.is_taped and what not in known:
-        forks.append(fork(Tape(), True))
-    _wait(forks, control, f"{number}/failed", started + deadline_s)
-    control.add(f"{number}/ended", 1)
-    if rank > 0:
-        return None
-    while control.add(f"{number}/ended", 0) < WORLD:
-        time.sleep(0.002)
-    outcomes = [_read(folder / f"{r}.pkl") for r in range(layout.world)]
-    if case.is_taped:
-        drawn = outcomes[0].drawn if not outcomes[0].error else []
-        forks = [fork(Tape(drawn), True)] if drawn else []
-        _wait(forks, control, f"{number}/reference", time.monotonic() + deadline_s)
-        reference = _read(folder / "reference.pkl") if drawn else None
-    else:
-        if what not in known:
-            known[what] = _read(folder / "reference.pkl")
-        reference = known[what]
-    finding = judge(case, layout, reference, outcomes)
-    finding.seconds = time.monotonic() - started
-    shutil.rmtree(folder, ignore_errors=True)
-    return finding
-
-
-def _read(answer: Path) -> Outcome:
-    return pickle.loads(answer.read_bytes())
-
-
-def _wait(forks: list[_Fork], control: Any, failed: str, deadline: float) -> None:
-    """Until all have ended, are over the deadline, or have been left alone by a failed one for `GRACE_S`."""
-    last_look, has_told = time.monotonic(), False
-    while sum(fork.has_ended for fork in forks) < len(forks):  # asks each: the ended are to be reaped
-        now = time.monotonic()
-        if now > deadline:
-            break
-        if now - last_look > 0.25:
-            last_look = now
-            if control.check([failed]):
-                deadline = min(deadline, now + GRACE_S)
-                failed = failed + " "  # looked for once
-        if not has_told and any(fork.has_ended and fork.outcome().error for fork in forks):
-            control.set(failed.strip(), "1")
-            has_told = True
-        time.sleep(0.003)
-    for fork in forks:
-        was_running = not fork.has_ended
-        fork.kill()
-        fork.reap()
-        if not fork.answer.exists():
-            outcome = fork.outcome()
-            if was_running:
-                outcome.error, outcome.is_hang = "it was still running", True
-            fork.answer.write_bytes(pickle.dumps(outcome))
-    if not has_told and any(fork.outcome().error for fork in forks):
-        control.set(failed.strip(), "1")
 
 
 def entries_of(words: Sequence[str] = (), groups: Sequence[str] = GROUPS) -> list[Entry]:
@@ -424,16 +285,8 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for a case")
     parser.add_argument("--groups", nargs="*", choices=GROUPS, default=GROUPS)
     options = parser.parse_args()
-    if "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD)]
-        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", **os.environ}
-        sys.exit(subprocess.run([*launcher, "-m", "tests.user_code", *sys.argv[1:]], env=environment).returncode)
-    os.environ["USER_CODE_VERBOSE"] = "1"
-    rank = int(os.environ["RANK"])
     started = time.monotonic()
-    findings = serve(rank, int(os.environ["WORLD_SIZE"]), entries_of(options.only, options.groups), options.deadline)
-    if rank > 0:
-        return
+    findings = examine(entries_of(options.only, options.groups), options.deadline, is_verbose=True)
     for finding in findings:
         if options.verbose and not finding.is_expected:
             print(f"\n--- {finding.case} [{finding.layout}]: {finding.verdict}\n{finding.reason}\n{finding.trace}")
