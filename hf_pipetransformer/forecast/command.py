@@ -1,35 +1,30 @@
 """The `hf-pipetransformer plan` command: a forecast from a model's name and a few numbers.
 
 configuration -> placeholders -> workload ─┐
-device table, or this machine ───────┴-> machine -> forecast
+device table ────────────────────────┴-> machine -> forecast
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import psutil
 import torch
 from transformers import PreTrainedModel
 
 from ..cache.file_store import USABLE_DISK
 from ..freezing.policies import FreezePolicy, make_policy
-from ..pipeline.devices import USABLE_MEMORY, memory_budget
+from ..pipeline.devices import USABLE_MEMORY
 from ..planning.layout import Layout
-from .device_table import GIB, CacheHost, device_named
+from .device_table import GIB, device_named
 from .forecast import Job, Machine, forecast
 from .forecast_text import as_values
 from .frozen_modules import estimate
-from .local_profile import ROWS_TO_TIME, Subject, accelerator_type, profile_here
 from .placeholder_model import build_placeholder_model, load_config, model_class
 from .workload import Workload, measure_workload
 
-PROFILES = ("analytic", "cpu", accelerator_type())
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DEFAULT_DEVICE = "a100-80g"
 
@@ -39,34 +34,20 @@ class MachineOptions:
     """The options of `hf-pipetransformer plan` about the machine; see there.
 
     Raises:
-        ValueError: a value is unknown or out of range, or two of them contradict each other.
+        ValueError: a value is out of range.
     """
 
-    profile: str = "analytic"
-    device: str | None = None
+    device: str = DEFAULT_DEVICE
     efficiency: float | None = None
     memory_gib: float | None = None
     disk_gib: float | None = None
 
     def __post_init__(self) -> None:
-        if self.profile not in PROFILES:
-            raise ValueError(f"profile is {self.profile!r}, but must be one of {', '.join(PROFILES)}.")
-        for name in ("device", "efficiency"):  # these apply to the device table only
-            value = getattr(self, name)
-            if value is not None and self.profile != "analytic":
-                raise ValueError(
-                    f"{name} is {value!r}, but profile={self.profile!r} times the model on this machine. Remove one of"
-                    " the two options."
-                )
         for name, most in (("efficiency", 1.0), ("memory_gib", None), ("disk_gib", None)):
             value = getattr(self, name)
             if value is not None and not (value > 0 and (most is None or value <= most)):
                 at_most = f" and at most {most:g}" if most else ""
                 raise ValueError(f"{name} is {value}, but must be above 0{at_most}.")
-
-    def with_disk(self, host: CacheHost) -> CacheHost:
-        """Return the host with the disk that is asked for."""
-        return host if self.disk_gib is None else replace(host, disk_bytes=self.disk_gib * GIB * USABLE_DISK)
 
 
 def answer(
@@ -93,11 +74,7 @@ def answer(
     cls = model_class(config, task)
     model = build_placeholder_model(config, cls)
     workload = measure_workload(model, seq)
-    if options.profile == "analytic":
-        machine, assumed = _from_table(options, job, workload)
-    else:
-        rows = min(job.rows_per_device, ROWS_TO_TIME)
-        machine, assumed = _measured_here(options, job, Subject(config, cls, options.profile, rows, workload))
+    machine, assumed = _from_table(options, job, workload)
     if not workload.tokens_matter and seq is not None:
         assumed = ["samples have the size of the configuration; --seq does not matter for this model", *assumed]
     result = forecast(job, workload, machine)
@@ -108,9 +85,7 @@ def answer(
         f"{type(model).__name__}: {parameters:,} parameters, {len(workload.unit_costs)} layers; {job.num_devices}"
         f" devices, {job.batch} {size} a step, {job.num_epochs} epochs of {job.num_samples:,} samples"
     )
-    values = as_values(result, type(model).__name__, options.profile, assumed)
-    if frozen and options.profile != "analytic":
-        raise ValueError(f"frozen_module is estimated from the device table, but profile is {options.profile!r}.")
+    values = as_values(result, type(model).__name__, assumed)
     if frozen:
         values["frozen_modules"] = estimate(model, frozen, workload.tokens, job, machine)
     return title, values
@@ -151,12 +126,15 @@ def number_or_auto(name: str, text: str) -> int | Literal["auto"]:
 
 
 def _from_table(options: MachineOptions, job: Job, workload: Workload) -> tuple[Machine, list[str]]:
-    device = device_named(options.device or DEFAULT_DEVICE)
+    device = device_named(options.device)
+    host = device.host
+    if options.disk_gib is not None:
+        host = replace(host, disk_bytes=options.disk_gib * GIB * USABLE_DISK)
     device = replace(
         device,
         efficiency=options.efficiency or device.efficiency,
         memory_bytes=device.memory_bytes if options.memory_gib is None else options.memory_gib * GIB,
-        host=options.with_disk(device.host),
+        host=host,
     )
     times, budget = device.times(workload.unit_costs, job.num_devices), int(device.memory_bytes * USABLE_MEMORY)
     return Machine(times, budget, device.devices_per_node, device.host, device), [
@@ -168,25 +146,6 @@ def _from_table(options: MachineOptions, job: Job, workload: Workload) -> tuple[
         f" {device.host.read_bytes_per_second / 1e9:,.0f} GB/s a node from memory, at"
         f" {device.host.disk_bytes_per_second / 1e9:,.0f} GB/s from disk (estimates)",
     ]
-
-
-def _measured_here(options: MachineOptions, job: Job, subject: Subject) -> tuple[Machine, list[str]]:
-    profile = profile_here(subject, job.num_devices)
-    budget = memory_budget(torch.device(subject.device_type), profile.processes)
-    if options.memory_gib is not None:
-        budget = int(options.memory_gib * GIB * USABLE_MEMORY)
-    speed, disk = profile.read_bytes_per_second, shutil.disk_usage(os.getcwd()).free * USABLE_DISK
-    host = options.with_disk(CacheHost(speed, speed, float(psutil.virtual_memory().available), disk))
-    assumed = [
-        f"times measured here, {profile.processes} processes at once, on {subject.rows} samples with random weights"
-    ]
-    if profile.processes < job.num_devices:
-        assumed.append(
-            f"only {profile.processes} of {job.num_devices} processes run here: all are taken to be as fast, on nodes"
-            f" of {profile.processes}, and their gradients' reduction to be as fast as "
-            + ("here" if profile.processes > 1 else "nothing: there is no other device to measure it with")
-        )
-    return Machine(profile.times, budget, profile.processes, host), assumed
 
 
 def _assumed_of_precision(model: PreTrainedModel) -> str:

@@ -1,7 +1,6 @@
 """Data of accelerators that are not available here: arithmetic, memory, links.
 
-Peak performance, memory and links come from the vendors' data sheets. Estimates are marked as such; `--profile cuda`
-measures instead.
+Peak performance, memory and links come from the vendors' data sheets. Estimates are marked as such.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Device:
     def times(self, unit_costs: Sequence[UnitCost], world_size: int) -> ModelTimes:
         """Predict how long the parts of a model take on this device, from their FLOPs.
 
-        A backward takes two forwards. The part before the units counts as part of the first unit, as its FLOPs do.
+        The part before the units counts as part of the first unit, as its FLOPs do.
 
         Args:
             unit_costs: costs of the model's units.
@@ -80,7 +79,7 @@ class Device:
         speed = self.flops_per_second * self.efficiency
 
         def part(flops: float, fixed: float) -> PartTimes:
-            return PartTimes(Seconds(fixed, flops / speed), Seconds(2 * fixed, 2 * flops / speed))
+            return PartTimes.of_forward(Seconds(fixed, flops / speed))
 
         slowest_link = self.link_bytes_per_second
         if world_size > self.devices_per_node:
@@ -121,6 +120,6 @@ def device_named(name: str) -> Device:
     if name not in DEVICES:
         raise ValueError(
             f"device={name!r} is not in the device table, which contains {', '.join(DEVICES)}. Use the most similar"
-            " one and set memory_gib and efficiency, or measure on the machine itself with profile='cuda'."
+            " one and set memory_gib and efficiency."
         )
     return DEVICES[name]

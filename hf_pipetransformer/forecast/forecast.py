@@ -11,16 +11,16 @@ FLOPs. All of them are layouts (`planning.layout`), and their steps and memory a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from ..freezing.policies import FreezePolicy
 from ..freezing.schedule_cost import frozen_in_epochs
-from ..planning.costs import UnitCost, step_flops
+from ..planning.costs import step_flops
 from ..planning.layout import AUTO, Layout
-from ..planning.planner import ConsideredSchedule, Planner, Request
+from ..planning.planner import Planner, Request
 from ..planning.predictions import CostModel, is_worth_loading
 from ..planning.timeline import StepPrediction
 from ..planning.unit_times import ModelTimes
@@ -46,7 +46,7 @@ class Job:
         pipeline_parallel_size: K, or "auto".
         is_elastic: whether the layers are repacked into fewer stages after a freeze.
         caches: whether frozen layers' outputs are cached.
-        schedule: name of the schedule, or "auto".
+        schedule: name of the schedule.
         num_microbatches: M, or "auto".
         replica_sharding: what the replicas of a stage divide among them, or "auto"; nothing in the comparison with
             plain DDP.
@@ -116,7 +116,7 @@ class Machine:
         memory_budget_bytes: memory that a stage may use on a device; None if unknown, in which case everything fits.
         devices_per_node: number of devices that share a cache.
         host: resources of a node for the cache.
-        device: the device from whose table entry `times` was derived; None if it was measured.
+        device: the device from whose table entry `times` was derived, if it was.
     """
 
     times: ModelTimes
@@ -124,10 +124,6 @@ class Machine:
     devices_per_node: int
     host: CacheHost
     device: Device | None = None
-
-    def with_devices(self, num_devices: int, unit_costs: Sequence[UnitCost]) -> Machine:
-        """Return the same machine with another number of devices."""
-        return self if self.device is None else replace(self, times=self.device.times(unit_costs, num_devices))
 
     def num_nodes(self, num_devices: int) -> int:
         """Return the number of nodes that have so many devices."""
@@ -202,11 +198,6 @@ class Step:
         }
         return {part: value / self.seconds for part, value in seconds.items()}
 
-    @property
-    def limit(self) -> str:
-        """The activity that takes most of a step."""
-        return max(self.shares, key=lambda part: self.shares[part])
-
 
 @dataclass(frozen=True)
 class Forecast:
@@ -250,11 +241,6 @@ class Forecast:
         """What the sharding and the first layout were chosen from; nothing if the sharding was given."""
         considered = self.planner.considered if self.job.replica_sharding == AUTO else ()
         return [self.step_in(each) for each in considered]
-
-    @property
-    def schedule_choice(self) -> list[tuple[Step, ConsideredSchedule]]:
-        """What the first layout's schedule was chosen from; nothing if it was given, or if there is one stage."""
-        return [(self.step_in(each.layout), each) for each in self.planner.schedule_choice]
 
     def step_in(self, layout: Layout) -> Step:
         """Return a step of this training under a layout, without the cache."""
@@ -314,16 +300,6 @@ def forecast(job: Job, workload: Workload, machine: Machine) -> Forecast:
         max(live),
         cache_off,
     )
-
-
-def forecast_seconds(job: Job, workload: Workload, machine: Machine) -> float | None:
-    """Predict the seconds of a training, without the comparisons; None if it does not fit.
-
-    Raises:
-        ValueError: no layout is possible, as in `Planner`.
-    """
-    steps = _Course(job, workload, machine.with_devices(job.num_devices, workload.unit_costs)).run()[0]
-    return job.steps_per_epoch * sum(step.seconds for step in steps) if steps[0].fits else None
 
 
 def _plain_steps(job: Job, workload: Workload, machine: Machine, k: int) -> dict[str, Step]:

@@ -82,10 +82,11 @@ def test_shares_add_up_and_name_the_limit() -> None:
     slow = made(2, 3, SchedulePolicy({1: 10}), on=machine(host=CacheHost(1.0, 1.0)))  # 10 s a sample, two readers
     for step in slow.epochs:
         assert sum(step.shares.values()) == pytest.approx(1)
-    assert [step.limit for step in slow.epochs] == ["active layers", "frozen layers", "frozen layers"]
+    most = lambda step: max(step.shares, key=step.shares.__getitem__)  # noqa: E731
+    assert [most(step) for step in slow.epochs] == ["active layers", "frozen layers", "frozen layers"]
     assert "loading would take 2e+04 ms a sample" in str(slow.cache_off)
     fast = made(2, 3, SchedulePolicy({1: 12}), on=machine(host=CacheHost(4.0, 4.0)))
-    assert fast.epochs[2].limit == "loading"
+    assert most(fast.epochs[2]) == "loading"
 
 
 def test_a_step_of_several_batches() -> None:
@@ -157,7 +158,7 @@ def fitting(k: int) -> int:
 
 @pytest.mark.parametrize("stages", ["auto", 1, 4])
 @pytest.mark.parametrize("is_elastic", [True, False])
-@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_plans_are_those_of_the_trainer(
     stages: Any, is_elastic: bool, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,8 +174,6 @@ def test_plans_are_those_of_the_trainer(
     planner = make_planner(args, workload().unit_costs, mesh, times_of(12))
     options = {"pipeline_parallel_size": stages, "is_elastic": is_elastic, "schedule": schedule}
     result = made(8, 7, AlphaPolicy(1 / 3), on=machine(budget), **options)
-    assert planner.schedule_choice == tuple(each for _, each in result.schedule_choice)
-    assert (not result.schedule_choice) == (schedule != "auto" or stages == 1)
     layout = planner.first
     for number, step in enumerate(result.epochs):
         if number:
@@ -213,7 +212,7 @@ def test_advice_k_1_throughout() -> None:
     assert "throughout: plain DDP" in advice(4, 8)
     asked = {"pipeline_parallel_size": 2, "batch": 64, "num_microbatches": 32}  # 33 / 32 of plain DDP's time
     assert advice(4, **asked) == "Train it so, K = 2 at the start: no other layout is predicted to be much faster."
-    assert "K = 4 was asked for; pipeline_parallel_size='auto' is" in advice(8, 2, pipeline_parallel_size=4)
+    assert "pipeline_parallel_size=1 is predicted to be" in advice(8, 2, pipeline_parallel_size=4)
 
 
 def test_advice_little_gain() -> None:
@@ -227,13 +226,6 @@ def test_advice_what_does_not_fit() -> None:
     said = advice(8, 6, AlphaPolicy(1 / 3), on=on)
     assert "Plain DDP does not fit" in said and "Hence 4 stages at the start" in said and "fewer stages do" in said
     assert "It does not fit: with K = 2" in advice(8, pipeline_parallel_size=2, on=on)
-
-
-def test_advice_too_short_for_so_many_devices() -> None:
-    """The reduction takes as long as a device's computing is short: eight devices are no faster than one."""
-    slow = machine(reduce=1.0)  # of 1,200 bytes of parameters
-    assert "Too short for so many devices: use 1, which take" in advice(8, on=slow, num_samples=32)
-    assert "Too short" not in advice(8)
 
 
 def test_advice_on_sharding() -> None:
