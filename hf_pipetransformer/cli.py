@@ -151,8 +151,8 @@ def plan(
             virtual_pipeline_parallel_size=virtual_stages_of(pipeline_schedule, virtual_pipeline_parallel_size),
             gradient_accumulation_steps=gradient_accumulation_steps,
         )
-        machine = command.MachineOptions(device, efficiency, memory_gib, disk_gib)
-        title, values = command.answer(model_or_config, task, seq, job, machine, frozen_module or ())
+        kind = command.device_for(device, efficiency, memory_gib, disk_gib)
+        title, values = command.answer(model_or_config, task, seq, job, kind, frozen_module or ())
     except UnsupportedModelError as error:
         _fail(1, str(error))
     except ImportError as error:

@@ -12,7 +12,7 @@ HARDLY_FASTER = 1.10
 
 def advise(result: Forecast) -> list[str]:
     """Return the advice; at least one sentence."""
-    job, gain, host = result.job, result.speed_up_over(BEST), result.machine.host
+    job, gain, host = result.job, result.speed_up_over(BEST), result.device.host
     sentences = [*_about_sharding(result), *_about_memory(result), *_about_stages(result), *_about_fsdp(result)]
     if result.freezes and gain is not None and gain < WORTH_FREEZING:
         k = result.plain[BEST].layout.pipeline_parallel_size
@@ -52,7 +52,7 @@ def _about_sharding(result: Forecast) -> list[str]:
 
 
 def _about_memory(result: Forecast) -> list[str]:
-    budget, first, ddp = result.machine.memory_budget_bytes, result.first, result.plain[DDP]
+    budget, first, ddp = result.device.memory_budget_bytes, result.first, result.plain[DDP]
     if budget is None:
         return []
     sentences, k = list[str](), first.pipeline_parallel_size

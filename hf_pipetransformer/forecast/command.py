@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -18,40 +18,18 @@ from ..cache.file_store import USABLE_DISK
 from ..freezing.policies import FreezePolicy, make_policy
 from ..pipeline.devices import USABLE_MEMORY
 from ..planning.layout import Layout
-from .device_table import GIB, device_named
-from .forecast import Job, Machine, forecast
+from .device_table import GIB, Device, device_named
+from .forecast import Job, forecast
 from .forecast_text import as_values
 from .frozen_modules import estimate
 from .placeholder_model import build_placeholder_model, load_config, model_class
-from .workload import Workload, measure_workload
+from .workload import measure_workload
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-DEFAULT_DEVICE = "a100-80g"
-
-
-@dataclass(frozen=True)
-class MachineOptions:
-    """The options of `hf-pipetransformer plan` about the machine; see there.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
-
-    device: str = DEFAULT_DEVICE
-    efficiency: float | None = None
-    memory_gib: float | None = None
-    disk_gib: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, most in (("efficiency", 1.0), ("memory_gib", None), ("disk_gib", None)):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and (most is None or value <= most)):
-                at_most = f" and at most {most:g}" if most else ""
-                raise ValueError(f"{name} is {value}, but must be above 0{at_most}.")
 
 
 def answer(
-    name: str, task: str, seq: int | None, job: Job, options: MachineOptions, frozen: Sequence[str] = ()
+    name: str, task: str, seq: int | None, job: Job, device: Device, frozen: Sequence[str] = ()
 ) -> tuple[str, dict[str, Any]]:
     """Forecast the training of a model.
 
@@ -60,7 +38,7 @@ def answer(
         task: a key of `placeholder_model.TASKS`, or "auto".
         seq: number of tokens of a sample.
         job: the training.
-        options: the machine.
+        device: the kind of its devices.
         frozen: names of modules that the user has frozen.
 
     Returns:
@@ -74,10 +52,10 @@ def answer(
     cls = model_class(config, task)
     model = build_placeholder_model(config, cls)
     workload = measure_workload(model, seq)
-    machine, assumed = _from_table(options, job, workload)
+    assumed = _assumed_of(device)
     if not workload.tokens_matter and seq is not None:
         assumed = ["samples have the size of the configuration; --seq does not matter for this model", *assumed]
-    result = forecast(job, workload, machine)
+    result = forecast(job, workload, device)
     assumed += [_assumed_of_precision(model), *_assumed_of_sharding(result.first), *_assumed_of_accumulation(job)]
     size = f"samples × {workload.tokens} tokens" if workload.tokens_matter else "samples"
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -87,7 +65,7 @@ def answer(
     )
     values = as_values(result, type(model).__name__, assumed)
     if frozen:
-        values["frozen_modules"] = estimate(model, frozen, workload.tokens, job, machine)
+        values["frozen_modules"] = estimate(model, frozen, workload.tokens, job, device)
     return title, values
 
 
@@ -125,19 +103,30 @@ def number_or_auto(name: str, text: str) -> int | Literal["auto"]:
     return int(text)
 
 
-def _from_table(options: MachineOptions, job: Job, workload: Workload) -> tuple[Machine, list[str]]:
-    device = device_named(options.device)
-    host = device.host
-    if options.disk_gib is not None:
-        host = replace(host, disk_bytes=options.disk_gib * GIB * USABLE_DISK)
-    device = replace(
+def device_for(
+    name: str, efficiency: float | None = None, memory_gib: float | None = None, disk_gib: float | None = None
+) -> Device:
+    """Return a device of the table, with what the options of `hf-pipetransformer plan` change; see there.
+
+    Raises:
+        ValueError: there is no such device, or a value is out of range.
+    """
+    for option, value in (("efficiency", efficiency), ("memory_gib", memory_gib), ("disk_gib", disk_gib)):
+        most = 1.0 if option == "efficiency" else None
+        if value is not None and not (value > 0 and (most is None or value <= most)):
+            at_most = f" and at most {most:g}" if most else ""
+            raise ValueError(f"{option} is {value}, but must be above 0{at_most}.")
+    device = device_named(name)
+    return replace(
         device,
-        efficiency=options.efficiency or device.efficiency,
-        memory_bytes=device.memory_bytes if options.memory_gib is None else options.memory_gib * GIB,
-        host=host,
+        efficiency=efficiency or device.efficiency,
+        memory_bytes=device.memory_bytes if memory_gib is None else memory_gib * GIB,
+        host=device.host if disk_gib is None else replace(device.host, disk_bytes=disk_gib * GIB * USABLE_DISK),
     )
-    times, budget = device.times(workload.unit_costs, job.num_devices), int(device.memory_bytes * USABLE_MEMORY)
-    return Machine(times, budget, device.devices_per_node, device.host, device), [
+
+
+def _assumed_of(device: Device) -> list[str]:
+    return [
         f"{device.name}: {device.flops_per_second / 1e12:,.0f} TFLOP/s of which layers reach {device.efficiency:.0%}"
         f" (an estimate: --efficiency), {1e6 * device.seconds_per_unit:.0f} µs a layer and forward for its calls,"
         f" {USABLE_MEMORY:.0%} of {device.memory_bytes / GIB:,.0f} GiB",

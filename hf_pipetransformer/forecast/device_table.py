@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..pipeline.devices import USABLE_MEMORY
 from ..planning.unit_times import ModelTimes, PartTimes, Seconds
 
 if TYPE_CHECKING:
@@ -67,6 +68,27 @@ class Device:
     devices_per_node: int = 8
     host: CacheHost = CacheHost(20 * GB, 5 * GB, 800 * GB)
 
+    @property
+    def memory_budget_bytes(self) -> int | None:
+        """Memory that a stage may use; None if there is no bound."""
+        return int(self.memory_bytes * USABLE_MEMORY)
+
+    def num_nodes(self, num_devices: int) -> int:
+        """Return the number of nodes that have so many devices."""
+        return -(-num_devices // self.devices_per_node)
+
+    @property
+    def update_seconds_per_byte(self) -> float:
+        """Seconds per byte of trainable parameters for clipping and an AdamW step."""
+        return ADAM_TRAFFIC / self.memory_bytes_per_second
+
+    def reduce_seconds_per_byte(self, world_size: int) -> float:
+        """Seconds per byte of an all-reduce over so many devices, in a ring."""
+        link = self.link_bytes_per_second
+        if world_size > self.devices_per_node:
+            link = min(link, self.network_bytes_per_second)
+        return 2 * (world_size - 1) / world_size / link
+
     def times(self, unit_costs: Sequence[UnitCost], world_size: int) -> ModelTimes:
         """Predict how long the parts of a model take on this device, from their FLOPs.
 
@@ -81,15 +103,12 @@ class Device:
         def part(flops: float, fixed: float) -> PartTimes:
             return PartTimes.of_forward(Seconds(fixed, flops / speed))
 
-        slowest_link = self.link_bytes_per_second
-        if world_size > self.devices_per_node:
-            slowest_link = min(slowest_link, self.network_bytes_per_second)
         return ModelTimes(
             PartTimes(),
             tuple(part(unit.forward_flops - unit.head.forward_flops, self.seconds_per_unit) for unit in unit_costs),
             part(unit_costs[-1].head.forward_flops, 0.0),
-            ADAM_TRAFFIC / self.memory_bytes_per_second,
-            2 * (world_size - 1) / world_size / slowest_link,
+            self.update_seconds_per_byte,
+            self.reduce_seconds_per_byte(world_size),
         )
 
 

@@ -33,7 +33,7 @@ def as_values(result: Forecast, model: str, assumed: Sequence[str]) -> dict[str,
         model: name of the model's class.
         assumed: assumptions of this forecast, in addition to those of every forecast.
     """
-    job, host, sharding = result.job, result.machine.host, result.sharding_choice
+    job, host, sharding = result.job, result.device.host, result.sharding_choice
     gain = result.speed_up_over(result.fastest_plain)
     plain = {
         name: {
@@ -53,7 +53,7 @@ def as_values(result: Forecast, model: str, assumed: Sequence[str]) -> dict[str,
         "gradient_accumulation_steps": parts,
         "samples": job.num_samples,
         "steps_per_epoch": job.steps_per_epoch,
-        "memory_budget_bytes": result.machine.memory_budget_bytes,
+        "memory_budget_bytes": result.device.memory_budget_bytes,
         "replica_sharding": result.first.replica_sharding,
         "sharding_choice": [{**_step_values(step), "chosen": step.layout == result.first} for step in sharding]
         or None,

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..model.dummy_inputs import dummy_batch
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack
-from ..planning.costs import UnitCost, measure_costs, parameter_bytes
+from ..planning.costs import UnitCost, measure_costs
 from .placeholder_model import GhostProducts
 
 MEASURED_TOKENS = (16, 32, 64)
@@ -47,11 +47,6 @@ class Workload:
         """Size of what is cached for a sample at this boundary, that is, above this many layers."""
         index = min(boundary, max(len(self.unit_costs) - 1, 1))  # above the last unit: the same size as below it
         return self.unit_costs[index - 1].boundary_bytes
-
-    @property
-    def weight_bytes(self) -> int:
-        """Size of all parameters, each counted once."""
-        return parameter_bytes(self.unit_costs)
 
 
 def measure_workload(model: PreTrainedModel, tokens: int | None) -> Workload:

@@ -13,12 +13,12 @@ from layouts import times_of, unit
 from hf_pipetransformer import PipeTransformerTrainingArguments
 from hf_pipetransformer.forecast.advice import advise
 from hf_pipetransformer.forecast.device_table import CacheHost, Device
-from hf_pipetransformer.forecast.forecast import BEST, DDP, FSDP, PIPELINE, Forecast, Job, Machine, forecast
+from hf_pipetransformer.forecast.forecast import BEST, DDP, FSDP, PIPELINE, Forecast, Job, forecast
 from hf_pipetransformer.forecast.workload import Workload
 from hf_pipetransformer.freezing.policies import AdaptivePolicy, AlphaPolicy, FreezePolicy, NeverFreeze, SchedulePolicy
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import HeadCost
-from hf_pipetransformer.planning.unit_times import PartTimes, Seconds
+from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
 from hf_pipetransformer.run.planner import make_planner
 
 ROW_BYTES, MEMORY_BYTES = 10, 100
@@ -34,11 +34,22 @@ def workload(cacheable: bool = True, activation_bytes: int = 0) -> Workload:
     return Workload(costs, 12, frozenset(range(1, 13)) if cacheable else frozenset())
 
 
+@dataclasses.dataclass(frozen=True)
+class Machine(Device):
+    """Takes a second for each unit and sample, whatever it computes."""
+
+    memory_budget_bytes: int | None = None  # type: ignore[assignment]
+    reduce: float = 0.0
+
+    def times(self, unit_costs: Any, world_size: int) -> ModelTimes:
+        return dataclasses.replace(times_of(12), reduce_seconds_per_byte=self.reduce)
+
+
 def machine(
     budget: int | None = None, host: CacheHost | None = None, per_node: int = 8, reduce: float = 0.0
-) -> Machine:
-    times = dataclasses.replace(times_of(12), reduce_seconds_per_byte=reduce)
-    return Machine(times, budget, per_node, host or CacheHost(1e12, 1e12))
+) -> Device:
+    cache = {"devices_per_node": per_node, "host": host or CacheHost(1e12, 1e12)}
+    return Machine("toy", 1, 1, 1, 1, 1, **cache, memory_budget_bytes=budget, reduce=reduce)  # type: ignore[arg-type]
 
 
 def job(devices: int = 1, epochs: int = 1, policy: FreezePolicy | None = None, **changes: Any) -> Job:
@@ -47,7 +58,7 @@ def job(devices: int = 1, epochs: int = 1, policy: FreezePolicy | None = None, *
     return Job(devices, num_epochs=epochs, freeze_policy=policy or NeverFreeze(), **arguments)
 
 
-def made(*arguments: Any, on: Machine | None = None, of: Workload | None = None, **changes: Any) -> Forecast:
+def made(*arguments: Any, on: Device | None = None, of: Workload | None = None, **changes: Any) -> Forecast:
     return forecast(job(*arguments, **changes), of or workload(), on or machine())
 
 
@@ -262,7 +273,7 @@ def test_times_of_a_device_with_a_head() -> None:
     assert times.head == PartTimes(Seconds(0.0, 0.2), Seconds(0.0, 0.4))
     assert (times.update_seconds_per_byte, times.reduce_seconds_per_byte) == (0.5, 2 * 3 / 4 / 4.0)
     assert device.times(units, 8).reduce_seconds_per_byte == 2 * 7 / 8 / 2.0  # over the network
-    on = Machine(device.times(units, 1), None, 1, CacheHost(1e12, 1e12), device)
+    on = dataclasses.replace(device, devices_per_node=1, host=CacheHost(1e12, 1e12), memory_bytes=1e12)
     result = made(1, 3, SchedulePolicy({1: 2}), of=Workload(units, 2, frozenset({1, 2})), on=on)
     assert result.epochs[2].layout.num_cached_layers == 2
     assert result.epochs[2].prediction.timeline.seconds == pytest.approx(16 * (0.2 + 0.4))
