@@ -331,10 +331,10 @@ def _draw_step(training: Training) -> Drawn:
     )
     figure.update_yaxes(autorange="reversed", showgrid=False)
     words = (
-        "Simulated from the times of the model's parts, measured before the training, on the slowest process;"
-        " messages take no time in it. One pipeline of each layout; all train the same global batch. Of batches that"
-        " are cut along their tokens, the recorded one with most of them is shown, from what slices took on the stages"
-        " themselves; 1.2 is slice 2 of part 1."
+        "Simulated from the times of the parts' forwards, measured before the training, on the slowest process; a"
+        " backward counts as two of them, and messages take no time. One pipeline of each layout; all train the same"
+        " global batch. Of batches that are cut along their tokens, the recorded one with most of them is shown, from"
+        " what slices took on the stages themselves; 1.2 is slice 2 of part 1."
     )
     if len(found) > MOST_LAYOUTS_DRAWN:
         words += f" {len(found) - MOST_LAYOUTS_DRAWN} more layouts are not drawn."
