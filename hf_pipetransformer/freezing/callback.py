@@ -274,11 +274,6 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     # ------------------------------------------------------------------------------------ decisions
     def _begin(self, state: TrainerState) -> None:
         """Start with nothing frozen, or from the state in the checkpoint."""
-        if isinstance(self.policy, _MissingPolicy):
-            raise ValueError(
-                "restore_callback_states_from_checkpoint=True recreates the LayerFreezeCallback from the checkpoint,"
-                " which cannot contain your own policy object. Unset it: LayerFreezeCallback restores its own state."
-            )
         self._begins_within_epoch = state.epoch % 1 != 0
         self.memory = {"num_frozen": 0, "num_decisions": 0, "decided_at": None, "observed": None, "policy": {}}
         if state.global_step == 0:
@@ -418,16 +413,12 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         }
 
 
-class _MissingPolicy(FreezePolicy):
-    """Stands in for the user's policy object in a callback that the Trainer created from a checkpoint."""
-
-    def num_frozen(self, decision: FreezeDecision) -> int:
-        raise NotImplementedError
-
-
 def _as_policy(policy: FreezePolicy | Mapping[str, Any] | str) -> FreezePolicy:
     if policy == OWN_POLICY:
-        return _MissingPolicy()
+        raise ValueError(
+            "restore_callback_states_from_checkpoint=True recreates the LayerFreezeCallback from the checkpoint, which"
+            " cannot contain your own policy object. Unset it: LayerFreezeCallback restores its own state."
+        )
     if isinstance(policy, str):
         return make_policy(policy)
     if isinstance(policy, Mapping):
