@@ -96,16 +96,7 @@ def plan(
     epochs: Annotated[int, typer.Option(help="Epochs; layers freeze at each one's begin.")],
     seq: Annotated[int | None, typer.Option(help=SEQ_HELP)] = None,
     samples: Annotated[int, typer.Option(help="Samples of an epoch.")] = 100_000,
-    profile: Annotated[
-        str,
-        typer.Option(help="analytic: by --device; cpu, or the type of this machine's accelerator: time the parts."),
-    ] = "analytic",
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="For analytic: a name of the table; a wrong one lists them all.", show_default=DEFAULT_DEVICE
-        ),
-    ] = None,
+    device: Annotated[str, typer.Option(help="A name of the table; a wrong one lists them all.")] = DEFAULT_DEVICE,
     efficiency: Annotated[float | None, typer.Option(help="Share of the device's peak that layers reach.")] = None,
     memory_gib: Annotated[float | None, typer.Option(help="Memory of a device, instead of the known.")] = None,
     disk_gib: Annotated[float | None, typer.Option(help="Free disk of a node, for the cache.")] = None,
@@ -118,7 +109,7 @@ def plan(
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Cache what frozen layers give.")] = True,
     elastic: Annotated[bool, typer.Option("--elastic/--no-elastic", help="Fewer stages after a freeze.")] = True,
     pipeline_parallel_size: Annotated[str, typer.Option(help="Stages K, or auto.")] = "auto",
-    pipeline_schedule: Annotated[str, typer.Option(help="1f1b, gpipe, interleaved1f1b, zbv, or auto.")] = "1f1b",
+    pipeline_schedule: Annotated[str, typer.Option(help="1f1b, gpipe, interleaved1f1b, or zbv.")] = "1f1b",
     virtual_pipeline_parallel_size: Annotated[
         int | None, typer.Option(help="Virtual stages per stage of interleaved1f1b (zbv has 2).", show_default="2")
     ] = None,
@@ -160,8 +151,8 @@ def plan(
             virtual_pipeline_parallel_size=virtual_stages_of(pipeline_schedule, virtual_pipeline_parallel_size),
             gradient_accumulation_steps=gradient_accumulation_steps,
         )
-        machine = command.MachineOptions(profile, device, efficiency, memory_gib, disk_gib)
-        title, values = command.answer(model_or_config, task, seq, job, machine, frozen_module or ())
+        kind = command.device_for(device, efficiency, memory_gib, disk_gib)
+        title, values = command.answer(model_or_config, task, seq, job, kind, frozen_module or ())
     except UnsupportedModelError as error:
         _fail(1, str(error))
     except ImportError as error:

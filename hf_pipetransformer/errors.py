@@ -149,18 +149,13 @@ def show_errors_briefly() -> None:
 
 def _shorten(error: BaseException, tb: TracebackType | None) -> bool:
     """Take from an error's tracebacks what says nothing to the user. True if one line was printed in their place."""
-    rank = os.environ.get("RANK") or "0"
-    line: str | None = getattr(error, ONE_LINE, None)
-    if line is None and isinstance(error, PeerFailedError):
-        line = str(error)
     innermost = _innermost(tb)
     is_ours = innermost is not None and _is_in(innermost.tb_frame, LIBRARIES[:1])
     is_deliberate = is_ours and isinstance(error, ValueError) and _is_raised_at(innermost)
-    if line is None and is_deliberate and rank != "0":
-        line = in_one_line(error)
+    line = _line_instead_of(error, is_deliberate)
     if line is not None:
         # torch collects what its hook prints, and adds the rank
-        prefix = "" if isinstance(sys.stderr, io.StringIO) else f"[rank {rank}] "
+        prefix = "" if isinstance(sys.stderr, io.StringIO) else f"[rank {_rank()}] "
         sys.stderr.write(f"{prefix}{line}\n" if line else "")
         return True
     if is_deliberate:
@@ -169,6 +164,18 @@ def _shorten(error: BaseException, tb: TracebackType | None) -> bool:
         for one in chain_of(error):
             one.__traceback__ = _visible(one.__traceback__, LIBRARIES if is_deliberate else DRIVERS)
     return False
+
+
+def _line_instead_of(error: BaseException, is_deliberate: bool) -> str | None:
+    """The line to show in place of an error's traceback, which another process shows; None if it is shown here."""
+    line: str | None = getattr(error, ONE_LINE, None)
+    if line is None and isinstance(error, PeerFailedError):
+        return str(error)
+    return in_one_line(error) if line is None and is_deliberate and _rank() != "0" else line
+
+
+def _rank() -> str:
+    return os.environ.get("RANK") or "0"
 
 
 def _is_raised_at(at: TracebackType | None) -> bool:

@@ -177,17 +177,22 @@ def _check(value: Any, form: Format, name: str) -> None:
         if value is not None and value != {}:
             _check(value, form.form, name)
     elif isinstance(form, dict):
-        _check(value, OBJECT, name)
-        of_all: dict[Any, Any] = dict.fromkeys(value, form[str]) if str in form else form
-        for field, of_field in of_all.items():
-            key = field if str in form else field.removesuffix("?")
-            path = f"{name}[{key!r}]" if str in form else f"{name}.{key}".lstrip(".")
-            if key in value:
-                _check(value[key], of_field, path)
-            elif key == field:
-                raise ValueError(f"{path} is missing.")
+        _check_fields(value, form, name)
     else:
         _check_items(value, form, name)
+
+
+def _check_fields(value: Any, form: dict[Any, Any], name: str) -> None:
+    """Compare the values of an object with their formats."""
+    _check(value, OBJECT, name)
+    of_all: dict[Any, Any] = dict.fromkeys(value, form[str]) if str in form else form
+    for field, of_field in of_all.items():
+        key = field if str in form else field.removesuffix("?")
+        path = f"{name}[{key!r}]" if str in form else f"{name}.{key}".lstrip(".")
+        if key in value:
+            _check(value[key], of_field, path)
+        elif key == field:
+            raise ValueError(f"{path} is missing.")
 
 
 def _check_items(value: Any, form: list[Any] | tuple[Any, ...], name: str) -> None:
@@ -253,12 +258,10 @@ _LAYOUT = {
     "where": OBJECT,
     "asked": [ANYTHING],
     "stages": SIZE,
-    "bounds": [COUNT, ...],
+    "units?": SIZE,
+    "bounds?": [COUNT, ...],
     "num_frozen": COUNT,
-    "num_cached": COUNT,
     "counted_as_cached": COUNT,
-    "schedule?": TEXT,
-    "virtual_stages?": SIZE,
 }
 _GENERATORS = {
     "seed?": COUNT,

@@ -183,31 +183,25 @@ class _Search:
             modules = list(one.modules())
             self._seen.update((id(module), module) for module in modules)
             return [v for module in modules for n, v in vars(module).items() if not n.startswith("_")]
-        if isinstance(one, MethodType):
-            return [one.__self__, one.__func__]
-        if isinstance(one, FunctionType):
-            return parts_of_function(one)
-        if isinstance(one, functools.partial):
-            return [one.func, *one.args, *one.keywords.values()]
-        parts: list[Any] = []
-        if isinstance(one, dict) and len(one) <= MOST_ELEMENTS:
-            self._note(one)
-            parts += one.values()
-        elif isinstance(one, (list, tuple, set, frozenset, deque)) and len(one) <= MOST_ELEMENTS:
-            parts += one
-        attributes = getattr(one, "__dict__", None)
-        if isinstance(attributes, dict):
-            self._note(attributes)
-            parts += attributes.values()
-        for cls in type(one).__mro__:
-            slots = cls.__dict__.get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                parts.append(getattr(one, name, None))
-            parts += [v for v in vars(cls).values() if _is_generator(v) or _is_of_user(v)]
-        return parts
+        if isinstance(one, (MethodType, FunctionType, functools.partial)):
+            return _parts_of_callable(one)
+        parts = [part for cls in type(one).__mro__ for part in _parts_by_class(one, cls)]
+        few = isinstance(one, (list, tuple, set, frozenset, deque)) and len(one) <= MOST_ELEMENTS
+        for values in (one, getattr(one, "__dict__", None)):
+            if isinstance(values, dict) and (values is not one or len(one) <= MOST_ELEMENTS):
+                self._note(values)
+                parts += values.values()
+        return [*one, *parts] if few else parts
 
     def _note(self, values: MutableMapping[Any, Any]) -> None:
         self._namespaces.append(_Namespace(values, dict(values)))
+
+
+def _parts_by_class(one: Any, cls: type) -> list[Any]:
+    """What an object has in the slots of one of its classes, and what that class itself refers to."""
+    slots = cls.__dict__.get("__slots__", ())
+    in_slots = [getattr(one, name, None) for name in ((slots,) if isinstance(slots, str) else slots)]
+    return in_slots + [value for value in vars(cls).values() if _is_generator(value) or _is_of_user(value)]
 
 
 def _is_generator(value: Any) -> bool:
@@ -220,8 +214,12 @@ def _is_of_user(value: Any) -> bool:
     return isinstance(value, FunctionType) and not value.__code__.co_filename.startswith((*_INSTALLED, "<frozen"))
 
 
-def parts_of_function(function: FunctionType) -> list[Any]:
+def _parts_of_callable(function: FunctionType | MethodType | functools.partial[Any]) -> list[Any]:
     """What a function refers to: defaults, closure, and, for a user's function, the global names that it reads."""
+    if isinstance(function, MethodType):
+        return [function.__self__, function.__func__]
+    if isinstance(function, functools.partial):
+        return [function.func, *function.args, *function.keywords.values()]
     parts: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         try:

@@ -22,7 +22,7 @@ from .errors import refuse_wrong_order, show_errors_briefly
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .logs import follow_transformers
 from .planning.layout import AUTO, REPLICA_SHARDINGS
-from .planning.schedules import AUTO_SCHEDULE, ONE_F_ONE_B, schedule_names, virtual_stages_of
+from .planning.schedules import ONE_F_ONE_B, SCHEDULES, virtual_stages_of
 from .resilience.exit import end_at_exit
 from .resilience.stores import use_fresh_store, wait_for_connections
 
@@ -145,14 +145,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             `"interleaved1f1b"`, which gives each process several parts of the model and so shortens the time in which
             the pipeline fills and empties, for more messages, or `"zbv"`, which gives each process two parts, laid out
             there and back, and computes gradients of linear layers' weights when the process would otherwise wait.
-            `"auto"` chooses `"1f1b"`, `"interleaved1f1b"` with two or three parts, or `"zbv"` before training, by
-            predicted steps with nothing frozen (by FLOPs), among those that fit the devices' memory. Each must be
-            predicted to be 10% faster than the one before. With token slices `"auto"` means `"1f1b"`.
         virtual_pipeline_parallel_size (`int`, *optional*):
             With `pipeline_schedule="interleaved1f1b"`, the number of parts of the model on each process (virtual
             stages, V in Megatron-LM): at least 2, which is the default, and the only number with `"zbv"`. While the
             model has too few layers that are not cached, there are fewer; with one part per process the schedule is
-            `"1f1b"`. `pipeline_schedule="auto"` chooses this number as well.
+            `"1f1b"`.
         num_microbatches (`int` or `"auto"`, *optional*, defaults to `"auto"`):
             Number of micro-batches that each pipeline's batch is split into. All micro-batches have the same size, so
             the largest divisor of the number of samples in the batch up to this value is used. `"auto"` uses the
@@ -265,8 +262,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         default="1f1b",
         metadata={
             "help": "Order of the micro-batches: '1f1b', 'gpipe', or with several parts of the model on each process"
-            " 'interleaved1f1b' or 'zbv'; 'auto' chooses.",
-            "choices": list(schedule_names()),
+            " 'interleaved1f1b' or 'zbv'.",
+            "choices": list(SCHEDULES),
         },
     )
     virtual_pipeline_parallel_size: int | None = field(
@@ -359,10 +356,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         self.num_microbatches = _int_or_auto("num_microbatches", self.num_microbatches)
         self.token_slices = _token_slices(self.token_slices)
         self.pipeline_layers = _pipeline_layers(self.pipeline_layers)
-        if self.pipeline_schedule not in schedule_names():  # of any type, also one that cannot be hashed
+        if self.pipeline_schedule not in tuple(SCHEDULES):  # of any type, also one that cannot be hashed
             raise ValueError(
                 f"pipeline_schedule={self.pipeline_schedule!r} is not supported. Set it to one of"
-                f" {', '.join(map(repr, schedule_names()))}."
+                f" {', '.join(map(repr, SCHEDULES))}."
             )
         self._check_sharding()
         virtual_stages_of(self.pipeline_schedule, self.virtual_pipeline_parallel_size)  # raises if they do not fit
@@ -435,13 +432,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     @property
     def num_virtual_stages(self) -> int:
-        """Number of virtual stages per stage that the plans should have; 1 if it is chosen with the schedule."""
+        """Number of virtual stages per stage that the plans should have."""
         return virtual_stages_of(self.pipeline_schedule, self.virtual_pipeline_parallel_size)
-
-    @property
-    def schedule_to_plan(self) -> str:
-        """Name of the schedule that the plans should have, or "auto". Token slices run in the order of 1F1B."""
-        return ONE_F_ONE_B.name if self.slices_tokens else self.pipeline_schedule
 
     @property
     def slices_tokens(self) -> bool:
@@ -457,7 +449,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 f"{wanted} requires several stages, but pipeline_parallel_size is 1. Increase pipeline_parallel_size,"
                 " or set token_slices='off'."
             )
-        if self.pipeline_schedule not in (ONE_F_ONE_B.name, AUTO_SCHEDULE):
+        if self.pipeline_schedule != ONE_F_ONE_B.name:
             raise ValueError(
                 f"{wanted} requires pipeline_schedule='1f1b', but it is {self.pipeline_schedule!r}. Set"
                 " pipeline_schedule='1f1b', or token_slices='off'."

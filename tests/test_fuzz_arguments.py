@@ -56,7 +56,7 @@ NO_NAMES = ("", "none ", "AUTO", 0, 1, True, None, [], ["auto"], {}, NAN, "[]")
 FIELDS: dict[str, Values] = {
     "pipeline_parallel_size": Values((1, "1", 2, "2", "auto"), (*NO_SIZES, 7, HUGE)),
     "pipeline_schedule": Values(
-        ("1f1b", "gpipe", "interleaved1f1b", "zbv", "auto"), (*NO_NAMES, "1F1B", "zigzag", "dualpipev")
+        ("1f1b", "gpipe", "interleaved1f1b", "zbv"), (*NO_NAMES, "1F1B", "zigzag", "auto", "dualpipev")
     ),
     "virtual_pipeline_parallel_size": Values(
         (2, 3, HUGE, None),

@@ -109,7 +109,6 @@ class TestSources:
         ({"pipeline_schedule": "zbv", "virtual_pipeline_parallel_size": 3}, "must be 2.*'interleaved1f1b'"),
         ({"pipeline_schedule": "zbv", "virtual_pipeline_parallel_size": 1}, "must be 2.*'1f1b'"),
         ({"pipeline_schedule": "dualpipev"}, "pipeline_schedule='dualpipev' is not supported"),
-        ({"pipeline_schedule": "auto", "virtual_pipeline_parallel_size": 2}, "chooses the number.*'interleaved1f1b'"),
     ],
 )
 def test_virtual_stages_belong_to_an_interleaved_schedule(
@@ -117,12 +116,6 @@ def test_virtual_stages_belong_to_an_interleaved_schedule(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make(tmp_path, **options)
-
-
-def test_with_token_slices_a_chosen_schedule_is_1f1b(tmp_path: Path) -> None:
-    options = {"pipeline_parallel_size": "auto", "pipeline_schedule": "auto"}
-    assert make(tmp_path, **options).schedule_to_plan == "auto"
-    assert make(tmp_path, **options, token_slices=2).schedule_to_plan == "1f1b"
 
 
 EXCLUDED: dict[str, Any] = {

@@ -250,7 +250,7 @@ class _Probe:
         decided: dict[int, frozenset[str]] = {}  # inputs whose values the code has looked at
         seen: Origins | None = None
         for _ in range(2):  # what was first seen in one pass, and is the same object in the next, is a constant
-            origins = Origins(self._stack.model, rows, self._device, {name: table[name] for name in table.names})
+            origins = Origins(self._stack.model, rows, {name: table[name] for name in table.names})
             if seen is not None:
                 origins.take_constants(seen)
             done = itertools.count(1)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..freezing.schedule_cost import WORTH_FREEZING
 from .device_table import GIB
-from .forecast import BEST, DDP, FSDP, Forecast, forecast_seconds
+from .forecast import BEST, DDP, FSDP, Forecast
 
 HARDLY_FASTER = 1.10
-"""Fewer devices are recommended if the training takes at most this many times as long on them; other layouts, if this
-one takes more than this many times as long."""
-START_SECONDS = 60.0
-"""Cost of starting on many devices, in seconds; if they save less than this, fewer are recommended."""
+"""Other layouts are recommended if this one takes more than this many times as long."""
 
 
 def advise(result: Forecast) -> list[str]:
     """Return the advice; at least one sentence."""
-    job, gain, host = result.job, result.speed_up_over(BEST), result.machine.host
+    job, gain, host = result.job, result.speed_up_over(BEST), result.device.host
     sentences = [*_about_sharding(result), *_about_memory(result), *_about_stages(result), *_about_fsdp(result)]
     if result.freezes and gain is not None and gain < WORTH_FREEZING:
         k = result.plain[BEST].layout.pipeline_parallel_size
@@ -25,6 +20,9 @@ def advise(result: Forecast) -> list[str]:
             f"Gain below {100 * (WORTH_FREEZING - 1):.0f}% (×{gain:.2f} over the best static layout): do not freeze;"
             f" set freeze_policy='none', pipeline_parallel_size={k}."
         )
+    elif gain is not None and gain * HARDLY_FASTER < 1:
+        k = result.plain[BEST].layout.pipeline_parallel_size
+        sentences.append(f"pipeline_parallel_size={k} is predicted to be {1 / gain:.2f} times as fast.")
     if result.freezes and job.caches and result.cache_off:
         sentences.append(f"Frozen layers are not cached: {result.cache_off}.")
     if host.memory_bytes is not None and result.cache_peak_bytes > host.memory_bytes:
@@ -32,7 +30,6 @@ def advise(result: Forecast) -> list[str]:
             f"The cache exceeds a node's memory ({result.cache_peak_bytes / GIB:,.1f} GiB at most, of"
             f" {host.memory_bytes / GIB:,.1f} GiB): then it is read from disk."
         )
-    sentences += _about_fewer_devices(result)
     k = result.first.pipeline_parallel_size
     return sentences or [f"Train it so, K = {k} at the start: no other layout is predicted to be much faster."]
 
@@ -55,7 +52,7 @@ def _about_sharding(result: Forecast) -> list[str]:
 
 
 def _about_memory(result: Forecast) -> list[str]:
-    budget, first, ddp = result.machine.memory_budget_bytes, result.first, result.plain[DDP]
+    budget, first, ddp = result.device.memory_budget_bytes, result.first, result.plain[DDP]
     if budget is None:
         return []
     sentences, k = list[str](), first.pipeline_parallel_size
@@ -77,24 +74,16 @@ def _about_memory(result: Forecast) -> list[str]:
 def _about_stages(result: Forecast) -> list[str]:
     if not result.epochs[0].fits:
         return []
-    job, ks = result.job, [step.layout.pipeline_parallel_size for step in result.epochs]
+    ks = [step.layout.pipeline_parallel_size for step in result.epochs]
     if max(ks) == 1 and result.plain[BEST].layout.pipeline_parallel_size == 1:
         caches, sharding = any(step.layout.num_cached_layers for step in result.epochs), result.first.replica_sharding
         static = "plain DDP" if sharding == "none" else f"data parallelism with replica_sharding={sharding!r}"
         what = ("freeze + cache only" if caches else "freeze only") if result.freezes else static
         return [f"K = 1 throughout: {what} (pipeline_parallel_size=1); pipelining adds nothing here."]
-    sentences = []
-    if job.pipeline_parallel_size != "auto":
-        auto = forecast_seconds(replace(job, pipeline_parallel_size="auto"), result.workload, result.machine)
-        if auto is not None and auto * HARDLY_FASTER < result.seconds:
-            sentences.append(
-                f"K = {ks[0]} was asked for; pipeline_parallel_size='auto' is predicted to be"
-                f" {result.seconds / auto:.2f} times as fast."
-            )
-    if ks[-1] < ks[0]:
-        when = next(number for number, k in enumerate(ks, 1) if k < ks[0])
-        sentences.append(f"From epoch {when} on fewer stages do, and the devices that become free are replicas.")
-    return sentences
+    if ks[-1] == ks[0]:
+        return []
+    when = next(number for number, k in enumerate(ks, 1) if k < ks[0])
+    return [f"From epoch {when} on fewer stages do, and the devices that become free are replicas."]
 
 
 def _about_fsdp(result: Forecast) -> list[str]:
@@ -115,28 +104,6 @@ def _about_fsdp(result: Forecast) -> list[str]:
     if of_pipeline is not None and gain * HARDLY_FASTER < of_pipeline:
         faster = f"{of_pipeline / gain:.2f} times as fast as the best pipeline"
         return [f"Without freezing, FSDP is predicted to be {faster}.", freezing]
-    return []
-
-
-def _about_fewer_devices(result: Forecast) -> list[str]:
-    """Advice on whether fewer devices, with the same global batch, would be sufficient."""
-    job, asked = result.job, result.job.pipeline_parallel_size
-    if not result.epochs[0].fits:
-        return []
-    for n in (n for n in range(1, job.num_devices) if job.num_devices % n == 0):
-        if isinstance(asked, int) and n % asked:
-            continue
-        try:
-            seconds = forecast_seconds(replace(job, num_devices=n), result.workload, result.machine)
-        except ValueError:  # it does not fit on so few devices
-            continue
-        if seconds is not None and (
-            seconds <= result.seconds * HARDLY_FASTER or seconds - result.seconds < START_SECONDS
-        ):
-            return [
-                f"Too short for so many devices: use {n}, which take {duration(seconds)} where {job.num_devices} take"
-                f" {duration(result.seconds)}."
-            ]
     return []
 
 

@@ -1,7 +1,6 @@
 """Data of accelerators that are not available here: arithmetic, memory, links.
 
-Peak performance, memory and links come from the vendors' data sheets. Estimates are marked as such; `--profile cuda`
-measures instead.
+Peak performance, memory and links come from the vendors' data sheets. Estimates are marked as such.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..pipeline.devices import USABLE_MEMORY
 from ..planning.unit_times import ModelTimes, PartTimes, Seconds
 
 if TYPE_CHECKING:
@@ -68,10 +68,31 @@ class Device:
     devices_per_node: int = 8
     host: CacheHost = CacheHost(20 * GB, 5 * GB, 800 * GB)
 
+    @property
+    def memory_budget_bytes(self) -> int | None:
+        """Memory that a stage may use; None if there is no bound."""
+        return int(self.memory_bytes * USABLE_MEMORY)
+
+    def num_nodes(self, num_devices: int) -> int:
+        """Return the number of nodes that have so many devices."""
+        return -(-num_devices // self.devices_per_node)
+
+    @property
+    def update_seconds_per_byte(self) -> float:
+        """Seconds per byte of trainable parameters for clipping and an AdamW step."""
+        return ADAM_TRAFFIC / self.memory_bytes_per_second
+
+    def reduce_seconds_per_byte(self, world_size: int) -> float:
+        """Seconds per byte of an all-reduce over so many devices, in a ring."""
+        link = self.link_bytes_per_second
+        if world_size > self.devices_per_node:
+            link = min(link, self.network_bytes_per_second)
+        return 2 * (world_size - 1) / world_size / link
+
     def times(self, unit_costs: Sequence[UnitCost], world_size: int) -> ModelTimes:
         """Predict how long the parts of a model take on this device, from their FLOPs.
 
-        A backward takes two forwards. The part before the units counts as part of the first unit, as its FLOPs do.
+        The part before the units counts as part of the first unit, as its FLOPs do.
 
         Args:
             unit_costs: costs of the model's units.
@@ -80,17 +101,14 @@ class Device:
         speed = self.flops_per_second * self.efficiency
 
         def part(flops: float, fixed: float) -> PartTimes:
-            return PartTimes(Seconds(fixed, flops / speed), Seconds(2 * fixed, 2 * flops / speed))
+            return PartTimes.of_forward(Seconds(fixed, flops / speed))
 
-        slowest_link = self.link_bytes_per_second
-        if world_size > self.devices_per_node:
-            slowest_link = min(slowest_link, self.network_bytes_per_second)
         return ModelTimes(
             PartTimes(),
             tuple(part(unit.forward_flops - unit.head.forward_flops, self.seconds_per_unit) for unit in unit_costs),
             part(unit_costs[-1].head.forward_flops, 0.0),
-            ADAM_TRAFFIC / self.memory_bytes_per_second,
-            2 * (world_size - 1) / world_size / slowest_link,
+            self.update_seconds_per_byte,
+            self.reduce_seconds_per_byte(world_size),
         )
 
 
@@ -121,6 +139,6 @@ def device_named(name: str) -> Device:
     if name not in DEVICES:
         raise ValueError(
             f"device={name!r} is not in the device table, which contains {', '.join(DEVICES)}. Use the most similar"
-            " one and set memory_gib and efficiency, or measure on the machine itself with profile='cuda'."
+            " one and set memory_gib and efficiency."
         )
     return DEVICES[name]

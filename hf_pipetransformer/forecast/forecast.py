@@ -11,20 +11,19 @@ FLOPs. All of them are layouts (`planning.layout`), and their steps and memory a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from ..freezing.policies import FreezePolicy
 from ..freezing.schedule_cost import frozen_in_epochs
-from ..planning.costs import UnitCost, step_flops
+from ..planning.costs import step_flops
 from ..planning.layout import AUTO, Layout
-from ..planning.planner import ConsideredSchedule, Planner, Request
+from ..planning.planner import Planner, Request
 from ..planning.predictions import CostModel, is_worth_loading
 from ..planning.timeline import StepPrediction
-from ..planning.unit_times import ModelTimes
-from .device_table import CacheHost, Device
+from .device_table import Device
 from .fully_sharded import FullySharded
 from .workload import Workload
 
@@ -46,7 +45,7 @@ class Job:
         pipeline_parallel_size: K, or "auto".
         is_elastic: whether the layers are repacked into fewer stages after a freeze.
         caches: whether frozen layers' outputs are cached.
-        schedule: name of the schedule, or "auto".
+        schedule: name of the schedule.
         num_microbatches: M, or "auto".
         replica_sharding: what the replicas of a stage divide among them, or "auto"; nothing in the comparison with
             plain DDP.
@@ -105,33 +104,6 @@ class Job:
         """Return f in each epoch."""
         num_layers, most, bound = len(workload.unit_costs), workload.max_frozen, self.max_frozen_layers
         return frozen_in_epochs(self.freeze_policy, num_layers, most, self.num_epochs, self.steps_per_epoch, bound)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine that the training runs on.
-
-    Attributes:
-        times: times of the model's parts.
-        memory_budget_bytes: memory that a stage may use on a device; None if unknown, in which case everything fits.
-        devices_per_node: number of devices that share a cache.
-        host: resources of a node for the cache.
-        device: the device from whose table entry `times` was derived; None if it was measured.
-    """
-
-    times: ModelTimes
-    memory_budget_bytes: int | None
-    devices_per_node: int
-    host: CacheHost
-    device: Device | None = None
-
-    def with_devices(self, num_devices: int, unit_costs: Sequence[UnitCost]) -> Machine:
-        """Return the same machine with another number of devices."""
-        return self if self.device is None else replace(self, times=self.device.times(unit_costs, num_devices))
-
-    def num_nodes(self, num_devices: int) -> int:
-        """Return the number of nodes that have so many devices."""
-        return -(-num_devices // self.devices_per_node)
 
 
 @dataclass(frozen=True)
@@ -202,11 +174,6 @@ class Step:
         }
         return {part: value / self.seconds for part, value in seconds.items()}
 
-    @property
-    def limit(self) -> str:
-        """The activity that takes most of a step."""
-        return max(self.shares, key=lambda part: self.shares[part])
-
 
 @dataclass(frozen=True)
 class Forecast:
@@ -226,7 +193,7 @@ class Forecast:
 
     job: Job
     workload: Workload
-    machine: Machine
+    device: Device
     planner: Planner
     epochs: tuple[Step, ...]
     plain: Mapping[str, Step]
@@ -250,11 +217,6 @@ class Forecast:
         """What the sharding and the first layout were chosen from; nothing if the sharding was given."""
         considered = self.planner.considered if self.job.replica_sharding == AUTO else ()
         return [self.step_in(each) for each in considered]
-
-    @property
-    def schedule_choice(self) -> list[tuple[Step, ConsideredSchedule]]:
-        """What the first layout's schedule was chosen from; nothing if it was given, or if there is one stage."""
-        return [(self.step_in(each.layout), each) for each in self.planner.schedule_choice]
 
     def step_in(self, layout: Layout) -> Step:
         """Return a step of this training under a layout, without the cache."""
@@ -287,28 +249,28 @@ class Forecast:
         return None if plain is None else plain / self.seconds
 
 
-def forecast(job: Job, workload: Workload, machine: Machine) -> Forecast:
-    """Predict a training.
+def forecast(job: Job, workload: Workload, device: Device) -> Forecast:
+    """Predict a training on devices of this kind.
 
     Raises:
         ValueError: no layout is possible, as in `Planner`.
     """
-    course = _Course(job, workload, machine)
+    course = _Course(job, workload, device)
     (epochs, cache_off), planner = course.run(), course.planner
     costs, layouts = workload.unit_costs, [step.layout for step in epochs]
     frozen = [step_flops(costs, each.num_frozen_layers, each.num_cached_layers) for each in layouts]
     with_freezing, without = sum(map(sum, frozen)), len(epochs) * sum(step_flops(costs, 0))
-    node_rows = job.num_samples / machine.num_nodes(job.num_devices)
+    node_rows = job.num_samples / device.num_nodes(job.num_devices)
     sizes = {f: workload.cache_row_bytes(f) * node_rows for f in {step.puts for step in epochs} if f}
     # the generation that is read is kept until the next one is complete
     live = [sum(sizes.get(f, 0.0) for f in {step.puts, step.layout.num_cached_layers}) for step in epochs]
     return Forecast(
         job,
         workload,
-        machine,
+        device,
         planner,
         tuple(epochs),
-        _plain_steps(job, workload, machine, planner.first.pipeline_parallel_size),
+        _plain_steps(job, workload, device, planner.first.pipeline_parallel_size),
         without / with_freezing if with_freezing else 1.0,
         max(sizes.values(), default=0.0),
         max(live),
@@ -316,22 +278,12 @@ def forecast(job: Job, workload: Workload, machine: Machine) -> Forecast:
     )
 
 
-def forecast_seconds(job: Job, workload: Workload, machine: Machine) -> float | None:
-    """Predict the seconds of a training, without the comparisons; None if it does not fit.
-
-    Raises:
-        ValueError: no layout is possible, as in `Planner`.
-    """
-    steps = _Course(job, workload, machine.with_devices(job.num_devices, workload.unit_costs)).run()[0]
-    return job.steps_per_epoch * sum(step.seconds for step in steps) if steps[0].fits else None
-
-
-def _plain_steps(job: Job, workload: Workload, machine: Machine, k: int) -> dict[str, Step]:
+def _plain_steps(job: Job, workload: Workload, device: Device, k: int) -> dict[str, Step]:
     """Return the trainings without freezing, as in `Forecast.plain`, beside one that begins with K stages."""
     costs, devices, parts = workload.unit_costs, job.num_devices, job.gradient_accumulation_steps
 
     def static(k: int, **changes: str) -> Step:
-        planner = _planner(replace(job, pipeline_parallel_size=k, **changes), workload, machine)  # type: ignore[arg-type]
+        planner = _planner(replace(job, pipeline_parallel_size=k, **changes), workload, device)  # type: ignore[arg-type]
         return Step(planner, planner.first, parts)
 
     statics = {k: static(k) for k in range(1, min(devices, len(costs)) + 1) if devices % k == 0}
@@ -346,7 +298,10 @@ def _plain_steps(job: Job, workload: Workload, machine: Machine, k: int) -> dict
     if longer > 1:
         found[PIPELINE] = statics[longer]
     if devices > 1:
-        rows, sharded = job.batch // devices, FullySharded(costs, machine.times, machine.memory_budget_bytes)
+        rows, sharded = (
+            job.batch // devices,
+            FullySharded(costs, device.times(costs, devices), device.memory_budget_bytes),
+        )
         in_parts = [Step(sharded, sharded.layout(devices, rows // m), m) for m in range(1, rows + 1) if rows % m == 0]
         found[FSDP] = next((step for step in in_parts if step.fits), in_parts[-1])
     return found
@@ -355,9 +310,10 @@ def _plain_steps(job: Job, workload: Workload, machine: Machine, k: int) -> dict
 class _Course:
     """Simulates the epochs with the decisions of the trainer."""
 
-    def __init__(self, job: Job, workload: Workload, machine: Machine) -> None:
-        self._job, self._workload, self._machine = job, workload, machine
-        self.planner = _planner(job, workload, machine)
+    def __init__(self, job: Job, workload: Workload, device: Device) -> None:
+        self._job, self._workload, self._device = job, workload, device
+        self.planner = _planner(job, workload, device)
+        self._times = device.times(workload.unit_costs, job.num_devices)
         self._boundary = 0  # number of layers whose output is in the store, or is being stored
         self._refused = 0  # number of layers whose output is not worth caching
         self._off: str | None = None if job.caches else "switched off"
@@ -382,14 +338,14 @@ class _Course:
         """Choose the boundary whose outputs are stored from now on, as the training's cache does."""
         if self._off is not None and not self._refused:
             return
-        nodes = [str(rank // self._machine.devices_per_node) for rank in range(layout.world_size)]
+        nodes = [str(rank // self._device.devices_per_node) for rank in range(layout.world_size)]
         highest = layout.most_cached_on(nodes, layout.num_frozen_layers)
         boundary = max((each for each in self._workload.cacheable if each <= highest), default=0)
         if highest and not self._workload.cacheable:
             self._off = "more than one tensor is read above each of this model's layers"
         elif boundary > max(self._boundary, self._refused):
             self._off = None
-            disk, needed = self._machine.host.disk_bytes, self._node_bytes(boundary) + self._node_bytes(self._boundary)
+            disk, needed = self._device.host.disk_bytes, self._node_bytes(boundary) + self._node_bytes(self._boundary)
             if disk is not None and needed > disk:
                 self._off = (
                     f"a node would keep {needed / 2**30:,.1f} GiB, and its store may take {disk / 2**30:,.1f} GiB"
@@ -404,9 +360,9 @@ class _Course:
         The first stages of a node read at the same time, so each of them has its samples when all have been loaded.
         """
         job, parts = self._job, self._job.gradient_accumulation_steps
-        rows_of_node = job.batch / parts / self._machine.num_nodes(job.num_devices)
+        rows_of_node = job.batch / parts / self._device.num_nodes(job.num_devices)
         loading = self._load_seconds(self._boundary) / parts / min(layout.rows_per_pipeline, rows_of_node)
-        computing = sum(unit.forward.per_row for unit in self._machine.times.units[: self._boundary])
+        computing = sum(unit.forward.per_row for unit in self._times.units[: self._boundary])
         if is_worth_loading(loading, computing):
             return True
         self._off = (
@@ -417,7 +373,7 @@ class _Course:
         return False
 
     def _node_bytes(self, boundary: int) -> float:
-        nodes = self._machine.num_nodes(self._job.num_devices)
+        nodes = self._device.num_nodes(self._job.num_devices)
         return self._workload.cache_row_bytes(boundary) * self._job.num_samples / nodes if boundary else 0.0
 
     def _load_seconds(self, cached: int, puts: int = 0) -> float:
@@ -427,18 +383,18 @@ class _Course:
         """
         if not cached:
             return 0.0
-        host, nodes = self._machine.host, self._machine.num_nodes(self._job.num_devices)
+        host, nodes = self._device.host, self._device.num_nodes(self._job.num_devices)
         live = self._node_bytes(cached) + self._node_bytes(puts)
         in_memory = host.memory_bytes is None or live <= host.memory_bytes
         speed = host.read_bytes_per_second if in_memory else host.disk_bytes_per_second
         return self._workload.cache_row_bytes(cached) * self._job.batch / nodes / speed
 
 
-def _planner(job: Job, workload: Workload, machine: Machine) -> Planner:
+def _planner(job: Job, workload: Workload, device: Device) -> Planner:
     return Planner(
         unit_costs=workload.unit_costs,
-        times=machine.times,
-        memory_budget_bytes=machine.memory_budget_bytes,
+        times=device.times(workload.unit_costs, job.num_devices),
+        memory_budget_bytes=device.memory_budget_bytes,
         world_size=job.num_devices,
         request=Request(
             job.pipeline_parallel_size,

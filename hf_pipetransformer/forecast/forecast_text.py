@@ -25,16 +25,15 @@ Values = Mapping[str, Any]
 
 
 # ------------------------------------------------------------------------------------------------ JSON
-def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]) -> dict[str, Any]:
+def as_values(result: Forecast, model: str, assumed: Sequence[str]) -> dict[str, Any]:
     """Return the forecast as plain values for JSON; times in seconds, sizes in bytes.
 
     Args:
         result: the forecast.
         model: name of the model's class.
-        profile: where times come from.
         assumed: assumptions of this forecast, in addition to those of every forecast.
     """
-    job, host, sharding, schedule = result.job, result.machine.host, result.sharding_choice, result.schedule_choice
+    job, host, sharding = result.job, result.device.host, result.sharding_choice
     gain = result.speed_up_over(result.fastest_plain)
     plain = {
         name: {
@@ -49,27 +48,16 @@ def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]
     parts = job.gradient_accumulation_steps
     return {
         "model": model,
-        "profile": profile,
         "devices": job.num_devices,
         "batch": job.batch,
         "gradient_accumulation_steps": parts,
         "samples": job.num_samples,
         "steps_per_epoch": job.steps_per_epoch,
-        "memory_budget_bytes": result.machine.memory_budget_bytes,
+        "memory_budget_bytes": result.device.memory_budget_bytes,
         "replica_sharding": result.first.replica_sharding,
         "sharding_choice": [{**_step_values(step), "chosen": step.layout == result.first} for step in sharding]
         or None,
         "pipeline_schedule": result.first.schedule,
-        "schedule_choice": [
-            {
-                **_step_values(step),
-                "relative_step": each.step,
-                "weighed_step": each.weighed,
-                "chosen": each.is_chosen,
-            }
-            for step, each in schedule
-        ]
-        or None,
         "epochs": [
             {"epoch": number, **_epoch_values(step), "seconds": step.seconds * job.steps_per_epoch}
             for number, step in enumerate(result.epochs, 1)
@@ -141,7 +129,6 @@ def as_text(values: Values, title: str) -> str:
             "epoch frozen cached K×R M stages GiB step_ms samples/s spent_on time", map(_period, courses), (0, 5, 9)
         ),
         _table("sharding K×R GiB step_ms -", map(_sharding, values["sharding_choice"] or ()), (0, 1, 4)),
-        _table("schedule V M GiB step_ms by_FLOPs weighed -", map(_schedule, values["schedule_choice"] or ()), (0, 7)),
         f"{len(epochs)} epochs of {values['steps_per_epoch']:,} steps: {duration(values['seconds'])}",
         _table(
             "compared_with layout M GiB time speed-up", [*(_plain(*named) for named in plain.items()), bound], (0, 1)
@@ -198,12 +185,6 @@ def _period(period: Sequence[Values]) -> tuple[str, ...]:
 
 def _sharding(each: Values) -> tuple[str, ...]:
     return each["replica_sharding"], _layout(each), _gib(each), _ms(each) if each["fits"] else "-", _verdict(each)
-
-
-def _schedule(each: Values) -> tuple[str, ...]:
-    numbers = (each["virtual_stages"], each["num_microbatches"])
-    steps = f"{each['relative_step']:.2f}", f"{each['weighed_step']:.2f}"
-    return each["pipeline_schedule"], *map(str, numbers), _gib(each), _ms(each), *steps, _verdict(each)
 
 
 def _plain(name: str, each: Values) -> tuple[str, ...]:

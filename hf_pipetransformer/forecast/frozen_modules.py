@@ -19,12 +19,13 @@ from transformers import PreTrainedModel
 
 from ..model.dummy_inputs import dummy_batch
 from ..model.nested import tensors_of
-from .forecast import Job, Machine
+from .device_table import Device
+from .forecast import Job
 from .placeholder_model import GhostProducts
 
 
 def estimate(
-    model: PreTrainedModel, names: Sequence[str], tokens: int, job: Job, machine: Machine
+    model: PreTrainedModel, names: Sequence[str], tokens: int, job: Job, device: Device
 ) -> list[dict[str, Any]]:
     """Estimate a step with nothing frozen, and with modules that are frozen and computed, or read.
 
@@ -33,7 +34,7 @@ def estimate(
         names: the frozen modules. Their inputs must come from the batch alone.
         tokens: number of tokens of a text sample.
         job: the training.
-        machine: its devices, from the table.
+        device: the kind of its devices.
 
     Returns:
         For each of the three: "what", "forward_share" (of the forward FLOPs that are frozen), and "step_seconds".
@@ -46,16 +47,15 @@ def estimate(
         inside = next((other for other in names if other.startswith(f"{name}.")), None)
         if inside is not None:
             raise ValueError(f"frozen_module is {name!r} and {inside!r}, which is in it. Leave the second one out.")
-    assert machine.device is not None
     counted = _Counted(model, modules, tokens)
     whole, frozen = counted.whole, counted.frozen
-    rows, host = job.batch / job.num_devices, machine.host
-    speed = machine.device.flops_per_second * machine.device.efficiency
-    at_end = machine.times.update_seconds_per_byte + machine.times.reduce_seconds_per_byte
+    rows, host = job.batch / job.num_devices, device.host
+    speed = device.flops_per_second * device.efficiency
+    at_end = device.update_seconds_per_byte + device.reduce_seconds_per_byte(job.num_devices)
     of_frozen = {id(p) for module in modules.values() for p in module.parameters()}
     sizes = {id(p): p.numel() * p.itemsize for p in model.parameters()}
     trained = sum(size for number, size in sizes.items() if number not in of_frozen)
-    on_node = min(machine.devices_per_node, job.num_devices)
+    on_node = min(device.devices_per_node, job.num_devices)
     reading = rows * on_node * counted.row_bytes / host.read_bytes_per_second
     active = 3 * rows * (whole - frozen) / speed
     seconds = {

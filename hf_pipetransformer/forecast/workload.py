@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..model.dummy_inputs import dummy_batch
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack
-from ..planning.costs import UnitCost, measure_costs, parameter_bytes
+from ..planning.costs import UnitCost, measure_costs
 from .placeholder_model import GhostProducts
 
 MEASURED_TOKENS = (16, 32, 64)
@@ -48,11 +48,6 @@ class Workload:
         index = min(boundary, max(len(self.unit_costs) - 1, 1))  # above the last unit: the same size as below it
         return self.unit_costs[index - 1].boundary_bytes
 
-    @property
-    def weight_bytes(self) -> int:
-        """Size of all parameters, each counted once."""
-        return parameter_bytes(self.unit_costs)
-
 
 def measure_workload(model: PreTrainedModel, tokens: int | None) -> Workload:
     """Find a model's units and measure the cost of a sample with this many tokens.
@@ -66,21 +61,12 @@ def measure_workload(model: PreTrainedModel, tokens: int | None) -> Workload:
         UnsupportedModelError: the model cannot be split into stages.
         ValueError: the samples are longer than the model's positions, or their length is needed but not given.
     """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     samples = [dummy_batch(model, 1, tokens=t) for t in MEASURED_TOKENS]
     tokens_matter = any(samples[0][name].shape != samples[1][name].shape for name in samples[0])
-    if not tokens_matter:
+    if tokens_matter:
+        _refuse_length(model, tokens)
+    if tokens is None or not tokens_matter:
         tokens, samples = 1, samples[:1]
-    elif tokens is None:
-        raise ValueError(
-            f"seq is not given, but the costs of {type(model).__name__} depend on the number of tokens of a sample."
-            " Pass seq, such as --seq 128."
-        )
-    elif isinstance(positions, int) and tokens > positions > 0:
-        raise ValueError(
-            f"seq is {tokens}, but {type(model).__name__} has {positions} positions (max_position_embeddings). Set seq"
-            f" to at most {positions}."
-        )
     elif tokens <= MEASURED_TOKENS[-1]:
         samples = [dummy_batch(model, 1, tokens=tokens)]
     with GhostProducts():
@@ -92,6 +78,20 @@ def measure_workload(model: PreTrainedModel, tokens: int | None) -> Workload:
     # in all known families, the last unit returns the same tensors as the one before it
     whole = {stack.num_units} if stack.num_units - 1 in inner or stack.num_units == 1 else set()
     return Workload(units, freezable.max_frozen, frozenset(inner | whole), tokens_matter, tokens)
+
+
+def _refuse_length(model: PreTrainedModel, tokens: int | None) -> None:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if tokens is None:
+        raise ValueError(
+            f"seq is not given, but the costs of {type(model).__name__} depend on the number of tokens of a sample."
+            " Pass seq, such as --seq 128."
+        )
+    if isinstance(positions, int) and tokens > positions > 0:
+        raise ValueError(
+            f"seq is {tokens}, but {type(model).__name__} has {positions} positions (max_position_embeddings). Set seq"
+            f" to at most {positions}."
+        )
 
 
 def _at(tokens: int, measured: Sequence[UnitCost]) -> UnitCost:

@@ -228,13 +228,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         by_steps = self.freeze_strategy == "steps"
         known = policy_description(self.policy)
         if known is None or self.policy.needs_gradient_norms:
-            name = repr(known["name"]) if known is not None else type(self.policy).__name__
-            every = "after each epoch"
-            if by_steps:
-                assert self.freeze_steps is not None
-                every = f"every {steps_between_decisions(self.freeze_steps, state.max_steps)} steps"
-            most = min(self._max_frozen, self.max_frozen_layers or self._max_frozen)
-            return f"{now}{name} decides {every} how many layers freeze, at most {most}"
+            return now + self._describe_decisions(state, repr(known["name"]) if known else type(self.policy).__name__)
         moments = self._moments(state)
         frozen, found = self.num_frozen, []
         for index, (epoch, step) in enumerate(islice(moments, MOST_DECISIONS), self._num_decisions):
@@ -248,6 +242,15 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         if not found:
             return now + ("nothing more freezes" if now else "nothing freezes")
         return f"{now}freezing " + ", ".join([*found[:MOST_TO_NAME], *(["..."] if len(found) > MOST_TO_NAME else [])])
+
+    def _describe_decisions(self, state: TrainerState, name: str) -> str:
+        """When a policy decides whose answers are not known beforehand."""
+        every = "after each epoch"
+        if self.freeze_strategy == "steps":
+            assert self.freeze_steps is not None
+            every = f"every {steps_between_decisions(self.freeze_steps, state.max_steps)} steps"
+        most = min(self._max_frozen, self.max_frozen_layers or self._max_frozen)
+        return f"{name} decides {every} how many layers freeze, at most {most}"
 
     def _moments(self, state: TrainerState) -> Iterator[tuple[float, int]]:
         """The decisions that are still to come: (epochs done, steps done).
@@ -271,11 +274,6 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     # ------------------------------------------------------------------------------------ decisions
     def _begin(self, state: TrainerState) -> None:
         """Start with nothing frozen, or from the state in the checkpoint."""
-        if isinstance(self.policy, _MissingPolicy):
-            raise ValueError(
-                "restore_callback_states_from_checkpoint=True recreates the LayerFreezeCallback from the checkpoint,"
-                " which cannot contain your own policy object. Unset it: LayerFreezeCallback restores its own state."
-            )
         self._begins_within_epoch = state.epoch % 1 != 0
         self.memory = {"num_frozen": 0, "num_decisions": 0, "decided_at": None, "observed": None, "policy": {}}
         if state.global_step == 0:
@@ -415,16 +413,12 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         }
 
 
-class _MissingPolicy(FreezePolicy):
-    """Stands in for the user's policy object in a callback that the Trainer created from a checkpoint."""
-
-    def num_frozen(self, decision: FreezeDecision) -> int:
-        raise NotImplementedError
-
-
 def _as_policy(policy: FreezePolicy | Mapping[str, Any] | str) -> FreezePolicy:
     if policy == OWN_POLICY:
-        return _MissingPolicy()
+        raise ValueError(
+            "restore_callback_states_from_checkpoint=True recreates the LayerFreezeCallback from the checkpoint, which"
+            " cannot contain your own policy object. Unset it: LayerFreezeCallback restores its own state."
+        )
     if isinstance(policy, str):
         return make_policy(policy)
     if isinstance(policy, Mapping):

@@ -32,11 +32,11 @@ from ..model.origins import (
     NOT_OF_STATES,
     RANDOM,
     Origins,
-    random_state,
     tensors_in,
 )
 from ..model.training_check import LIBRARIES
 from ..pipeline.devices import synchronise
+from ..randomness import torch_states
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CHEAP = 0.5
@@ -145,7 +145,7 @@ def find_front(
         opened: as for `frozen_modules`.
     """
     modules = frozen_modules(model, opened)
-    origins = Origins(model, inputs, device)
+    origins = Origins(model, inputs)
     calls: list[_Called] = []
     at_start = _other_randomness()
 
@@ -159,7 +159,7 @@ def find_front(
         why = None if odd is None else f"it is given a {type(odd).__name__}"
         if why is None and (name_of_hook := _users_hook(module)) is not None:
             why = f"it has a hook inside ({name_of_hook})"
-        before, versions, kept = random_state(device), [*_versions(module), *versions_of(given)], _kept_by(module)
+        before, versions, kept = torch_states(), [*_versions(module), *versions_of(given)], _kept_by(module)
         synchronise(device)
         origins.is_paused = False
         began = time.perf_counter()
@@ -167,7 +167,7 @@ def find_front(
         synchronise(device)
         seconds = time.perf_counter() - began
         origins.is_paused = True
-        if any(not torch.equal(a, b) for a, b in zip(before, random_state(device), strict=True)):
+        if any(not torch.equal(a, b) for a, b in zip(before, torch_states(), strict=True)):
             why = why or "it draws random numbers (it does not with eval_frozen_modules=True, and is cached)"
             of.add(RANDOM)
         if _other_randomness() != at_start:

@@ -29,9 +29,9 @@ from ..model.method_override import MethodOverride
 from ..model.micro_batch import Batch, batch_rows
 from ..model.nested import in_new_containers
 from ..pipeline.devices import synchronise
-from ..randomness import generators_kept, global_state_kept
+from ..randomness import generators_kept, global_state_kept, torch_states
 from .entries import TOKENS, FrontEntries, Leaf
-from .finding import FoundFront, Ran, arguments_of, random_state, rows_of, tensors_in, versions_of
+from .finding import FoundFront, Ran, arguments_of, rows_of, tensors_in, versions_of
 from .rows import (
     DIGEST_BYTES,
     ArgumentDigests,
@@ -254,7 +254,7 @@ class FrozenFront:
         found = self._read(batch) if reads and may_read else None
         self.num_missed += reads and found is None
         if found is not None and self.is_verified:
-            before = random_state(self._device)
+            before = torch_states()
             self._call = found
             try:
                 output = forward()

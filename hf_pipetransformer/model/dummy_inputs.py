@@ -88,14 +88,7 @@ def _token_ids(config: PreTrainedConfig, rows: int, tokens: int, start: int | No
     """Return ordinary tokens, then the end token, from which BART and T5 compute a classification. `[B, T]`"""
     text = config.get_text_config()
     vocabulary = int(_first(text, ("vocab_size", "n_vocab", "src_vocab_size"), 1000))
-    special = {
-        token
-        for source in (text, config)
-        for name, value in source.to_dict().items()
-        if name.endswith(("token_id", "token_index"))
-        for token in (value if isinstance(value, (list, tuple)) else (value,))
-        if isinstance(token, int)
-    }
+    special = _special_tokens(text) | _special_tokens(config)
     # Ordinary tokens: as many as needed, none of them special. With a tiny vocabulary they are repeated.
     ordinary = [token for token in range(vocabulary) if token not in special][: rows * tokens] or [0]
     ids = torch.tensor([ordinary[i % len(ordinary)] for i in range(rows * tokens)]).view(rows, tokens)
@@ -107,6 +100,12 @@ def _token_ids(config: PreTrainedConfig, rows: int, tokens: int, start: int | No
     if isinstance(end, int) and 0 <= end < vocabulary and end != getattr(text, "pad_token_id", None):
         ids[:, -1] = end
     return ids
+
+
+def _special_tokens(config: PreTrainedConfig) -> set[int]:
+    found = [v for name, v in config.to_dict().items() if name.endswith(("token_id", "token_index"))]
+    tokens = (token for value in found for token in (value if isinstance(value, (list, tuple)) else (value,)))
+    return {token for token in tokens if isinstance(token, int)}
 
 
 def _decoder_start(config: PreTrainedConfig) -> int:

@@ -392,11 +392,7 @@ class LayerRangeRunner:
         def forward(*args: Any, **kwargs: Any) -> Any:
             current = self._pass
             if current is None:
-                if self._computable is not None and unit.name not in {self.units[i].name for i in self._computable}:
-                    raise self._missing_layers(unit)
-                if self._frozen.is_called and unit in self.units:
-                    return self._frozen.run(self._frozen.count(), original, *args, **kwargs)
-                return original(*args, **kwargs)  # a plain call, or gradient checkpointing that recomputes a layer
+                return self._plain_forward(unit, original, *args, **kwargs)
             self.begin_call()  # needed if only a part of the model is called
             index = self._frozen.count()
             if current.calls is not None:
@@ -404,13 +400,7 @@ class LayerRangeRunner:
             else:
                 self._check_order(index, unit)
             if index < current.start:
-                values = current.carry[unit.stack]
-                self._frozen.skip(index)
-                if any(later.stack == unit.stack for later in self.units[index + 1 : current.start]):
-                    values = tuple(hidden_like(value, HIDDEN.format(unit.name), HIDDEN_REMEDY) for value in values)
-                elif self._found.copies_carry:
-                    values = tuple(value.clone() for value in values)
-                return self._hand_on(unit, self._structure(index, unit, len(values)).rebuild(values))
+                return self._skipped(current, index, unit)
             if self._on_entry is not None:
                 self._on_entry()
             output = self._frozen.run(index, original, *args, **kwargs)
@@ -425,6 +415,24 @@ class LayerRangeRunner:
             return output
 
         return forward
+
+    def _plain_forward(self, unit: Unit, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """A unit's own forward outside of a pass: a plain call, or gradient checkpointing that recomputes a layer."""
+        if self._computable is not None and unit.name not in {self.units[i].name for i in self._computable}:
+            raise self._missing_layers(unit)
+        if self._frozen.is_called and unit in self.units:
+            return self._frozen.run(self._frozen.count(), original, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    def _skipped(self, current: _Pass, index: int, unit: Unit) -> Any:
+        """What a unit returns that does not run: the last one of its stack the carry, the others unreadable values."""
+        values = current.carry[unit.stack]
+        self._frozen.skip(index)
+        if any(later.stack == unit.stack for later in self.units[index + 1 : current.start]):
+            values = tuple(hidden_like(value, HIDDEN.format(unit.name), HIDDEN_REMEDY) for value in values)
+        elif self._found.copies_carry:
+            values = tuple(value.clone() for value in values)
+        return self._hand_on(unit, self._structure(index, unit, len(values)).rebuild(values))
 
     def _tapped_forward(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..randomness import torch_states
+
 TRAINED, RANDOM, UNKNOWN = "<trained>", "<random>", "<unknown>"
 """What a tensor may come from besides inputs of the batch."""
 NOT_OF_BATCH = frozenset({TRAINED, RANDOM, UNKNOWN})
@@ -75,7 +77,6 @@ class Origins(TorchFunctionMode):
     Args:
         model: the model.
         inputs: what it is called on, by name.
-        device: where it computes.
         weights: parameters of which it is noted, by name, what comes from them. The others that are trained have one
             name, `TRAINED`.
     """
@@ -84,13 +85,11 @@ class Origins(TorchFunctionMode):
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
-        device: torch.device,
         weights: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         super().__init__()
         self.is_inside = self.is_paused = False  # in a frozen module; in this one
         self.decided: set[str] = set()  # what the program has looked at the values of
-        self._device = device
         self._groups: Any = WeakIdKeyDictionary()  # tensor -> what it and all its views come from
         self._read: Any = WeakIdKeyDictionary()
         names = {id(parameter): name for name, parameter in (weights or {}).items()}
@@ -141,25 +140,29 @@ class Origins(TorchFunctionMode):
         if self.is_paused or name in METADATA:
             return func(*args, **kwargs)
         given = tensors_in((args, kwargs))
-        before = random_state(self._device)
+        before = torch_states()
         result = func(*args, **kwargs)
         origins = self.union(given)
         if kwargs.get("generator") is not None:
             origins.add(RANDOM)
         if name == "from_numpy":
             origins.add(UNKNOWN)
-        if any(not torch.equal(a, b) for a, b in zip(before, random_state(self._device), strict=True)):
+        if any(not torch.equal(a, b) for a, b in zip(before, torch_states(), strict=True)):
             origins.add(RANDOM)
         if not self.is_inside:
             self.note_read(given)
         made = tensors_in(result)
-        changed = given[:1] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else []
-        changed += tensors_in(kwargs.get("out"))
+        changed = [*(given[:1] if _is_in_place(name) else []), *tensors_in(kwargs.get("out"))]
         for tensor in (*made, *changed):
             self.of(tensor, set()).update(origins)
         if not made and not changed:
             self.decided |= origins
         return result
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -171,11 +174,3 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         elif isinstance(leaf, Mapping):  # a tokenizer's BatchEncoding is no dict
             found += tensors_in(dict(leaf))
     return found
-
-
-def random_state(device: torch.device) -> list[torch.Tensor]:
-    """States of torch's generators that a model's functions draw from."""
-    states = [torch.default_generator.get_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states

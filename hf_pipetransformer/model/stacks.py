@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, compress, pairwise
 from typing import Any
 
 import torch
@@ -140,23 +140,33 @@ def _lists_in_order(model: nn.Module, lists: Sequence[list[str]], batch: dict[st
         return returned
 
     with ExitStack() as undone, torch.enable_grad(), ParameterTable(model).all_trainable():
-        for name in (name for names in lists for name in names):
-            layer = model.get_submodule(name)
-            if layer not in numbers:  # it may be in a list several times
-                numbers[layer] = []
-                # no hooks, because some models call layer.forward()
-                undone.callback(MethodOverride(layer, "forward", partial(noted, layer, layer.forward)).remove)
+        # a layer may be in a list several times
+        for layer in dict.fromkeys(model.get_submodule(name) for names in lists for name in names):
+            numbers[layer] = []
+            # no hooks, because some models call layer.forward()
+            undone.callback(MethodOverride(layer, "forward", partial(noted, layer, layer.forward)).remove)
         model(**in_new_containers(batch))
-    chained, dependent = [], []
-    for names in lists:
-        layers = dict.fromkeys(map(model.get_submodule, names))
-        pairs = list(pairwise([number for layer in layers for number in numbers[layer]]))
-        in_time = list(pairwise(sorted(number for layer in layers for number in numbers[layer])))
-        if in_time and all(any(id(t) in calls[b].inputs for t in calls[a].outputs) for a, b in in_time):
-            chained.append(names)
-        elif pairs and all(a in calls[b].behind for a, b in pairs):
-            dependent += [[name] for name in names]
-    return chained or dependent
+    calls_of = [[numbers[layer] for layer in dict.fromkeys(map(model.get_submodule, names))] for names in lists]
+    chained = list(compress(lists, (_are_chained(calls, of) for of in calls_of)))
+    dependent = compress(lists, (_depend_in_order(calls, of) for of in calls_of))
+    return chained or [[name] for name in chain.from_iterable(dependent)]
+
+
+def _are_chained(calls: Sequence[_ListCall], numbers: Sequence[Sequence[int]]) -> bool:
+    """Whether each call of a list's members is on what the previous one has returned.
+
+    Args:
+        calls: all calls.
+        numbers: for each member the numbers of its own.
+    """
+    pairs = list(pairwise(sorted(chain.from_iterable(numbers))))
+    return bool(pairs) and all(any(id(t) in calls[b].inputs for t in calls[a].outputs) for a, b in pairs)
+
+
+def _depend_in_order(calls: Sequence[_ListCall], numbers: Sequence[Sequence[int]]) -> bool:
+    """Whether each call depends on that of the member before it."""
+    pairs = list(pairwise(chain.from_iterable(numbers)))
+    return bool(pairs) and all(a in calls[b].behind for a, b in pairs)
 
 
 def tapped_modules(

@@ -154,32 +154,34 @@ def _state_of(model: nn.Module) -> dict[str, Any]:
     the inputs. Running statistics of batch normalisation are left out: each stage keeps those of its layers, and
     `normalised_by_batch` limits the rest.
     """
-    mappings = FileMappings()
-    state: dict[str, Any] = {
-        f"the parameter {name}{f' (part {part})' if part else ''}": (
-            None  # it has the values of its file, which need not be read
-            if mappings.place_of(value) is not None and not is_written(value)
-            else torch.linalg.vector_norm(value.float())
-        )
-        for name, parameter in model.named_parameters()
-        if not parameter.requires_grad  # such as those of a teacher that follows the model
-        for part, value in enumerate(values_of(parameter))
-        if value.numel()
-    }
-    for prefix, module in model.named_modules():
+    state = _norms_of_untrained(model)
+    for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             continue
-        is_own = is_users(module)
+        prefix, is_own = f"{path}." if path else "", is_users(module)
+        hidden = set() if is_own else module._non_persistent_buffers_set
         for name, buffer in module.named_buffers(recurse=False):
-            if is_own or name not in module._non_persistent_buffers_set:
-                state[f"the buffer {prefix + '.' if prefix else ''}{name}"] = buffer.detach().clone()
-        if not is_own:
-            continue
-        for name, value in vars(module).items():
+            if name not in hidden:
+                state[f"the buffer {prefix}{name}"] = buffer.detach().clone()
+        for name, value in vars(module).items() if is_own else ():
             if isinstance(value, (int, float, torch.Tensor)) and name != "training":
-                kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
-                state[f"{prefix + '.' if prefix else ''}{name}"] = kept
+                state[prefix + name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
     return state
+
+
+def _norms_of_untrained(model: nn.Module) -> dict[str, Any]:
+    """The norms of parameters that are not trained, such as those of a teacher that follows the model.
+
+    None for one that has the values of its file, which need not be read.
+    """
+    mappings, norms = FileMappings(), dict[str, Any]()
+    for name, parameter in model.named_parameters():
+        for part, value in enumerate(values_of(parameter) if not parameter.requires_grad else ()):
+            is_mapped = mappings.place_of(value) is not None and not is_written(value)
+            if value.numel():
+                key = f"the parameter {name}{f' (part {part})' if part else ''}"
+                norms[key] = None if is_mapped else torch.linalg.vector_norm(value.float())
+    return norms
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:

@@ -8,12 +8,10 @@ world of 8, K = 4, R = 2        stage 3   2   1   0     of most schedules (`plan
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -23,8 +21,6 @@ from ..errors import PeerFailedError, in_one_line
 from .chunks import as_bytes
 
 T = TypeVar("T")
-
-REDUCTION_SAMPLE_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -117,22 +113,6 @@ class ProcessMesh:
     def _connect(self, group: dist.ProcessGroup | None) -> None:
         if self._device is not None:
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
-
-    def seconds_per_reduced_byte(self, device: torch.device) -> float:
-        """Measure the time of an all-reduce over all processes, in seconds per byte; 0 for one process.
-
-        Collective over all processes.
-        """
-        if self.world_size == 1:
-            return 0.0
-        tensor = torch.zeros(REDUCTION_SAMPLE_BYTES // 4, device=device)
-        times = []
-        for _ in range(4):
-            began = time.perf_counter()
-            dist.all_reduce(tensor)
-            tensor[0].item()  # waits for a device's stream
-            times.append(time.perf_counter() - began)
-        return median(times[1:]) / tensor.nbytes
 
     # ------------------------------------------------------------------------------------ over the control group
     def gather_objects(self, mine: T) -> list[T]:

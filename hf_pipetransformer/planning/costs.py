@@ -15,6 +15,8 @@ from ..model.micro_batch import batch_rows
 from ..model.nested import tensors_of
 from ..model.placeholders import ParameterTable, evaluation_mode, num_bytes, values_of
 
+FORWARDS_OF_A_BACKWARD = 2
+"""Forwards that a backward counts as: it multiplies matrices twice, for inputs and for weights."""
 HALF_PRECISION_BYTES = 2
 """Bytes of an element in fp16 or bf16."""
 
@@ -160,13 +162,13 @@ def unit_flops(
 ) -> list[tuple[float, float]]:
     """Return the FLOPs of each unit's forward and of its backward in a training step, per sample.
 
-    A backward costs two forwards; a frozen unit has none, and a cached unit is not run. The head is always trained.
+    A frozen unit has no backward, and a cached unit is not run. The head is always trained.
     """
     flops = []
     for index, unit in enumerate(unit_costs):
         forward = unit if index >= num_cached_layers else unit.head
         backward = unit if index >= num_frozen_layers else unit.head
-        flops.append((forward.forward_flops, 2 * backward.forward_flops))
+        flops.append((forward.forward_flops, FORWARDS_OF_A_BACKWARD * backward.forward_flops))
     return flops
 
 

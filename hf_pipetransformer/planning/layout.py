@@ -101,25 +101,11 @@ class Layout:
                 f"replica_sharding is {self.replica_sharding!r}, but must be one of"
                 f" {', '.join(map(repr, REPLICA_SHARDINGS))}."
             )
-        schedule = schedule_named(self.schedule)
         k, bounds, v = self.pipeline_parallel_size, self.stage_bounds, self.virtual_pipeline_parallel_size
-        if v < 1 or v > (schedule.most_virtual_stages or v):
-            fitting = f"between 1 and {schedule.most_virtual_stages}" if schedule.most_virtual_stages else "at least 1"
-            raise ValueError(
-                f"virtual_pipeline_parallel_size is {v} and schedule is {self.schedule!r}, with which the number of"
-                f" virtual stages per stage must be {fitting}. Set virtual_pipeline_parallel_size to"
-                f" {schedule.most_virtual_stages or 1}."
-            )
-        most = v if k > 1 else 1
-        if (
-            not 1 <= self.num_virtual_stages <= most
-            or len(bounds) != self.num_virtual_stages * k + 1
-            or bounds[0] != 0
-            or any(b <= a for a, b in pairwise(bounds))
-        ):
-            raise ValueError(
-                f"stage_bounds is {bounds}, but {k} stages need {k * most + 1} strictly increasing bounds from 0 on."
-            )
+        assert 1 <= v <= (schedule_named(self.schedule).most_virtual_stages or v), (self.schedule, v)
+        assert 1 <= self.num_virtual_stages <= (v if k > 1 else 1), bounds
+        assert len(bounds) == self.num_virtual_stages * k + 1 and bounds[0] == 0, bounds
+        assert all(a < b for a, b in pairwise(bounds)), bounds
         if not 0 <= self.num_frozen_layers <= self.num_units:
             raise ValueError(
                 f"num_frozen_layers is {self.num_frozen_layers}, but must be between 0 and {self.num_units}, the"

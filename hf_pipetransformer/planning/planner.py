@@ -25,21 +25,8 @@ from .costs import step_flops
 from .layout import AUTO, REPLICA_SHARDINGS, Layout, MicroBatching
 from .partition import balance_holders, check_pipeline_size, more_microbatches, split_min_max
 from .predictions import CostModel
-from .schedules import AUTO_SCHEDULE, GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_V, schedule_named
+from .schedules import GPIPE, schedule_named
 from .tables import MIB
-
-SCHEDULES_TO_CHOOSE_FROM = (
-    (ONE_F_ONE_B.name, 1),
-    (INTERLEAVED.name, 2),
-    (INTERLEAVED.name, 3),
-    (ZERO_BUBBLE_V.name, 2),
-)
-"""Schedules and their virtual stages per stage, from the simplest to the one of which the simulation leaves out most:
-of a split backward, weights of linear layers are taken to be half, always. GPipe takes as long as 1F1B, and more
-memory."""
-
-WORTH_A_FURTHER_SCHEDULE = 0.1
-"""Fraction by which each of these schedules must be predicted to be faster than the one before."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +38,7 @@ class Request:
         rows_per_device: samples per device and step; a pipeline's batch has K times as many.
         is_elastic: whether freezing may shorten the pipeline and turn the freed devices into replicas; otherwise only
             the split into stages changes.
-        schedule: name of the schedule; `"auto"` to choose it and V once, for the first layout.
+        schedule: name of the schedule.
         num_microbatches: micro-batches per step and pipeline, or `"auto"`.
         replica_sharding: what the replicas of a stage divide; `"auto"` to choose it once, for the first layout.
         virtual_pipeline_parallel_size: virtual stages per stage V of an interleaved schedule, if there are units for
@@ -68,30 +55,6 @@ class Request:
     replica_sharding: str = "none"
     virtual_pipeline_parallel_size: int = 1
     is_driven: bool = False
-
-    @property
-    def chooses_schedule(self) -> bool:
-        """Whether the schedule is chosen."""
-        return self.schedule == AUTO_SCHEDULE and not self.is_driven
-
-
-@dataclass(frozen=True)
-class ConsideredSchedule:
-    """A layout with one of the schedules to choose from.
-
-    Attributes:
-        layout: the layout.
-        fits: whether its largest stage fits a device.
-        step: predicted time of a step in relation to the same layout with 1F1B.
-        weighed: this, increased by `WORTH_A_FURTHER_SCHEDULE` for each simpler schedule.
-        is_chosen: whether it is the one chosen.
-    """
-
-    layout: Layout
-    fits: bool
-    step: float
-    weighed: float
-    is_chosen: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,49 +109,6 @@ class Planner(CostModel):
             layouts = [self._begin(size, each) for each in shardings]
             found.append(next(filter(self.fits, layouts), min(layouts, key=self._largest)))
         return tuple(found)
-
-    @property
-    def schedule_choice(self) -> tuple[ConsideredSchedule, ...]:
-        """What the first layout's schedule was chosen from; nothing if it was given, or if there is one stage."""
-        k = self.first.pipeline_parallel_size
-        return self.consider_schedules(self.first, k) if self.request.chooses_schedule and k > 1 else ()
-
-    def consider_schedules(self, layout: Layout, k: int) -> tuple[ConsideredSchedule, ...]:
-        """Choose the schedule, and with it the number of virtual stages per stage, for a pipeline of K stages.
-
-        It is the one with the least weighed step of those that fit, or the first where none fits. Steps are simulated
-        with the number of micro-batches that each layout has, by FLOPs, which are the same in every run.
-
-        Steps are weighed because the simulation leaves out what further virtual stages cost: messages, splitting a
-        backward, and the calls of each part. On two CPU processes (MiniLM-L6, M = 4; medians of
-        docs/benchmarks.md, which scatter by about 0.05) a step took, in relation to 1F1B:
-
-                        predicted by FLOPs   measured   chosen if predicted below
-            V = 2       0.89                 0.92       0.91
-            V = 3       0.87                 0.95       0.83
-            ZBV         0.87                 0.92       0.75
-
-        Args:
-            layout: any layout of the model and ranks; its schedule and number of stages are not considered.
-            k: number of stages K.
-
-        Returns:
-            Those of `SCHEDULES_TO_CHOOSE_FROM` for which there are units, in this order.
-        """
-        considered: list[ConsideredSchedule] = []
-        first = 0.0
-        for simpler, (schedule, v) in enumerate(SCHEDULES_TO_CHOOSE_FROM):
-            each = self.in_stages(k, self._like(layout, schedule, v))
-            if each.num_virtual_stages < v:
-                continue  # too few units
-            flops = self.step_flops(each)
-            first = first or flops
-            step = flops / first if first else 1.0
-            weighed = round(step * (1 + WORTH_A_FURTHER_SCHEDULE) ** simpler, 9)  # so that rounding decides nothing
-            considered.append(ConsideredSchedule(each, self.fits(each), step, weighed))
-        fitting = [each for each in considered if each.fits] or considered[:1]
-        chosen = min(fitting, key=lambda each: each.weighed)
-        return tuple(replace(each, is_chosen=each is chosen) for each in considered)
 
     # -- the layouts that follow -----------------------------------------------------------------------------
 
@@ -265,32 +185,19 @@ class Planner(CostModel):
         return layout
 
     def _begin(self, k: int, sharding: str) -> Layout:
-        """Return a layout with K stages in which nothing is frozen, with the schedule that is asked for or chosen."""
+        """Return a layout with K stages in which nothing is frozen."""
         request = self.request
         m = None if request.num_microbatches == "auto" else request.num_microbatches
         asked = Layout(
             1,
             self.world_size,
             (0, max(1, len(self.unit_costs))),
-            ONE_F_ONE_B.name,
-            micro_batching=MicroBatching(request.rows_per_device, m),
+            GPIPE.name if request.is_driven else request.schedule,
+            1 if request.is_driven else request.virtual_pipeline_parallel_size,
+            MicroBatching(request.rows_per_device, m),
             replica_sharding=sharding,
         )
-        if request.chooses_schedule:
-            return next(each.layout for each in self.consider_schedules(asked, k) if each.is_chosen)
-        if request.is_driven:
-            return self.in_stages(k, self._like(asked, GPIPE.name, 1))
-        return self.in_stages(k, self._like(asked, request.schedule, request.virtual_pipeline_parallel_size))
-
-    def _like(self, layout: Layout, schedule: str, v: int) -> Layout:
-        return replace(
-            layout,
-            pipeline_parallel_size=1,
-            data_parallel_size=self.world_size,
-            stage_bounds=(0, layout.num_units),
-            schedule=schedule,
-            virtual_pipeline_parallel_size=v,
-        )
+        return self.in_stages(k, asked)
 
     def _largest(self, layout: Layout) -> int:
         return max(self.stage_bytes(layout))
@@ -316,20 +223,17 @@ class Planner(CostModel):
         ]
 
     def facts_of(self, layout: Layout) -> dict[str, Any]:
-        """Return a layout of this training, and what it was made for, in plain values for JSON."""
+        """Return what a layout of this training was made for, in plain values for JSON."""
         return {
             "asked": self._asked,
             "stages": layout.pipeline_parallel_size,
-            "bounds": list(layout.stage_bounds),
+            "units": layout.num_units,
             "num_frozen": layout.num_frozen_layers,
-            "num_cached": layout.num_cached_layers,
-            "counted_as_cached": layout.num_cached_layers,  # earlier versions could count fewer in the layout
-            "schedule": layout.schedule,
-            "virtual_stages": layout.virtual_pipeline_parallel_size,
+            "counted_as_cached": layout.num_cached_layers,
         }
 
     def again(self, facts: Mapping[str, Any], most_frozen: int) -> Layout | None:
-        """Restore the layout that `facts_of` has described in an earlier job.
+        """Make the layout again that `facts_of` has described in an earlier job.
 
         Returns:
             The layout; None if something else is asked for now, or if the layout freezes more than `most_frozen`
@@ -338,27 +242,15 @@ class Planner(CostModel):
         Raises:
             ValueError: they describe no layout.
         """
-        first, k, bounds = self.first, facts["stages"], tuple(facts["bounds"])
-        if facts["asked"] != self._asked or facts["num_frozen"] > most_frozen or bounds[-1] != first.num_units:
+        first = self.first
+        units = facts["units"] if "units" in facts else facts["bounds"][-1]  # as earlier versions wrote it
+        if facts["asked"] != self._asked or facts["num_frozen"] > most_frozen or units != first.num_units:
             return None
         try:
-            layout = Layout(
-                k,
-                self.world_size // k,
-                bounds,
-                # older checkpoints do not name the schedule, which was always given
-                facts.get("schedule", first.schedule),
-                facts.get("virtual_stages", first.virtual_pipeline_parallel_size),
-                replace(first.micro_batching, most_rows=None),
-                facts["num_frozen"],
-                min(facts["counted_as_cached"], first.num_units - k + 1),
-                first.replica_sharding,
-            )
-            check_pipeline_size(self.world_size, k, first.num_units)
+            layout = self.in_stages(facts["stages"], first, facts["num_frozen"], facts["counted_as_cached"])
         except ValueError as error:
             raise ValueError(
                 f"trainer_state.json: stateful_callbacks.PipelineState.attributes.memory.layout is no plan: {error}"
             ) from error
-        layout = self._in_small_micro_batches(layout)
         fits = self.fits(layout) or self._largest(layout) <= self._largest(first)
         return layout if fits else None

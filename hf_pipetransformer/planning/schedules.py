@@ -195,54 +195,39 @@ SCHEDULES: dict[str, Schedule] = {
 }
 """Value of `pipeline_schedule` -> schedule. Entries may be added before a trainer's arguments are made."""
 
-AUTO_SCHEDULE = "auto"
-"""The value of `pipeline_schedule` with which the schedule is chosen."""
-
 DEFAULT_VIRTUAL_STAGES = 2
 """Virtual stages per stage of an interleaved schedule, if none are requested."""
 
 
-def schedule_names() -> tuple[str, ...]:
-    """Return the values of `pipeline_schedule`."""
-    return (*SCHEDULES, AUTO_SCHEDULE)
-
-
 def virtual_stages_of(schedule: str, requested: int | None) -> int:
-    """Return the number of virtual stages per stage to ask for; 1 where the choice of the schedule determines it.
+    """Return the number of virtual stages per stage to ask for.
 
     Args:
-        schedule: value of `pipeline_schedule`, one of `schedule_names()`.
+        schedule: value of `pipeline_schedule`, a key of `SCHEDULES`.
         requested: value of `virtual_pipeline_parallel_size`; None if the user has not set it.
 
     Raises:
         ValueError: With an interleaved schedule, it is no number of 2 or more, or more than the schedule runs; with
-            another one, it is not 1; with `"auto"`, it is set.
+            another one, it is not 1.
     """
-    if schedule == AUTO_SCHEDULE:
-        if requested is not None:
-            raise ValueError(
-                f"virtual_pipeline_parallel_size={requested!r} cannot be combined with pipeline_schedule={schedule!r},"
-                " which chooses the number of virtual stages as well. Unset virtual_pipeline_parallel_size, or set"
-                f" pipeline_schedule to {INTERLEAVED.name!r}."
-            )
-        return 1
     chosen = schedule_named(schedule)
+    least = DEFAULT_VIRTUAL_STAGES if chosen.is_interleaved else 1
     if requested is None:
-        return DEFAULT_VIRTUAL_STAGES if chosen.is_interleaved else 1
+        return least
     is_number = isinstance(requested, int) and not isinstance(requested, bool)
     most = chosen.most_virtual_stages
-    if not is_number or requested < 1 or (requested > 1) != chosen.is_interleaved or requested > (most or requested):
-        fitting = "at least 2" if most is None else str(most)
-        if not chosen.is_interleaved:
-            interleaved = [repr(name) for name, one in SCHEDULES.items() if one.is_interleaved]
-            fitting += f", because only {' and '.join(interleaved)} have more"
-        other = INTERLEAVED if is_number and requested > 1 else ONE_F_ONE_B
-        raise ValueError(
-            f"virtual_pipeline_parallel_size={requested!r} cannot be combined with pipeline_schedule={schedule!r},"
-            f" with which it must be {fitting}. Unset virtual_pipeline_parallel_size, or set pipeline_schedule to"
-            f" {other.name!r}."
-        )
-    return requested
+    if is_number and least <= requested <= (most or requested):
+        return requested
+    fitting = "at least 2" if most is None else str(most)
+    if not chosen.is_interleaved:
+        interleaved = [repr(name) for name, one in SCHEDULES.items() if one.is_interleaved]
+        fitting += f", because only {' and '.join(interleaved)} have more"
+    other = INTERLEAVED if is_number and requested > 1 else ONE_F_ONE_B
+    raise ValueError(
+        f"virtual_pipeline_parallel_size={requested!r} cannot be combined with pipeline_schedule={schedule!r},"
+        f" with which it must be {fitting}. Unset virtual_pipeline_parallel_size, or set pipeline_schedule to"
+        f" {other.name!r}."
+    )
 
 
 def schedule_named(name: str) -> Schedule:

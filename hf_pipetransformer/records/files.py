@@ -63,7 +63,6 @@ _STEP = Both(
         "num_microbatches": SIZE,
         "forward": [NUMBER, ...],
         "backward": [NUMBER, ...],
-        "end": NUMBER,
         "seconds": NUMBER,
     },
     Is("a step with as many times forward as backward", lambda step: len(step["forward"]) == len(step["backward"])),
@@ -156,8 +155,7 @@ def prediction_of(costs: CostModel, plan: Layout) -> dict[str, Any]:
         A dict with "memory_bytes", the bytes of each process of a pipeline without the memory of torch and Python
         themselves; and "steps", which is empty unless the model's units have been timed. It has an entry for the
         plan's number of micro-batches M: seconds of a micro-batch's forward and backward in each virtual stage, and of
-        the work after the pipeline (gradient reduction and optimizer). It also has the "schedule" that runs and
-        "rows_per_pipeline".
+        the step. It also has the "schedule" that runs and "rows_per_pipeline".
     """
     of_stages = costs.stage_bytes(plan)
     memory = [of_stages[plan.stage_of(rank)] for rank in range(plan.pipeline_parallel_size)]
@@ -170,7 +168,6 @@ def prediction_of(costs: CostModel, plan: Layout) -> dict[str, Any]:
                 "num_microbatches": plan.num_microbatches,
                 "forward": [round(seconds, 9) for seconds in forward],
                 "backward": [round(seconds, 9) for seconds in backward],
-                "end": round(prediction.seconds_at_end, 9),
                 "seconds": round(prediction.seconds, 9),
             }
         )

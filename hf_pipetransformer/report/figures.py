@@ -41,7 +41,7 @@ ACTIVITIES = {
 }
 PASSES = {"forward": ("forward", BLUE), "backward": ("backward", ORANGE), "weights": ("backward of weights", PURPLE)}
 """Kind of a pass -> label and color."""
-WAITING, AT_END = "waiting (bubble)", "gradients over replicas, optimizer"
+WAITING = "waiting (bubble)"
 
 Curves = Mapping[str, tuple[Sequence[Any], Sequence[Any]]]
 """Label -> x and y."""
@@ -303,15 +303,14 @@ def _draw_step(training: Training) -> Drawn:
     if not found:
         return _why_untimed(training), None
     bars: dict[str, list[tuple[float, float, str, str]]] = {}  # label -> begin, seconds, row, text
-    for number, (layout, (timeline, names, end)) in enumerate(found[:MOST_LAYOUTS_DRAWN], 1):
+    for number, (layout, (timeline, names)) in enumerate(found[:MOST_LAYOUTS_DRAWN], 1):
         rows = [f"{number}. {layout.label}, stage {stage}" for stage in range(layout.num_stages)]
         bars.setdefault(WAITING, []).extend((0.0, timeline.seconds, row, f"{timeline.bubble:.1%}") for row in rows)
         for span in timeline.spans:
             bar = (span.start, span.end - span.start, rows[span.stage], names[span.micro_batch])
             bars.setdefault(PASSES[span.kind][0], []).append(bar)
-        bars.setdefault(AT_END, []).extend((timeline.seconds, end, row, "") for row in rows)
     figure = _figure("")
-    colors = {**dict(PASSES.values()), WAITING: "#e3e7ec", AT_END: GREY}
+    colors = {**dict(PASSES.values()), WAITING: "#e3e7ec"}
     for label, drawn in bars.items():
         begins, lengths, rows_of, texts = zip(*drawn, strict=True)
         figure.add_bar(
@@ -331,18 +330,18 @@ def _draw_step(training: Training) -> Drawn:
     )
     figure.update_yaxes(autorange="reversed", showgrid=False)
     words = (
-        "Simulated from the times of the model's parts, measured before the training, on the slowest process;"
-        " messages take no time in it. One pipeline of each layout; all train the same global batch. Of batches that"
-        " are cut along their tokens, the recorded one with most of them is shown, from what slices took on the stages"
-        " themselves; 1.2 is slice 2 of part 1."
+        "Simulated from the times of the parts' forwards, measured before the training, on the slowest process; a"
+        " backward counts as two of them, and messages take no time. One pipeline of each layout; all train the same"
+        " global batch. Of batches that are cut along their tokens, the recorded one with most of them is shown, from"
+        " what slices took on the stages themselves; 1.2 is slice 2 of part 1."
     )
     if len(found) > MOST_LAYOUTS_DRAWN:
         words += f" {len(found) - MOST_LAYOUTS_DRAWN} more layouts are not drawn."
     return words, figure
 
 
-def _step_of(layout: Layout) -> tuple[Timeline, list[str], float] | None:
-    """Return a step of one pipeline, the names of its micro-batches or slices, and the seconds after it."""
+def _step_of(layout: Layout) -> tuple[Timeline, list[str]] | None:
+    """Return a step of one pipeline, and the names of its micro-batches or slices."""
     cut = max(
         (cut for cut in layout.slices if cut.get("latencies")),
         key=lambda cut: cut["rows"] * cut["tokens"],
@@ -352,14 +351,14 @@ def _step_of(layout: Layout) -> tuple[Timeline, list[str], float] | None:
         names = [f"{p}.{i}" for p, (_, lengths) in enumerate(cut["parts"]) for i in range(len(lengths))]
         parts = [RowSlices(rows, tuple(lengths)) for rows, lengths in cut["parts"]]
         stages = [StageLatency(*(SliceLatency(*one) for one in stage)) for stage in cut["latencies"]]
-        return simulate_slices(stages, parts), names, 0.0
+        return simulate_slices(stages, parts), names
     prediction = layout.prediction
     if prediction is None:
         return None
     m, forward = prediction["num_microbatches"], prediction["forward"]
     schedule = layout.event["predicted"]["schedule"]
     timeline = simulate(forward, prediction["backward"], m, schedule, len(forward) // layout.num_stages)
-    return timeline, list(map(str, range(m))), prediction["end"]
+    return timeline, list(map(str, range(m)))
 
 
 def _why_untimed(training: Training) -> str:

@@ -22,7 +22,11 @@ GLOSSARY = (
     ("cached layer", "a frozen layer that is not computed: its output is read from the local disk"),
     ("waiting", "time in which a stage has nothing to do, because a pipeline fills and drains (the bubble)"),
     ("dashed line", "a change of the layout; the table of layouts says which, and why"),
-    ("predicted", "simulated before the layout was used, from times of the model's parts that were measured alone"),
+    (
+        "predicted",
+        "simulated before the layout was used, from times of the parts' forwards that were measured alone; a backward"
+        " counts as two of them, and the update of the weights is not in it",
+    ),
     ("measured", "by the clock of the main process, with everything that happened on the machine meanwhile"),
 )
 """Term -> meaning."""

@@ -75,6 +75,11 @@ def judge(beats: Mapping[int, Beat], timeout: float) -> Verdict | None:
         beats: the latest beat of each process, by rank.
         timeout: of the watchdog, in seconds.
     """
+    return _find_stuck(beats, timeout) or _find_absent(beats, timeout) or _find_deadlock(beats)
+
+
+def _find_stuck(beats: Mapping[int, Beat], timeout: float) -> Verdict | None:
+    """Find a process that waits for nobody and finishes nothing."""
     lost_for = seconds_since_lost(beats)
     for rank, beat in beats.items():
         if lost_for > SECONDS_OF_SILENCE + SLACK and beat.phase != LEAVING and beat.alone > timeout:
@@ -82,6 +87,11 @@ def judge(beats: Mapping[int, Beat], timeout: float) -> Verdict | None:
         own = beat.alone if beat.is_paced else min(beat.alone, beat.idle)
         if not lost_for and own > beat.patience:
             return Verdict(f"rank {rank} has been stuck for {own:.0f} s {beat.where}", is_hang=True)
+    return None
+
+
+def _find_absent(beats: Mapping[int, Beat], timeout: float) -> Verdict | None:
+    """Find a process that will not come to a meeting in which another one waits."""
     meeting = [rank for rank, beat in beats.items() if beat.round.is_meeting]
     meeting.sort(key=lambda rank: beats[rank].round.number)
     # who is past a meeting is past the earliest one; a beat from before a meeting may still be the latest of a process
@@ -92,12 +102,16 @@ def judge(beats: Mapping[int, Beat], timeout: float) -> Verdict | None:
     inside = [rank for rank, beat in beats.items() if not beat.round.is_meeting]
     # who waits in a meeting will not come to what the others wait for
     if meeting and inside and all(beat.idle > timeout + SLACK and not beat.alone for beat in beats.values()):
-        late = beats[inside[0]]
-        return _mistake(meeting[0], beats[meeting[0]], inside[0], f"waits {late.where}")
-    if beats and not lost_for and all(beat.idle > beat.patience + SLACK for beat in beats.values()):
-        who = "; ".join(f"rank {rank} {beat.where}" for rank, beat in list(beats.items())[:8])
-        return Verdict(f"all processes wait for each other: {who}", is_hang=True)
+        return _mistake(meeting[0], beats[meeting[0]], inside[0], f"waits {beats[inside[0]].where}")
     return None
+
+
+def _find_deadlock(beats: Mapping[int, Beat]) -> Verdict | None:
+    """Find that all processes wait, and none of them computes."""
+    if not beats or seconds_since_lost(beats) or any(b.idle <= b.patience + SLACK for b in beats.values()):
+        return None
+    who = "; ".join(f"rank {rank} {beat.where}" for rank, beat in list(beats.items())[:8])
+    return Verdict(f"all processes wait for each other: {who}", is_hang=True)
 
 
 def _mistake(rank: int, meeting: Beat, other: int, does: str) -> Verdict:

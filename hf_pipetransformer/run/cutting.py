@@ -439,10 +439,9 @@ def _time_parts(pipeline: ElasticPipeline, batch: Batch, device: torch.device) -
     is_here = all(parameter.device.type == device.type for parameter in pipeline.model.parameters())
     if not all(mesh.gather_objects(is_here)):
         return None
-    per_byte = mesh.seconds_per_reduced_byte(device)
     times: ModelTimes | None = None
     try:
-        times = measure_times(pipeline.stack, batch, per_byte)
+        times = measure_times(pipeline.stack, batch)
     except RuntimeError as error:  # out of memory, for one
         logger.warning("The model's layers could not be timed (%s), so the plan is based on FLOPs.", error)
     everyone = mesh.gather_objects(times)

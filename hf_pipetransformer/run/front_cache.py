@@ -28,7 +28,7 @@ from transformers import TrainerState
 from ..cache.content_keys import named_inputs
 from ..cache.file_store import FileStore
 from ..frozen_front.entries import FrontEntries
-from ..frozen_front.finding import FoundFront, find_front, random_state, waits_for_others
+from ..frozen_front.finding import FoundFront, find_front, waits_for_others
 from ..frozen_front.front import FrozenFront, OtherCallsError, set_random_state
 from ..frozen_front.rows import may_have_padding
 from ..model.frozen_prefix import frozen_modules
@@ -38,7 +38,7 @@ from ..model.micro_batch import Batch
 from ..model.nested import in_new_containers
 from ..model.watched_weights import WatchedWeights
 from ..planning.tables import MIB
-from ..randomness import seeded
+from ..randomness import seeded, torch_states
 from ..training_args import CACHE_DTYPES
 from .cache_setup import describe_model
 from .job import TrainingJob
@@ -273,7 +273,7 @@ class _Calls:
     def _look_for_front(self, inputs: Batch, run: Callable[[], Any], forward: Callable[..., Any]) -> Any:
         device = self._job.device
         self._num_searches += not self._num_opened
-        before, everything = random_state(device), WatchedWeights.of(list(frozen_modules(self._model).values()))
+        before, everything = torch_states(), WatchedWeights.of(list(frozen_modules(self._model).values()))
         try:
             output, found = find_front(self._model, inputs, run, device, self._opened)
         except Exception:  # of a model that does not run while it is watched
@@ -317,7 +317,7 @@ class _Calls:
         # each process decides for itself, and what runs in the trial must not wait for the others
         may_cut = self._job.mesh.world_size == 1 or (only_loss and not waits_for_others(self._model))
         may_cut &= self._is_training
-        before = random_state(device)
+        before = torch_states()
         try:
             return front.is_of_samples(inputs, found.calls, lambda batch: forward(**batch), only_loss, may_cut)
         except Exception:  # out of memory, perhaps

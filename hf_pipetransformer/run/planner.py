@@ -42,7 +42,7 @@ def make_planner(
             args.pipeline_parallel_size,
             args.per_device_train_batch_size,
             args.elastic,
-            args.schedule_to_plan,
+            args.pipeline_schedule,
             args.num_microbatches,
             args.replica_sharding,
             args.num_virtual_stages,

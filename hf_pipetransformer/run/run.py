@@ -345,8 +345,6 @@ class PipelineRun(TrainerCallback):
         num_frozen = self._attach_freezing(pipeline.freezable)
         again = self._plan_of_interrupted_job(kept, num_frozen)
         plan = again or planner.first
-        if again is None:
-            self.log.schedule_chosen(planner.schedule_choice)
         if plan.num_frozen_layers < num_frozen:
             plan = planner.next(plan, num_frozen, plan.num_cached_layers)
         refuse_generation_that_does_not_fit(job, planner, plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ..freezing.policies import policy_description
@@ -12,7 +12,7 @@ from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epo
 from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.elastic_pipeline import Transformation
 from ..planning.layout import Layout
-from ..planning.planner import ConsideredSchedule, Planner
+from ..planning.planner import Planner
 from ..records.files import BEGINNINGS, SLICES, layout_of, slices_of
 from ..token_slices.slice_timeline import SlicePlan
 from .cache_control import AutoCache, EpochReport
@@ -23,7 +23,6 @@ from .sentences import (
     describe_change,
     describe_end,
     describe_frozen,
-    describe_schedules,
     describe_slices,
     describe_start,
 )
@@ -56,11 +55,6 @@ class RunLog:
         self._passes_per_sample = 1
 
     # ------------------------------------------------------------------------------------ at the start
-    def schedule_chosen(self, considered: Sequence[ConsideredSchedule]) -> None:
-        """Log which schedule was chosen; nothing if it was given."""
-        if considered:
-            self._say(describe_schedules(considered))
-
     def begin(self, planner: Planner, plan: Layout) -> None:
         """Record the first plan, after the model has been placed. Collective over all processes."""
         self._planner = planner

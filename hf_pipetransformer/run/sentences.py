@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..pipeline.elastic_pipeline import Transformation
 from ..planning.layout import Layout
-from ..planning.planner import WORTH_A_FURTHER_SCHEDULE, ConsideredSchedule
 from ..records.files import EVENTS
 from ..token_slices.slice_timeline import SlicePlan
 from .recorder import Tally
@@ -60,23 +58,6 @@ def describe_start(model: str, plan: Layout, freezing: str | None, cache: str | 
     parts += [f"activation cache: {cache}"] if cache is not None else []
     parts += [f"{by_times} by measured times, so another run may differ by rounding"] if by_times else []
     return "; ".join(parts) + "."
-
-
-def describe_schedules(considered: Sequence[ConsideredSchedule]) -> str:
-    """Describe which schedule was chosen, and from what."""
-
-    def named(plan: Layout) -> str:
-        v = plan.num_virtual_stages
-        return plan.schedule if v == 1 else f"{plan.schedule} with {v} virtual stages"
-
-    steps = ", ".join(
-        f"{named(each.layout)} {each.step:.2f}{'' if each.fits else ' (does not fit)'}" for each in considered
-    )
-    chosen = next(named(each.layout) for each in considered if each.is_chosen)
-    return (
-        f"pipeline_schedule='auto' is {chosen}. Predicted steps by FLOPs, in relation to 1f1b:"
-        f" {steps}. Each of these must be {WORTH_A_FURTHER_SCHEDULE:.0%} faster than the one before."
-    )
 
 
 def describe_change(change: Transformation, step: int, seconds: float, bytes_moved: int, freeze: str = "") -> str:

@@ -135,14 +135,8 @@ def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> d
 
     A model recognises a packed sample by positions that start again, but only without a cache. So masks are needed.
     """
-    if "cu_seq_lens_q" in batch:
-        raise UnsupportedModelError(
-            model, "samples packed without padding (cu_seq_lens_q) cannot be split along their tokens.", REMEDY
-        )
-    positions = batch.get("position_ids")
-    if not isinstance(positions, torch.Tensor) or batch.get("attention_mask") is not None:
-        return None
-    if bool((positions[:, 1:] - positions[:, :-1] == 1).all()):
+    positions = _restarting_positions(model, batch)
+    if positions is None:
         return None
     if not windows.separates_documents:
         raise UnsupportedModelError(
@@ -177,6 +171,18 @@ def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> d
             REMEDY,
         )
     return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _restarting_positions(model: nn.Module, batch: Batch) -> torch.Tensor | None:
+    """The positions of a batch whose samples contain several documents; None if each sample is one document."""
+    if "cu_seq_lens_q" in batch:
+        raise UnsupportedModelError(
+            model, "samples packed without padding (cu_seq_lens_q) cannot be split along their tokens.", REMEDY
+        )
+    positions = batch.get("position_ids")
+    if not isinstance(positions, torch.Tensor) or batch.get("attention_mask") is not None:
+        return None
+    return None if bool((positions[:, 1:] - positions[:, :-1] == 1).all()) else positions
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_pipetransformer.cli import app
-from hf_pipetransformer.forecast import local_profile
 from hf_pipetransformer.forecast.device_table import DEVICES, GIB
 from hf_pipetransformer.pipeline.devices import USABLE_MEMORY
 
@@ -73,9 +72,9 @@ def test_memory_is_counted_in_the_precision_of_the_weights(tmp_path: Path) -> No
 def test_plan_as_json() -> None:
     answer = values("bert", *TRAINING, "--efficiency", "0.3", "--num-microbatches", "4")
     assert set(answer) == {
-        "model", "profile", "devices", "batch", "gradient_accumulation_steps", "samples", "steps_per_epoch",
+        "model", "devices", "batch", "gradient_accumulation_steps", "samples", "steps_per_epoch",
         "memory_budget_bytes", "replica_sharding", "sharding_choice", "pipeline_schedule",
-        "schedule_choice", "epochs", "seconds", "compared_with", "fsdp",
+        "epochs", "seconds", "compared_with", "fsdp",
         "flop_bound", "fastest_plain", "plain_epochs_of_equal_cost", "cache", "advice", "assumed",
     }  # fmt: skip
     assert answer["samples"] == 100_000
@@ -123,29 +122,6 @@ def test_sharding_is_chosen_by_memory() -> None:
     assert "data parallelism with replica_sharding='optimizer' (pipeline_parallel_size=1)" in out
 
 
-def test_the_schedule_is_chosen(tmp_path: Path) -> None:
-    """Four layers in two stages, two micro-batches: two parts of a stage are worth it, for three there are too few."""
-    AutoConfig.for_model("bert", **TINY, num_hidden_layers=4).save_pretrained(tmp_path)
-    few = (str(tmp_path), "--devices", "2", "--batch", "2", "--seq", "16", "--epochs", "2", "--no-freeze")
-    two_stages = (*few, "--pipeline-parallel-size", "2")
-    auto = values(*two_stages, "--pipeline-schedule", "auto")
-    assert [(each["pipeline_schedule"], each["virtual_stages"]) for each in auto["schedule_choice"]] == [
-        ("1f1b", 1),
-        ("interleaved1f1b", 2),
-        ("zbv", 2),
-    ]
-    (chosen,) = (each for each in auto["schedule_choice"] if each["chosen"])
-    assert auto["pipeline_schedule"] == chosen["pipeline_schedule"] == "interleaved1f1b"
-    assert chosen["relative_step"] < chosen["weighed_step"] == min(e["weighed_step"] for e in auto["schedule_choice"])
-    given = values(*two_stages, "--pipeline-schedule", "interleaved1f1b")
-    assert given["schedule_choice"] is None
-    assert given["epochs"] == auto["epochs"] and chosen["step_seconds"] == given["epochs"][0]["step_seconds"]
-    out = run(*two_stages, "--pipeline-schedule", "auto").stdout
-    assert re.search(r"^schedule +V +M +GiB +step ms +by FLOPs +weighed$", out, re.MULTILINE)
-    assert re.search(r"^interleaved1f1b +2 +2 +[\d.]+ +[\d.]+ +0\.8\d +0\.9\d +chosen$", out, re.MULTILINE)
-    assert "weighed" not in run(*few, "--pipeline-schedule", "auto").stdout, "one stage has no schedule"
-
-
 def test_what_the_user_has_frozen(tiny: str, tmp_path: Path) -> None:
     """Six of twelve equal layers; everything under a head; a tower that text does not run."""
     alone = (*TRAINING[:1], "1", *TRAINING[2:], "--no-freeze")
@@ -186,10 +162,6 @@ def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
         ),
         (["--seq", "513"], 2, "seq is 513, but BertForSequenceClassification has 512 positions"),
         (["--device", "abacus"], 2, "device='abacus' is not in the device table, which contains v100-16g"),
-        (["--profile", "cpu", "--device", "l4"], 2, "device is 'l4', but profile='cpu' times the model on this"),
-        (["--profile", "cpu", "--efficiency", "0.3"], 2, "efficiency is 0.3, but profile='cpu' times the model"),
-        (["--profile", "cuda", "--efficiency", "0.3"], 2, "efficiency is 0.3, but profile='cuda' times the model"),
-        (["--profile", "guess"], 2, "profile is 'guess', but must be one of analytic, cpu, cuda"),
         (["--alpha", "1"], 2, "freeze_alpha=1.0"),
         (["--freeze-schedule", "{1: 2}"], 2, "freeze_schedule is '{1: 2}', which is not valid JSON"),
         (["--freeze-schedule", '{"1": 99}'], 2, "freeze_schedule requests 99 frozen layers"),
@@ -221,35 +193,6 @@ def test_unknown_and_unsupported_models() -> None:
     assert run("wav2vec2", *TRAINING).exit_code == 1
     result = run("bert", *TRAINING, "--task", "ctc")
     assert result.exit_code == 2 and "no ctc model for BertConfig" in result.stderr
-
-
-# ------------------------------------------------------------------------------------------ on this machine
-@pytest.mark.slow
-def test_times_measured_here(tiny: str) -> None:
-    """Two processes time the parts at once; what they find is what the forecast goes by."""
-    answer = values(
-        tiny, "--devices", "2", "--batch", "8", "--seq", "16", "--epochs", "3", "--samples", "64", "--profile", "cpu"
-    )
-    assert answer["profile"] == "cpu"
-    assert "times measured here" in answer["assumed"][0]
-    steps = [epoch["step_seconds"] for epoch in answer["epochs"]]
-    assert all(0 < step < 10 for step in steps)
-    # put in epoch 2, whether or not what is measured will make it pay in epoch 3
-    assert [epoch["puts"] for epoch in answer["epochs"]] == [0, 2, 0]
-    assert answer["cache"]["generation_bytes_per_node"] == 64 * 16 * 32 * 4
-
-
-def test_a_model_too_large_to_be_made_here(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_profile, "MEMORY_FOR_WEIGHTS", 0.0)
-    result = run(tiny, *TRAINING, "--profile", "cpu")
-    assert result.exit_code == 2 and "GiB for the model's weights, but" in result.stderr
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_no_cuda_device() -> None:
-    result = run("bert", *TRAINING, "--profile", "cuda")
-    assert result.exit_code == 2
-    assert "no CUDA device is available. Set profile='analytic'" in result.stderr
 
 
 def test_images_need_no_number_of_tokens() -> None:

@@ -13,12 +13,12 @@ from layouts import times_of, unit
 from hf_pipetransformer import PipeTransformerTrainingArguments
 from hf_pipetransformer.forecast.advice import advise
 from hf_pipetransformer.forecast.device_table import CacheHost, Device
-from hf_pipetransformer.forecast.forecast import BEST, DDP, FSDP, PIPELINE, Forecast, Job, Machine, forecast
+from hf_pipetransformer.forecast.forecast import BEST, DDP, FSDP, PIPELINE, Forecast, Job, forecast
 from hf_pipetransformer.forecast.workload import Workload
 from hf_pipetransformer.freezing.policies import AdaptivePolicy, AlphaPolicy, FreezePolicy, NeverFreeze, SchedulePolicy
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import HeadCost
-from hf_pipetransformer.planning.unit_times import PartTimes, Seconds
+from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
 from hf_pipetransformer.run.planner import make_planner
 
 ROW_BYTES, MEMORY_BYTES = 10, 100
@@ -34,11 +34,22 @@ def workload(cacheable: bool = True, activation_bytes: int = 0) -> Workload:
     return Workload(costs, 12, frozenset(range(1, 13)) if cacheable else frozenset())
 
 
+@dataclasses.dataclass(frozen=True)
+class Machine(Device):
+    """Takes a second for each unit and sample, whatever it computes."""
+
+    memory_budget_bytes: int | None = None  # type: ignore[assignment]
+    reduce: float = 0.0
+
+    def times(self, unit_costs: Any, world_size: int) -> ModelTimes:
+        return dataclasses.replace(times_of(12), reduce_seconds_per_byte=self.reduce)
+
+
 def machine(
     budget: int | None = None, host: CacheHost | None = None, per_node: int = 8, reduce: float = 0.0
-) -> Machine:
-    times = dataclasses.replace(times_of(12), reduce_seconds_per_byte=reduce)
-    return Machine(times, budget, per_node, host or CacheHost(1e12, 1e12))
+) -> Device:
+    cache = {"devices_per_node": per_node, "host": host or CacheHost(1e12, 1e12)}
+    return Machine("toy", 1, 1, 1, 1, 1, **cache, memory_budget_bytes=budget, reduce=reduce)  # type: ignore[arg-type]
 
 
 def job(devices: int = 1, epochs: int = 1, policy: FreezePolicy | None = None, **changes: Any) -> Job:
@@ -47,7 +58,7 @@ def job(devices: int = 1, epochs: int = 1, policy: FreezePolicy | None = None, *
     return Job(devices, num_epochs=epochs, freeze_policy=policy or NeverFreeze(), **arguments)
 
 
-def made(*arguments: Any, on: Machine | None = None, of: Workload | None = None, **changes: Any) -> Forecast:
+def made(*arguments: Any, on: Device | None = None, of: Workload | None = None, **changes: Any) -> Forecast:
     return forecast(job(*arguments, **changes), of or workload(), on or machine())
 
 
@@ -82,10 +93,11 @@ def test_shares_add_up_and_name_the_limit() -> None:
     slow = made(2, 3, SchedulePolicy({1: 10}), on=machine(host=CacheHost(1.0, 1.0)))  # 10 s a sample, two readers
     for step in slow.epochs:
         assert sum(step.shares.values()) == pytest.approx(1)
-    assert [step.limit for step in slow.epochs] == ["active layers", "frozen layers", "frozen layers"]
+    most = lambda step: max(step.shares, key=step.shares.__getitem__)  # noqa: E731
+    assert [most(step) for step in slow.epochs] == ["active layers", "frozen layers", "frozen layers"]
     assert "loading would take 2e+04 ms a sample" in str(slow.cache_off)
     fast = made(2, 3, SchedulePolicy({1: 12}), on=machine(host=CacheHost(4.0, 4.0)))
-    assert fast.epochs[2].limit == "loading"
+    assert most(fast.epochs[2]) == "loading"
 
 
 def test_a_step_of_several_batches() -> None:
@@ -157,7 +169,7 @@ def fitting(k: int) -> int:
 
 @pytest.mark.parametrize("stages", ["auto", 1, 4])
 @pytest.mark.parametrize("is_elastic", [True, False])
-@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_plans_are_those_of_the_trainer(
     stages: Any, is_elastic: bool, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,8 +185,6 @@ def test_plans_are_those_of_the_trainer(
     planner = make_planner(args, workload().unit_costs, mesh, times_of(12))
     options = {"pipeline_parallel_size": stages, "is_elastic": is_elastic, "schedule": schedule}
     result = made(8, 7, AlphaPolicy(1 / 3), on=machine(budget), **options)
-    assert planner.schedule_choice == tuple(each for _, each in result.schedule_choice)
-    assert (not result.schedule_choice) == (schedule != "auto" or stages == 1)
     layout = planner.first
     for number, step in enumerate(result.epochs):
         if number:
@@ -213,7 +223,7 @@ def test_advice_k_1_throughout() -> None:
     assert "throughout: plain DDP" in advice(4, 8)
     asked = {"pipeline_parallel_size": 2, "batch": 64, "num_microbatches": 32}  # 33 / 32 of plain DDP's time
     assert advice(4, **asked) == "Train it so, K = 2 at the start: no other layout is predicted to be much faster."
-    assert "K = 4 was asked for; pipeline_parallel_size='auto' is" in advice(8, 2, pipeline_parallel_size=4)
+    assert "pipeline_parallel_size=1 is predicted to be" in advice(8, 2, pipeline_parallel_size=4)
 
 
 def test_advice_little_gain() -> None:
@@ -227,13 +237,6 @@ def test_advice_what_does_not_fit() -> None:
     said = advice(8, 6, AlphaPolicy(1 / 3), on=on)
     assert "Plain DDP does not fit" in said and "Hence 4 stages at the start" in said and "fewer stages do" in said
     assert "It does not fit: with K = 2" in advice(8, pipeline_parallel_size=2, on=on)
-
-
-def test_advice_too_short_for_so_many_devices() -> None:
-    """The reduction takes as long as a device's computing is short: eight devices are no faster than one."""
-    slow = machine(reduce=1.0)  # of 1,200 bytes of parameters
-    assert "Too short for so many devices: use 1, which take" in advice(8, on=slow, num_samples=32)
-    assert "Too short" not in advice(8)
 
 
 def test_advice_on_sharding() -> None:
@@ -270,7 +273,7 @@ def test_times_of_a_device_with_a_head() -> None:
     assert times.head == PartTimes(Seconds(0.0, 0.2), Seconds(0.0, 0.4))
     assert (times.update_seconds_per_byte, times.reduce_seconds_per_byte) == (0.5, 2 * 3 / 4 / 4.0)
     assert device.times(units, 8).reduce_seconds_per_byte == 2 * 7 / 8 / 2.0  # over the network
-    on = Machine(device.times(units, 1), None, 1, CacheHost(1e12, 1e12), device)
+    on = dataclasses.replace(device, devices_per_node=1, host=CacheHost(1e12, 1e12), memory_bytes=1e12)
     result = made(1, 3, SchedulePolicy({1: 2}), of=Workload(units, 2, frozenset({1, 2})), on=on)
     assert result.epochs[2].layout.num_cached_layers == 2
     assert result.epochs[2].prediction.timeline.seconds == pytest.approx(16 * (0.2 + 0.4))

@@ -51,7 +51,6 @@ def test_what_can_be_frozen_and_kept() -> None:
     bert = measure_workload(tiny("bert", num_hidden_layers=4), 16)
     assert (bert.max_frozen, bert.cacheable) == (4, frozenset({1, 2, 3, 4}))
     assert bert.cache_row_bytes(1) == bert.cache_row_bytes(4) == 16 * 32 * 4
-    assert bert.weight_bytes == sum(p.numel() * 4 for p in tiny("bert", num_hidden_layers=4).parameters())
     tied = measure_workload(tiny("llama", num_hidden_layers=3, tie_word_embeddings=True), 16)
     assert tied.max_frozen == 3  # the last norm is left
     config = AutoConfig.for_model("t5", d_model=32, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=2, d_kv=16)

@@ -6,7 +6,6 @@ A model of eight layers on two stages with V = 2 or 3 virtual stages each.
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -32,8 +31,6 @@ from training_runs import (
     reference_trainer,
 )
 from transformers import Trainer
-
-from hf_pipetransformer.run import run_log
 
 LAYERS = 8
 PROCESSES = 2
@@ -123,48 +120,6 @@ def test_trains_and_predicts_as_one_process(name: str, schedule: str, virtual: i
             torch.testing.assert_close(outcome.notes[when], expected(name).notes[when], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def chosen_in_parts(rank: int, world_size: int, run: Run) -> Outcome:
-    trainer = pipeline_trainer(
-        replace(run, per_device=run.per_device * WORLD // world_size),
-        PROCESSES,
-        pipeline_schedule="auto",
-        num_microbatches=2,
-    )
-    plans = set()
-    at_each_step(trainer, after=lambda run: plans.add(run.pipeline.current_plan))
-    log, said = logging.getLogger(run_log.__name__), Lines()
-    log.setLevel(logging.INFO)
-    log.addHandler(said)
-    outcome = outcome_of(trainer)
-    outcome.notes = {
-        "plans": [(plan.schedule, plan.stage_bounds) for plan in plans],
-        "said": [line for line in said.lines if line.startswith("pipeline_schedule='auto'")],
-    }
-    return outcome
-
-
-@pytest.mark.parametrize("name", ["bert", *slow("gpt2-tied")])
-def test_a_chosen_schedule_trains_as_one_process(name: str) -> None:
-    outcomes = run_ranks(chosen_in_parts, PROCESSES, RUNS[name])
-    assert_same_training(outcomes, expected(name))
-    first, second = (outcome.notes for outcome in outcomes)
-    assert first["plans"] == second["plans"] and len(first["plans"]) == 1
-    ((schedule, bounds),) = first["plans"]
-    assert (len(first["said"]), second["said"]) == (1, []), "the main process says it once"
-    assert f"'auto' is {schedule}" in first["said"][0]
-    if name == "bert":  # its head is light
-        assert (schedule, len(bounds)) == ("interleaved1f1b", 5)
-
-
 TABLE = {3: 1, 6: 2, 9: 5, 12: 6}
 """Steps done -> frozen layers. An epoch has three steps."""
 STAGES = {
@@ -211,12 +166,11 @@ def resumed(rank: int, world_size: int, run: Run, folder: str, first: dict[str, 
 
 INTERLEAVED: dict[str, Any] = {"stages": 2, "pipeline_schedule": "interleaved1f1b"}
 ZBV: dict[str, Any] = {"stages": 2, "pipeline_schedule": "zbv"}
-CHOSEN: dict[str, Any] = {"stages": 2, "pipeline_schedule": "auto", "num_microbatches": 2}
 OTHER: dict[str, Any] = {"stages": 4, "pipeline_schedule": "1f1b"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "then"), [(INTERLEAVED, OTHER), (OTHER, ZBV), (ZBV, ZBV), (CHOSEN, CHOSEN)])
+@pytest.mark.parametrize(("first", "then"), [(INTERLEAVED, OTHER), (OTHER, ZBV), (ZBV, ZBV)])
 def test_resumes_under_another_schedule(first: dict[str, Any], then: dict[str, Any], tmp_path: Path) -> None:
     run = DeepRun("causal-lm")
     outcomes = run_ranks(resumed, WORLD, run, str(tmp_path), first, then)

@@ -40,10 +40,7 @@ def test_a_v_brings_the_last_units_to_the_first_stage() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": "zbv", "virtual_pipeline_parallel_size": 3}, r"is 3 and schedule is 'zbv'.* between 1 and 2"),
         ({"schedule": "zigzag"}, "schedule is 'zigzag'"),
-        ({"stage_bounds": (0, 4, 4)}, r"stage_bounds is \(0, 4, 4\), but 2 stages need 3"),
-        ({"stage_bounds": (0, 8)}, r"stage_bounds is \(0, 8\), but 2 stages need 3"),
         ({"num_frozen_layers": 9}, "num_frozen_layers is 9, but must be between 0 and 8"),
         ({"num_frozen_layers": 2, "num_cached_layers": 3}, r"num_cached_layers is 3.* num_frozen_layers \(2\)"),
         ({"num_frozen_layers": 8, "num_cached_layers": 5}, "num_cached_layers is 5.* which has 4 units"),

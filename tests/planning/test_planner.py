@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from layouts import UNITS, layout_of, planner_of, times_of, unit
+from layouts import layout_of, planner_of, times_of, unit
 
-from hf_pipetransformer.planning.costs import UnitCost
 from hf_pipetransformer.planning.layout import Layout
-from hf_pipetransformer.planning.planner import SCHEDULES_TO_CHOOSE_FROM, ConsideredSchedule, Planner
+from hf_pipetransformer.planning.planner import Planner
 from hf_pipetransformer.planning.tables import MIB
 
 
@@ -103,10 +101,8 @@ def test_without_compression_only_the_split_changes(asked: dict[str, Any]) -> No
 
 def test_a_loss_that_drives_the_pipeline_has_all_forwards_first() -> None:
     asked = {"schedule": "zbv", "virtual_pipeline_parallel_size": 2, "is_driven": True}
-    for options in (asked, {**asked, "schedule": "auto"}):
-        planner = planner_of(4, 4, **options)
-        assert (planner.first.schedule, planner.first.num_virtual_stages) == ("gpipe", 1)
-        assert not planner.schedule_choice
+    planner = planner_of(4, 4, **asked)
+    assert (planner.first.schedule, planner.first.num_virtual_stages) == ("gpipe", 1)
 
 
 def test_cached_layers_cost_nothing_and_are_the_first_stages() -> None:
@@ -132,91 +128,6 @@ def test_virtual_stages_come_back_in_a_shorter_pipeline() -> None:
     planner = planner_of(4, 4, schedule="interleaved1f1b", virtual_pipeline_parallel_size=3)
     found = [planner.in_stages(k, planner.first, 1).num_virtual_stages for k in (4, 2, 1)]
     assert found == [2, 3, 1]
-
-
-# ------------------------------------------------------------------------------------------ a chosen schedule
-EVEN = tuple(unit(i) for i in range(24))
-"""Six, three, two and three units in each part of four stages."""
-ONE_F_ONE_B, V2, V3, ZBV = SCHEDULES_TO_CHOOSE_FROM
-
-
-def considered(
-    k: int, units: tuple[UnitCost, ...] = EVEN, m: Any = "auto", **changes: Any
-) -> tuple[ConsideredSchedule, ...]:
-    """The choice for K ranks with four samples each."""
-    planner = planner_of(k, k, units, schedule="auto", num_microbatches=m, **changes)
-    found = planner.schedule_choice
-    assert [each.layout for each in found if each.is_chosen] == [planner.first]
-    return found
-
-
-def of(layout: Layout) -> tuple[str, int]:
-    return layout.schedule, layout.num_virtual_stages
-
-
-def chosen(*arguments: Any, **changes: Any) -> tuple[str, int]:
-    return next(of(each.layout) for each in considered(*arguments, **changes) if each.is_chosen)
-
-
-def test_even_layers_and_few_micro_batches() -> None:
-    """(M + (K - 1) / V) / M with K = M = 4: 7/4, 5.5/4, 5/4; ZBV has too few micro-batches to fill all gaps."""
-    found = considered(4, m=4)
-    assert tuple(of(each.layout) for each in found) == SCHEDULES_TO_CHOOSE_FROM
-    assert [each.step for each in found] == pytest.approx([1, 5.5 / 7, 5 / 7, 5 / 7])
-    assert [each.weighed for each in found] == pytest.approx([1, 1.1 * 5.5 / 7, 1.21 * 5 / 7, 1.331 * 5 / 7])
-    assert chosen(4, m=4) == V2, "V = 3 is 10% faster and not more"
-
-
-@pytest.mark.parametrize(
-    ("k", "units", "m", "expected"),
-    [
-        (4, 24, 8, V2),  # 11/8, 9.5/8, 9/8
-        (4, 12, 4, V3),  # 7/4, 6/4 with parts of one and two units, 5/4
-        (2, 24, 4, V2),  # 5/4, 4.5/4
-        (2, 6, 4, ONE_F_ONE_B),  # 5/4, 14/12 with parts of one and two units
-        (2, 24, 8, ONE_F_ONE_B),  # 9/8, 8.5/8
-    ],
-)
-def test_a_further_schedule_must_be_worth_it(k: int, units: int, m: int, expected: tuple[str, int]) -> None:
-    assert chosen(k, EVEN[:units], m=m) == expected
-
-
-def test_a_heavy_last_unit_keeps_the_simplest_schedule() -> None:
-    """It takes longer than a fair share of all: with virtual stages its process would have other units as well."""
-    heavy = (*EVEN[:11], unit(11, 12.0))
-    steps = [each.step for each in considered(4, heavy, m=8)]
-    assert steps[1] > 1 and min(steps) > 0.95
-    assert chosen(4, heavy, m=8) == ONE_F_ONE_B
-
-
-@pytest.mark.parametrize(
-    ("units", "expected"),
-    [(7, [ONE_F_ONE_B]), (8, [ONE_F_ONE_B, V2, ZBV]), (11, [ONE_F_ONE_B, V2, ZBV]), (12, [ONE_F_ONE_B, V2, V3, ZBV])],
-)
-def test_too_few_units(units: int, expected: list[tuple[str, int]]) -> None:
-    assert [of(each.layout) for each in considered(4, EVEN[:units], m=4)] == expected
-
-
-def test_what_does_not_fit_is_not_chosen() -> None:
-    """The first stage keeps 5 passes of half a stage with V = 2, and 2 of a whole one with 1F1B."""
-    units = tuple(unit(i, activation_bytes=1000) for i in range(8))
-    planner = planner_of(2, 2, units, schedule="auto", num_microbatches=4)
-    plain, interleaved = (largest(planner, each.layout) for each in planner.schedule_choice[:2])
-    assert chosen(2, units, m=4, memory_budget_bytes=interleaved) == V2
-    found = considered(2, units, m=4, memory_budget_bytes=interleaved - 1)
-    assert [each.fits for each in found[:2]] == [True, False] and found[0].is_chosen
-    nothing = considered(2, units, m=4, memory_budget_bytes=plain // 2)
-    assert not any(each.fits for each in nothing) and nothing[0].is_chosen
-
-
-def test_later_layouts_keep_what_was_chosen() -> None:
-    """With as few micro-batches for K = 2 as here, 1F1B would be chosen there."""
-    planner = planner_of(4, 4, EVEN, schedule="auto", num_microbatches=8)
-    then = planner.next(planner.first, 20, 0)
-    assert of(planner.first) == of(then) == V2 and then.pipeline_parallel_size == 2
-    assert planner.consider_schedules(then, 2)[0].is_chosen
-    last = planner.next(then, 23, 22)
-    assert last.schedule == V2[0] and last.runs_as == "1f1b"
 
 
 # ------------------------------------------------------------------------------------------ a chosen sharding
@@ -268,29 +179,20 @@ def test_a_layout_is_restored_where_the_same_is_asked_for() -> None:
     facts = as_stored(planner, layout)
     assert planner.again(facts, most_frozen=3) == layout
     assert planner.again(facts, most_frozen=2) is None  # a user who freezes no more
-    assert planner.again({**facts, "bounds": [0, 7]}, most_frozen=3) is None  # another model
+    assert planner.again({**facts, "units": 7}, most_frozen=3) is None  # another model
     for other in (planner_of(1, 1, rows_per_device=3), planner_of(1, 1, is_elastic=False), planner_of(1, 2)):
         assert other.again(facts, most_frozen=3) is None
     with pytest.raises(ValueError, match=r"trainer_state.json: .*layout is no plan: num_frozen_layers is 9"):
         planner.again({**facts, "num_frozen": 9}, most_frozen=9)
 
 
-def test_a_chosen_schedule_is_restored_although_another_would_be_chosen_now() -> None:
-    asked: dict[str, Any] = {"schedule": "auto", "num_microbatches": 2, "rows_per_device": 2}
-    made, now = planner_of(2, 2, **asked), planner_of(2, 2, [*UNITS[:7], unit(7, flops=30.0)], **asked)
-    assert (made.first.schedule, now.first.schedule) == ("interleaved1f1b", "1f1b")
-    again = now.again(as_stored(made, made.first), most_frozen=0)
-    assert again is not None and (again.schedule, again.stage_bounds) == ("interleaved1f1b", made.first.stage_bounds)
-
-
-def test_a_layout_of_an_earlier_version_is_restored() -> None:
-    """It counted one layer fewer than the cache could read, and named no schedule."""
+def test_a_layout_of_an_earlier_version_is_made_again() -> None:
     planner = planner_of(4, 4, is_elastic=False)
     layout = planner.next(planner.first, 6, 5)
     facts = as_stored(planner, layout)
-    older = {name: value for name, value in facts.items() if name not in ("schedule", "virtual_stages")}
-    assert planner.again({**older, "num_cached": 4}, most_frozen=6) == layout
-    assert planner.again(facts, most_frozen=6) == layout == replace(layout, num_cached_layers=5)
+    older = {**facts, "bounds": [0, 1, 2, 3, facts.pop("units")]}
+    del older["units"]
+    assert planner.again(older, most_frozen=6) == layout
 
 
 def test_a_layout_that_needs_more_memory_than_there_is_now_is_not_restored() -> None:

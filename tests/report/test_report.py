@@ -279,7 +279,6 @@ def test_the_step_is_that_of_the_simulation(schedule: str, stages: int, virtual:
     ends = [a + b for name in names for a, b in zip(bars[name]["base"], bars[name]["x"], strict=True)]
     assert max(ends) == pytest.approx(1e3 * timeline.seconds)
     assert bars["waiting (bubble)"]["x"] == pytest.approx([1e3 * timeline.seconds] * stages)
-    assert bars["gradients over replicas, optimizer"]["base"] == pytest.approx([1e3 * timeline.seconds] * stages)
 
 
 def test_slices_belong_to_the_layout_that_they_were_made_for(tmp_path: Path) -> None:
