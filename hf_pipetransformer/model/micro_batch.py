@@ -149,24 +149,15 @@ def naming_long_rows(model: nn.Module, batch: Any) -> Iterator[None]:
 
 def _most_tokens(model: nn.Module) -> int | None:
     """Maximum number of tokens of a sample by the position table; None without a table, as with rotary positions."""
-    table = _position_table(model)
-    if table is None:
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(most, int):
         return None
-    most: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]
-    return most - (table.padding_idx or 0) - 1 if counts_from_padding(model) else most
-
-
-def counts_from_padding(model: nn.Module) -> bool:
-    """Whether a model's positions begin behind the padding's, in one table with it, as RoBERTa's do."""
-    table = _position_table(model)
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return table is not None and table.num_embeddings == most and table.padding_idx is not None
-
-
-def _position_table(model: nn.Module) -> nn.Embedding | None:
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    tables = (module for module in model.modules() if isinstance(module, nn.Embedding) and isinstance(most, int))
-    return next((table for table in tables if 0 <= table.num_embeddings - most <= MOST_UNUSED_POSITIONS), None)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and 0 <= module.num_embeddings - most <= MOST_UNUSED_POSITIONS:
+            # RoBERTa counts positions from the padding id + 1 on, within the table
+            is_within = module.num_embeddings == most and module.padding_idx is not None
+            return most - (module.padding_idx or 0) - 1 if is_within else most
+    return None
 
 
 def _most_tokens_in(batch: Any) -> int:

@@ -24,7 +24,6 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import UnsupportedModelError
-from ..model.micro_batch import counts_from_padding
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
@@ -37,8 +36,8 @@ class Windows:
         layers: for each layer, the kind of its attention and the width of its window.
         separates_documents: whether documents that are packed into one sample do not attend to each other. Found by a
             probe (`probe_slicing`), because no configuration says it.
-        allows_left_padding: whether slices give the same result with padding before the tokens; False for models that
-            compute positions from the padding in their input (RoBERTa).
+        allows_left_padding: whether slices give the same result with padding before the tokens. Also found by the
+            probe; False for models that compute positions from the padding in their input (RoBERTa).
     """
 
     layers: tuple[tuple[str, int | None], ...]
@@ -72,8 +71,7 @@ def attention_windows(model: Any) -> Windows:
             model, f"layers of type {', '.join(unknown)} keep a state that cannot be split along the tokens.", remedy
         )
     width = {FULL: None, SLIDING: window, CHUNKED: chunk}
-    layers = tuple((kind, width[kind]) for kind in kinds)
-    return Windows(layers, allows_left_padding=not counts_from_padding(model))
+    return Windows(tuple((kind, width[kind]) for kind in kinds))
 
 
 class SequenceStates:

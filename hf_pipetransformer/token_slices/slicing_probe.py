@@ -33,7 +33,7 @@ from ..model.placeholders import evaluation_mode
 from ..model.refusals import has_router_loss
 from ..randomness import global_state_kept
 from .kv_slices import Windows, attention_windows
-from .slices import REMEDY, SlicedSequence, check_updates, running_slices, sequence_length
+from .slices import REMEDY, SlicedSequence, check_updates, padding_word, running_slices, sequence_length
 
 LossOf = Callable[[Batch], torch.Tensor]
 
@@ -106,6 +106,10 @@ def probe_slicing(
             if _looks_ahead(sample, loss_of):
                 raise UnsupportedModelError(model, "its attention is not causal: tokens see later tokens.", REMEDY)
             windows = replace(windows, separates_documents=_separates_documents(sample, loss_of))
+            windows = replace(
+                windows,
+                allows_left_padding=_allows_left_padding(stack, sample, loss_of, lengths, windows, loss_tolerance),
+            )
             with _checkpointing(model):
                 _compare_gradients(stack, sample, loss_of, lengths, windows, loss_tolerance, gradient_tolerance)
             edges = _with_labels_at(sample, list(accumulate(lengths))[:-1])
@@ -268,6 +272,33 @@ def _separates_documents(sample: Batch, loss_of: LossOf) -> bool:
     device = next((value.device for value in sample.values() if isinstance(value, torch.Tensor)), None)
     row["position_ids"] = positions.to(device).expand(batch_rows(sample), -1)
     return _depends(row, loss_of, on=range(middle), at=range(middle + 1, length)) is False
+
+
+@torch.no_grad()
+def _allows_left_padding(
+    stack: LayerStack, sample: Batch, loss_of: LossOf, lengths: list[int], windows: Windows, tolerance: float
+) -> bool:
+    """Whether slices give the same loss if the first token is padding. True if this cannot be tried."""
+    words, padding, labels = sample.get("input_ids"), padding_word(stack.model), sample.get("labels")
+    if padding is None or "position_ids" in sample:
+        return True
+    if not isinstance(words, torch.Tensor) or not isinstance(labels, torch.Tensor) or labels.shape != words.shape:
+        return True
+    mask = sample.get("attention_mask")
+    mask = mask.clone() if isinstance(mask, torch.Tensor) else torch.ones_like(words)
+    if mask.shape != words.shape:
+        return True
+    words, labels = words.clone(), labels.clone()
+    words[:, 0], mask[:, 0], labels[:, :2] = padding, 0, IGNORED
+    padded = {**sample, "input_ids": words, "attention_mask": mask, "labels": labels}
+    try:
+        whole = float(loss_of(padded))
+        parts = sum(map(float, _losses_in_slices(stack, padded, loss_of, lengths, windows)))
+    except Exception as error:  # the model may raise anything for such samples; a comparison without padding follows
+        if is_out_of_memory(error):
+            raise
+        return True
+    return not math.isfinite(whole) or abs(whole - parts) <= tolerance * max(abs(whole), 1e-3)
 
 
 @torch.no_grad()
