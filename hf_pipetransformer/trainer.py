@@ -443,7 +443,7 @@ class PipeTransformerTrainer(Trainer):
         self._expect_all("save_model")
         pipeline.synchronise_buffers()
         spill = Path(output_dir or self.args.output_dir or ".") if pipeline.is_lazy else None
-        needed = self._job.mesh.gather_objects(names_saved(self, self.model, pipeline.weights))[0]
+        needed = self._job.mesh.of_first(names_saved(self, self.model, pipeline.weights))
         gathered = pipeline.weights.gathered(pipeline.holders(), spill, needed)
         # PEFT's own way of saving asks modules for their keys; others must not read what is not here
         reading = computing_with_nan() if hasattr(self.model, "peft_config") else nullcontext()

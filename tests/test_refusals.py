@@ -13,6 +13,7 @@ from torch import nn
 from training_data import PadCollator, TrainingData
 from training_runs import WORLD, Run, pipeline_trainer
 from transformers import TrainingArguments
+from transformers.distributed import DistributedConfig
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, UnsupportedModelError
 
@@ -134,6 +135,8 @@ def with_model(how: str) -> Callable[[int], None]:
             model = nn.DataParallel(model)
         elif how == "device-map":
             model.hf_device_map = {"bert": 0, "classifier": 1}
+        elif how == "stages-of-transformers":
+            model.config.distributed_config = DistributedConfig(pp_size=2)
         elif how == "different-models" and rank == 1:
             model.classifier = nn.Linear(16, 3)
         elif how == "different-classes" and rank == 1:
@@ -179,6 +182,7 @@ def with_reentrant_checkpointing(rank: int) -> None:
 
 TRAINING = {
     **{how: with_model(how) for how in ("data-parallel", "device-map", "different-models", "different-classes")},
+    "stages-of-transformers": with_model("stages-of-transformers"),
     "length": with_data(lambda rank: 16 + rank, lambda rank: 0),
     "one sample": with_data(lambda rank: 16 * (1 - rank) or 1, lambda rank: 0),
     "content": with_data(lambda rank: 16, lambda rank: rank),
@@ -190,6 +194,7 @@ TRAINING = {
 WORDS = {
     "data-parallel": ["DataParallel", "unwrapped model"],
     "device-map": ["device map", "2 entries"],
+    "stages-of-transformers": ["DistributedConfig(pp_size=2)", "pipeline_parallel_size=2"],
     "different-models": ["different models", "process 0", "process 1"],
     "different-classes": ["different models", "Roberta"],
     "length": ["different datasets", "16 samples", "17 samples"],

@@ -560,6 +560,8 @@ class NumberedLoader(DataLoader[Any]):
 
     def __init__(self, batches: NumberedBatches) -> None:
         super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_the_only_one)
+        if batches.is_iterable:  # the sampler that PyTorch gives the loader of an iterable dataset
+            vars(self)["sampler"] = DataLoader(batches.dataset).sampler
         self._epoch_read: int | None = None  # to its end, and not set since
         self._has_begun = False  # since the epoch was set
 

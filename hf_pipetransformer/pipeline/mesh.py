@@ -7,6 +7,8 @@ world of 8, K = 4, R = 2        stage 3   2   1   0     of most schedules (`plan
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,11 +18,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..errors import PeerFailedError, in_one_line
 from .chunks import as_bytes
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+EVEN = 4
+"""Bytes that `gather_objects` may move at once, as a multiple of those of all objects."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,8 @@ class ProcessMesh:
         # back (an evaluation, another training), creating a group is collective and takes NCCL up to seconds, and
         # there are few of them, as K divides the number of processes.
         self._layouts: dict[int, PipelineGroups] = {}
+        self.num_communicators = 0
+        """Number of the accelerator's communicators that this process has here. They live until it ends."""
         self._subgroups: dict[tuple[tuple[tuple[int, ...], ...], str | None, int], dist.ProcessGroup | None] = {}
         self.control = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
         if self.world_size > 1:
@@ -113,15 +123,42 @@ class ProcessMesh:
     def _connect(self, group: dist.ProcessGroup | None) -> None:
         if self._device is not None:
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+            self.num_communicators += 1
+            logger.debug(
+                "%d communicators, the latest of %d ranks", self.num_communicators, dist.get_world_size(group)
+            )
 
     # ------------------------------------------------------------------------------------ over the control group
     def gather_objects(self, mine: T) -> list[T]:
-        """Return the small objects of all processes, on every process. Collective over all processes."""
+        """Return the small objects of all processes, on every process. Collective over all processes.
+
+        In one exchange all are as long as the longest. Where a few are much longer, these are broadcast.
+        """
         if self.control is None:
             return [mine]
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, mine, group=self.control)
-        return everyone
+        content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        lengths = [torch.empty(1, dtype=torch.long) for _ in range(self.world_size)]
+        dist.all_gather(lengths, torch.tensor([content.numel()]), group=self.control)
+        sizes = [int(length) for length in lengths]
+        short = max(sizes) if max(sizes) * self.world_size < EVEN * sum(sizes) else sorted(sizes)[self.world_size // 2]
+        parts = [torch.empty(short, dtype=torch.uint8) for _ in sizes]
+        padded = nn.functional.pad(content[:short], (0, max(0, short - content.numel())))
+        dist.all_gather(parts, padded, group=self.control)
+        for rank, size in enumerate(sizes):
+            if size > short:
+                parts[rank] = content if rank == self.rank else torch.empty(size, dtype=torch.uint8)
+                dist.broadcast(parts[rank], src=rank, group=self.control)
+        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def of_first(self, mine: T) -> T:
+        """Return rank 0's object on every process; the others' are not sent. Collective over all processes."""
+        first: Any = self.gather_objects(mine if self.rank == 0 else None)[0]
+        return first
+
+    def are_equal(self, mine: Any) -> bool:
+        """Whether all processes have the same value, by a digest of its `repr`. Collective over all processes."""
+        digests = self.gather_objects(hashlib.blake2b(repr(mine).encode(), digest_size=16).digest())
+        return len(set(digests)) == 1
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:

@@ -127,12 +127,11 @@ class OptimizerState:
 
     def holders(self) -> Holders:
         """The ranks that have optimizer state of each parameter that has any. Collective over all processes."""
-        everyone = self._mesh.gather_objects(
-            [name for names in self._group_names for name in names if self.state_of(name)]
-        )
-        names = dict.fromkeys(name for theirs in everyone for name in theirs)
-        having = [frozenset(theirs) for theirs in everyone]
-        return {name: tuple(rank for rank, has in enumerate(having) if name in has) for name in names}
+        grouped = {name for names in self._group_names for name in names}
+        mine = bytes(name in grouped and bool(self.state_of(name)) for name in self._table.names)
+        having = zip(self._table.names, *self._mesh.gather_objects(mine), strict=True)
+        found = {name: tuple(rank for rank, has in enumerate(flags) if has) for name, *flags in having}
+        return {name: ranks for name, ranks in found.items() if ranks}
 
     def updaters(self, holders: Holders) -> Holders:
         """The ranks that update each of `names`.

@@ -150,8 +150,9 @@ class WeightState:
         return bool(thawed)
 
     def _flags_of_first_holders(self, holders: Holders) -> dict[str, bool]:
-        mine = {name: self._table[name].requires_grad for name, r in holders.items() if r[0] == self._mesh.rank}
-        return {name: flag for theirs in self._mesh.gather_objects(mine) for name, flag in theirs.items()}
+        mine = [self._table[name].requires_grad for name, ranks in holders.items() if ranks[0] == self._mesh.rank]
+        flags = [iter(theirs) for theirs in self._mesh.gather_objects(mine)]
+        return {name: next(flags[ranks[0]]) for name, ranks in holders.items()}
 
     def values_of(self, name: str) -> dict[int, torch.Tensor]:
         """The tensors with the values of a parameter, numbered."""
@@ -430,14 +431,17 @@ def synchronise(
         The names of those that differed.
     """
     mine = {name: (tensor.shape, tensor.dtype, _checksum(tensor)) for name, tensor in tensors.items()}
-    everyone = mesh.gather_objects(mine)
+    if mesh.are_equal(mine):
+        return []
+    of_sources = mesh.gather_objects({name: known for name, known in mine.items() if source_of(name) == mesh.rank})
+    wanted = {name: known for theirs in of_sources for name, known in theirs.items()}
+    # for each name that differs here, whether this process has it at all
+    differing = mesh.gather_objects({name: name in mine for name, known in wanted.items() if mine.get(name) != known})
     before, after = {}, {}
-    for name in everyone[0]:
-        found = [theirs.get(name) for theirs in everyone]
-        source = source_of(name)
-        if None not in found and any(theirs != found[source] for theirs in found):
-            before[name] = (source,)
-            after[name] = tuple(rank for rank, theirs in enumerate(found) if theirs != found[source])
+    for name in wanted:
+        ranks = tuple(rank for rank, theirs in enumerate(differing) if name in theirs)
+        if ranks and all(differing[rank][name] for rank in ranks):
+            before[name], after[name] = (source_of(name),), ranks
 
     def store(name: str, values: Mapping[int, torch.Tensor]) -> None:
         here, arrived = values_of(tensors[name]), list(values.values())

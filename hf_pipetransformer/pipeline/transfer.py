@@ -44,6 +44,8 @@ Values = Mapping[Any, Any]
 """What an item consists of: tensors, and plain values such as AdamW's step."""
 
 CPU = torch.device("cpu")
+PEERS_AT_ONCE = 32
+"""Number of processes that one sends to, and receives from, in one batch: NCCL hangs in batches of hundreds."""
 
 
 class Route(NamedTuple):
@@ -106,7 +108,8 @@ def transfer(
         leave(item)
     if not routes:
         return 0
-    announced = mesh.gather_objects({item: _described(read(item)) for item in outgoing})  # 2
+    told_here = {item for item, theirs in routes.items() if theirs[0].source == rank}
+    announced = mesh.gather_objects({item: _described(read(item)) for item in told_here})  # 2
     described = {item: values for theirs in announced for item, values in theirs.items()}
     sizes = {item: sum(like.num_bytes for like in _in_buffers(described[item], TensorLike)) for item in routes}
     in_file: dict[Any, torch.Tensor] = {}
@@ -212,8 +215,9 @@ def _run_round(
             size = sum(view.numel() for view in views)
             buffers[route] = torch.empty(size, dtype=torch.uint8, device=device)
             operations.append(dist.P2POp(dist.irecv, buffers[route], route.source, group))
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
+    for batch in _batches(operations, rank, mesh.world_size):
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
     incoming = {route: buffer for route, buffer in buffers.items() if rank != route.source}
     for route, buffer in incoming.items():
         for view, content in zip(
@@ -221,6 +225,15 @@ def _run_round(
         ):
             view.copy_(content)
     return sum(buffer.nbytes for buffer in incoming.values())
+
+
+def _batches(operations: Sequence[dist.P2POp], rank: int, world_size: int) -> list[list[dist.P2POp]]:
+    """Divide a round's messages by the distance that they go; both ends of a message find it in the same batch."""
+    batches: dict[int, list[dist.P2POp]] = {}
+    for operation in operations:
+        distance = (operation.peer - rank if operation.op is dist.isend else rank - operation.peer) % world_size
+        batches.setdefault(distance // PEERS_AT_ONCE, []).append(operation)
+    return [batch for _, batch in sorted(batches.items())]
 
 
 def _joined(views: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

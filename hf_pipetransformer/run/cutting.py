@@ -388,8 +388,8 @@ def time_model(
         assert collate is not None
         batch = collate(rows[: min(job.args.per_device_train_batch_size, MOST_ROWS_TO_TIME)])
         # those of process 0: hosts may differ, and all processes must arrive at the same plan
-        measured_on = job.mesh.gather_objects(_what_is_measured(job, cut, batch))[0]
-        times = job.mesh.gather_objects(_read_times(cut, measured_on, checkpoint))[0]
+        measured_on = job.mesh.of_first(_what_is_measured(job, cut, batch))
+        times = job.mesh.of_first(_read_times(cut, measured_on, checkpoint))
         if times is None:
             with job.trainer.compute_loss_context_manager():
                 runner = cut.pipeline.stack.runner

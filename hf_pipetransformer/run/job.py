@@ -285,7 +285,8 @@ def refuse_distributed_model(model: Any) -> None:
     """Refuse a model that is already distributed.
 
     Raises:
-        ValueError: the model is wrapped in DataParallel or DDP, or was loaded with a device map.
+        ValueError: the model is wrapped in DataParallel or DDP, or was loaded with a device map or as the stages of
+            transformers' own pipeline, which is for inference.
     """
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ValueError(
@@ -297,4 +298,11 @@ def refuse_distributed_model(model: Any) -> None:
         raise ValueError(
             f"model is distributed by a device map ({len(device_map)} entries), but the trainer distributes the model"
             " itself. Load it without device_map."
+        )
+    stages = getattr(getattr(getattr(model, "config", None), "distributed_config", None), "pp_size", None) or 1
+    if stages > 1:
+        raise ValueError(
+            f"model was loaded with DistributedConfig(pp_size={stages}): this process has one stage of it, whose"
+            " forward returns no loss. Load the whole model without distributed_config, and set"
+            f" pipeline_parallel_size={stages}."
         )

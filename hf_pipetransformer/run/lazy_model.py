@@ -279,7 +279,7 @@ def weights_in_checkpoint(table: ParameterTable, mesh: ProcessMesh) -> frozenset
                 raise ValueError(f"{file}, which the model was loaded from, is gone. Keep it until train() has begun.")
             tensors_in(file)
         mine = {n: (place.file.name, place.offset, place.size, _ends_of(table[n])) for n, place in places.items()}
-    everyone = mesh.gather_objects(mine)
+    everyone = [mine] if mesh.are_equal(mine) else mesh.gather_objects(mine)
     for rank, theirs in enumerate(everyone):
         other = next((name for name in table.names if theirs.get(name) != everyone[0].get(name)), None)
         if other is not None:

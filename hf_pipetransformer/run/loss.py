@@ -22,7 +22,7 @@ from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, as_the_user_made_it
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..randomness import seeded
-from ..token_slices.kv_slices import SliceCache
+from ..token_slices.kv_slices import slice_cache_in
 from .job import TrainingJob
 
 
@@ -172,8 +172,8 @@ class BatchInFlight:
         """
         with self._noting_exchanged_inputs(pipeline, micro_batch):
             part = self._of_part(pipeline, micro_batch)
-        cache = micro_batch.get("past_key_values")
-        if self.losses and isinstance(cache, SliceCache) and cache.get_seq_length():
+        cache = slice_cache_in(micro_batch)
+        if self.losses and cache is not None and cache.get_seq_length():
             self.losses[-1] = self.losses[-1] + part.detach()  # later tokens of the same samples
         else:
             self.losses.append(part.detach())

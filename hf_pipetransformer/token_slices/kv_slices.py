@@ -16,16 +16,21 @@ gradients of earlier tokens' keys and values here, and the backward of their own
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import UnsupportedModelError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""Names of the argument that takes a `Cache`: since transformers 5.24, and in older versions and users' own models."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class SequenceStates:
         self._layers: dict[int, _LayerStates] = {}
 
     def slice(self, start: int, stop: int) -> SliceCache:
-        """The `past_key_values` for the model's forward of the tokens [start, stop)."""
+        """The cache for the model's forward of the tokens [start, stop)."""
         return SliceCache(self, start, stop)
 
     def of_layer(self, index: int) -> _LayerStates:
@@ -124,6 +129,24 @@ class SliceCache(Cache):
     def num_updated(self) -> int:
         """Number of layers that have stored their keys and values."""
         return sum(layer.is_updated for layer in self._slices)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The name of the argument of a model's forward that takes a `Cache`.
+
+    A wrapper such as PEFT's passes on what it does not name: then the forward inside decides.
+    """
+    for module in model.modules():
+        accepted = inspect.signature(module.forward).parameters
+        for name in CACHE_ARGUMENTS:
+            if name in accepted:
+                return name
+    return CACHE_ARGUMENTS[-1]
+
+
+def slice_cache_in(batch: Mapping[str, Any]) -> SliceCache | None:
+    """The cache that a slice's keyword arguments contain; None if they are those of a whole sequence."""
+    return next((value for value in batch.values() if isinstance(value, SliceCache)), None)
 
 
 class _SliceLayer(CacheLayerMixin):

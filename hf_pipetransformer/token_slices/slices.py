@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..errors import UnsupportedModelError
 from ..model.loss_scaling import IGNORED
 from ..model.micro_batch import Batch
-from .kv_slices import CHUNKED, FULL, SLIDING, SequenceStates, SliceCache, Windows
+from .kv_slices import CHUNKED, FULL, SLIDING, SequenceStates, SliceCache, Windows, cache_argument
 
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 REMEDY = "Set token_slices='off'."
@@ -76,6 +76,7 @@ class SlicedSequence:
             self._batch["attention_mask"] = masks
         given = self._batch.get("attention_mask")  # a user's 4-D mask has a column for each token before a slice
         is_trimmed = given is None or (isinstance(given, torch.Tensor) and given.dim() == 2)
+        self._cache_argument = cache_argument(model)
         self._states = SequenceStates(windows, self.length, is_trimmed=is_trimmed, num_frozen=num_frozen)
 
     def slice(self, number: int) -> Batch:
@@ -87,7 +88,7 @@ class SlicedSequence:
             name: recursively_apply(partial(self._cut, name, start, stop), value)
             for name, value in self._batch.items()
         }
-        return {**part, "past_key_values": self._states.slice(start, stop), "use_cache": False}
+        return {**part, self._cache_argument: self._states.slice(start, stop), "use_cache": False}
 
     def forget(self) -> None:
         """Release keys and values; called when the backward of the first slice is done."""
@@ -155,13 +156,8 @@ def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> d
     like = torch.empty(*tokens.shape[:2], 1, dtype=dtype, device=tokens.device)
     config: Any = model.config
     masks: dict[str, Any] = {
-        kind: MASKS[kind](
-            config=config.get_text_config(decoder=True),
-            inputs_embeds=like,
-            attention_mask=None,
-            past_key_values=None,
-            position_ids=positions,
-        )
+        # by position: no attention mask and no cache, which has another name before transformers 5.24
+        kind: MASKS[kind](config.get_text_config(decoder=True), like, None, None, positions)
         for kind in kinds
     }
     if not all(isinstance(mask, torch.Tensor) and mask.dim() == 4 for mask in masks.values()):
@@ -265,7 +261,7 @@ def check_updates(model: nn.Module, cache: SliceCache, expected: int) -> None:
     if cache.num_updated != expected:
         raise UnsupportedModelError(
             model,
-            f"only {cache.num_updated} of {expected} layers stored their keys and values in past_key_values, so later"
+            f"only {cache.num_updated} of {expected} layers stored their keys and values in the cache, so later"
             " tokens would not see the earlier ones in the other layers.",
             REMEDY,
         )

@@ -32,7 +32,7 @@ from ..model.micro_batch import Batch, batch_rows
 from ..model.placeholders import evaluation_mode
 from ..model.refusals import has_router_loss
 from ..randomness import global_state_kept
-from .kv_slices import Windows, attention_windows
+from .kv_slices import Windows, attention_windows, slice_cache_in
 from .slices import REMEDY, SlicedSequence, check_updates, padding_word, running_slices, sequence_length
 
 LossOf = Callable[[Batch], torch.Tensor]
@@ -243,7 +243,9 @@ def _losses_in_slices(
             for number in range(len(lengths)):
                 part = sequence.slice(number)
                 losses.append(loss_of(part))
-                check_updates(model, part["past_key_values"], stack.num_units)
+                cache = slice_cache_in(part)
+                assert cache is not None, lengths
+                check_updates(model, cache, stack.num_units)
     except Exception as error:
         if isinstance(error, UnsupportedModelError) or is_out_of_memory(error):
             raise

@@ -27,6 +27,7 @@ from ..pipeline.messages import PipelineMessages
 from ..pipeline.stage import FIRST, CarriedTensor, ShapeBook, StageModule, StageShapes
 from ..planning.layout import Layout
 from ..planning.schedules import Work
+from .kv_slices import slice_cache_in
 from .slice_choice import SliceChooser, TokenSlices, shapes_of_slice
 from .slice_planning import RowSlices
 from .slice_timeline import SlicePlan, work_of
@@ -156,8 +157,9 @@ class _Step:
         batch = one.sequence.slice(one.number)
         with stage.holding((batch,), one.shapes):
             output = stage(*inputs, index=FIRST)
-        if "past_key_values" in batch and len(one.sequence.spans) > 1:
-            check_updates(stage.stack.model, batch["past_key_values"], stage.stop - stage.start)
+        cache = slice_cache_in(batch)
+        if cache is not None:
+            check_updates(stage.stack.model, cache, stage.stop - stage.start)
         outputs = [output] if isinstance(output, torch.Tensor) else list(output)
         self._graphs[task.micro_batch] = (inputs, [out for out in outputs if out.requires_grad])
         if not stage.is_last:

@@ -10,9 +10,10 @@ import fake_device
 import fake_groups
 import pytest
 import test_seq2seq
-import torch.distributed as dist
 from distributed import run_ranks
 from training_runs import Run, pipeline_trainer
+
+from hf_pipetransformer.pipeline.mesh import ProcessMesh
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -26,7 +27,7 @@ def evaluate(rank: int, world_size: int, library: Path) -> tuple[list[dict[str, 
     options = {"dataloader_pin_memory": False, "eval_use_gather_object": False}
     trainer = pipeline_trainer(Run(samples=8), STAGES, **options)
     step, counts, sites, gathered = trainer.prediction_step, [], [], 0
-    gather = dist.all_gather_object
+    gather = ProcessMesh.gather_objects
 
     def counting_gather(*positional: Any, **keywords: Any) -> Any:
         nonlocal gathered
@@ -34,7 +35,7 @@ def evaluate(rank: int, world_size: int, library: Path) -> tuple[list[dict[str, 
         return gather(*positional, **keywords)
 
     def counting_step(*positional: Any, **keywords: Any) -> Any:
-        with mock.patch.object(dist, "all_gather_object", counting_gather), fake_device.counting() as counted:
+        with mock.patch.object(ProcessMesh, "gather_objects", counting_gather), fake_device.counting() as counted:
             result = step(*positional, **keywords)
         counts.append(dict(counted))
         sites.append({f"{what}: {site}": n for (what, site), n in fake_device.sites.items()})

@@ -14,7 +14,15 @@ import pytest
 import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
 from hf_pipetransformer.data.numbered_batches import (
     BatchSlice,
@@ -158,6 +166,11 @@ def test_every_sample_once_in_the_order_of_the_sampler(dataset, layout):
         for epoch in range(2):
             order = shuffled_order(size, epoch) if dataset is Numbers else list(range(size))
             assert one_epoch(loaders, epoch, LAYOUTS[layout]) == in_batches(order, drop_last)
+
+
+@pytest.mark.parametrize("dataset", [Numbers, Stream])
+def test_the_sampler_that_callers_see_is_of_the_class_that_pytorch_has_for_this_dataset(dataset):
+    assert type(make_loader(dataset(83)).sampler) is type(DataLoader(dataset(83)).sampler)
 
 
 @pytest.mark.parametrize("dataset", [Numbers, Stream, SizedStream])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
 
 from hf_pipetransformer.errors import PeerFailedError
+from hf_pipetransformer.pipeline import mesh as mesh_module
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 
 TIMEOUT = timedelta(seconds=77)
@@ -40,6 +42,10 @@ def raised_by(mesh: ProcessMesh, error: Exception) -> tuple[type, str]:
     raise AssertionError("nothing was raised")
 
 
+def lengths_of(rank: int) -> int:
+    return (5, 70_000, 0, 3000)[rank]
+
+
 def use(rank: int, world_size: int) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh = ProcessMesh(TIMEOUT)
@@ -54,9 +60,14 @@ def use(rank: int, world_size: int) -> dict[str, Any]:
     # rank 1's tensors go to all
     everywhere = [mesh.broadcast_tensor(t.clone(memory_format=torch.contiguous_format), 1) for t in samples(rank)]
     assert all(torch.equal(a, b) for a, b in zip(everywhere, samples(1), strict=True))
+    with mock.patch.object(mesh_module, "EVEN", 1):  # as with many processes
+        uneven = [len(text) for text in mesh.gather_objects("x" * lengths_of(rank))]
     return {
         "timeouts": found,
         "ranks": mesh.gather_objects(rank),
+        "uneven": uneven,
+        "first": mesh.of_first("of 0" if rank == 0 else object()),
+        "equal": (mesh.are_equal({"a": 1}), mesh.are_equal({"a": rank == 3})),
         "refusal": raised_by(mesh, ValueError("a reason")),
         "failure": raised_by(mesh, KeyError("x")),
         "own": raised_by(mesh, OwnError("labels", "none")),
@@ -66,6 +77,8 @@ def use(rank: int, world_size: int) -> dict[str, Any]:
 def test_a_world_of_four() -> None:
     for rank, seen in enumerate(run_ranks(use, 4)):
         assert seen["timeouts"] == {TIMEOUT} and seen["ranks"] == [0, 1, 2, 3]
+        assert seen["uneven"] == [lengths_of(r) for r in range(4)], "some are longer than others"
+        assert (seen["first"], seen["equal"]) == ("of 0", (True, False))
         assert seen["refusal"] == (ValueError, "a reason"), "an error of the user's is raised by all"
         failed = (KeyError, "'x'") if rank == 1 else (PeerFailedError, "rank 1 failed: KeyError: 'x'")
         assert seen["failure"] == failed

@@ -24,7 +24,7 @@ from sliced_models import (
 
 from hf_pipetransformer import UnsupportedModelError
 from hf_pipetransformer.token_slices import kv_slices
-from hf_pipetransformer.token_slices.kv_slices import SequenceStates, attention_windows
+from hf_pipetransformer.token_slices.kv_slices import SequenceStates, attention_windows, cache_argument
 from hf_pipetransformer.token_slices.slices import SlicedSequence, check_updates, running_slices
 
 ATTENTIONS = ("sdpa", "eager")
@@ -135,7 +135,7 @@ def test_states_of_frozen_layers_go_with_the_last_slice() -> None:
     with running_slices(model, batch):
         for start, stop in ((0, 20), (20, TOKENS)):
             ids = batch["input_ids"][:, start:stop]
-            model(input_ids=ids, past_key_values=states.slice(start, stop), use_cache=False)
+            model(input_ids=ids, use_cache=False, **{cache_argument(model): states.slice(start, stop)})
     assert [states.of_layer(index)._values[0] is None for index in range(3)] == [True, False, False]
     states.forget()
     assert states.of_layer(1)._values[0] is None
@@ -161,4 +161,4 @@ def test_a_layer_that_gives_no_keys_and_values_is_noticed() -> None:
     model, batch = build("llama"), batch_for("none")
     part = SlicedSequence(model, batch, (20, 17), attention_windows(model)).slice(0)
     with pytest.raises(UnsupportedModelError, match="0 of 3 layers"):
-        check_updates(model, part["past_key_values"], 3)
+        check_updates(model, part[cache_argument(model)], 3)
