@@ -46,6 +46,7 @@ MOST_DECISIONS = 1000
 """Number of decisions that are looked at to tell when layers will freeze."""
 MOST_TO_NAME = 5
 """Maximum number of freezes that are announced at the start."""
+NOTHING = "nothing freezes"
 OWN_POLICY = "(not in the checkpoint)"
 """Placeholder for a user's own policy object in a saved callback."""
 
@@ -246,8 +247,16 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
                 found.append(f"{what} {when if step else 'at once'}")
             frozen = more
         if not found:
-            return now + ("nothing more freezes" if now else "nothing freezes")
+            return f"{now}nothing more freezes" if now else NOTHING
         return f"{now}freezing " + ", ".join([*found[:MOST_TO_NAME], *(["..."] if len(found) > MOST_TO_NAME else [])])
+
+    def freezes_nothing(self, state: TrainerState) -> bool:
+        """Whether it is known beforehand that nothing freezes in this training. Call it when `describe` may be.
+
+        Args:
+            state: the trainer's state.
+        """
+        return self.describe(state) == NOTHING
 
     def _moments(self, state: TrainerState) -> Iterator[tuple[float, int]]:
         """The decisions that are still to come: (epochs done, steps done).
