@@ -27,11 +27,13 @@ from .forecast_text import as_values
 from .frozen_modules import estimate
 from .local_profile import ROWS_TO_TIME, Subject, accelerator_type, profile_here
 from .placeholder_model import build_placeholder_model, load_config, model_class
+from .tuning import Tuning
 from .workload import Workload, measure_workload
 
 PROFILES = ("analytic", "cpu", accelerator_type())
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DEFAULT_DEVICE = "a100-80g"
+PLAIN = Tuning()
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,13 @@ class MachineOptions:
 
 
 def answer(
-    name: str, task: str, seq: int | None, job: Job, options: MachineOptions, frozen: Sequence[str] = ()
+    name: str,
+    task: str,
+    seq: int | None,
+    job: Job,
+    options: MachineOptions,
+    frozen: Sequence[str] = (),
+    tuning: Tuning = PLAIN,
 ) -> tuple[str, dict[str, Any]]:
     """Forecast the training of a model.
 
@@ -81,6 +89,7 @@ def answer(
         job: the training.
         options: the machine.
         frozen: names of modules that the user has frozen.
+        tuning: whether adapters are trained, and what saves memory.
 
     Returns:
         A title, and the forecast as plain values.
@@ -92,9 +101,15 @@ def answer(
     config = load_config(name)
     cls = model_class(config, task)
     model = build_placeholder_model(config, cls)
-    workload = measure_workload(model, seq)
+    if tuning != PLAIN and options.profile != "analytic":
+        raise ValueError(
+            f"profile is {options.profile!r}, which times full training in fp32. Remove --lora-r,"
+            " --gradient-checkpointing and --bf16, or set profile='analytic'."
+        )
+    tuning.adapt(model)
+    workload = tuning.lighten(measure_workload(model, seq))
     if options.profile == "analytic":
-        machine, assumed = _from_table(options, job, workload)
+        machine, assumed = _from_table(options, job, workload, tuning)
     else:
         rows = min(job.rows_per_device, ROWS_TO_TIME)
         machine, assumed = _measured_here(options, job, Subject(config, cls, options.profile, rows, workload))
@@ -102,6 +117,7 @@ def answer(
         assumed = ["samples have the size of the configuration; --seq does not matter for this model", *assumed]
     result = forecast(job, workload, machine)
     assumed += [_assumed_of_precision(model), *_assumed_of_sharding(result.first), *_assumed_of_accumulation(job)]
+    assumed += tuning.assumed
     size = f"samples × {workload.tokens} tokens" if workload.tokens_matter else "samples"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     title = (
@@ -150,16 +166,17 @@ def number_or_auto(name: str, text: str) -> int | Literal["auto"]:
     return int(text)
 
 
-def _from_table(options: MachineOptions, job: Job, workload: Workload) -> tuple[Machine, list[str]]:
+def _from_table(options: MachineOptions, job: Job, workload: Workload, tuning: Tuning) -> tuple[Machine, list[str]]:
     device = device_named(options.device or DEFAULT_DEVICE)
     device = replace(
         device,
         efficiency=options.efficiency or device.efficiency,
         memory_bytes=device.memory_bytes if options.memory_gib is None else options.memory_gib * GIB,
         host=options.with_disk(device.host),
+        backward_forwards=tuning.backward_forwards,
     )
     times, budget = device.times(workload.unit_costs, job.num_devices), int(device.memory_bytes * USABLE_MEMORY)
-    return Machine(times, budget, device.devices_per_node, device.host, device), [
+    return Machine(times, budget, device.devices_per_node, device.host, device, tuning.bf16), [
         f"{device.name}: {device.flops_per_second / 1e12:,.0f} TFLOP/s of which layers reach {device.efficiency:.0%}"
         f" (an estimate: --efficiency), {1e6 * device.seconds_per_unit:.0f} µs a layer and forward for its calls,"
         f" {USABLE_MEMORY:.0%} of {device.memory_bytes / GIB:,.0f} GiB",

@@ -55,6 +55,7 @@ class Device:
         seconds_per_unit: fixed cost of one unit's forward, for launching its kernels. An estimate.
         devices_per_node: usual number of devices in a node.
         host: resources for the cache. An estimate.
+        backward_forwards: forwards that a backward takes; not a property of the device, but of the training.
     """
 
     name: str
@@ -67,11 +68,13 @@ class Device:
     seconds_per_unit: float = 1.2e-4
     devices_per_node: int = 8
     host: CacheHost = CacheHost(20 * GB, 5 * GB, 800 * GB)
+    backward_forwards: float = 2.0
 
     def times(self, unit_costs: Sequence[UnitCost], world_size: int) -> ModelTimes:
         """Predict how long the parts of a model take on this device, from their FLOPs.
 
-        A backward takes two forwards. The part before the units counts as part of the first unit, as its FLOPs do.
+        A backward takes `backward_forwards` forwards. The part before the units counts as part of the first
+        unit, as its FLOPs do.
 
         Args:
             unit_costs: costs of the model's units.
@@ -80,7 +83,8 @@ class Device:
         speed = self.flops_per_second * self.efficiency
 
         def part(flops: float, fixed: float) -> PartTimes:
-            return PartTimes(Seconds(fixed, flops / speed), Seconds(2 * fixed, 2 * flops / speed))
+            back = self.backward_forwards
+            return PartTimes(Seconds(fixed, flops / speed), Seconds(back * fixed, back * flops / speed))
 
         slowest_link = self.link_bytes_per_second
         if world_size > self.devices_per_node:

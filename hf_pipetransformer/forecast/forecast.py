@@ -117,6 +117,7 @@ class Machine:
         devices_per_node: number of devices that share a cache.
         host: resources of a node for the cache.
         device: the device from whose table entry `times` was derived; None if it was measured.
+        autocasts: whether autocast computes in 16 bits, and keeps copies of weights.
     """
 
     times: ModelTimes
@@ -124,6 +125,7 @@ class Machine:
     devices_per_node: int
     host: CacheHost
     device: Device | None = None
+    autocasts: bool = False
 
     def with_devices(self, num_devices: int, unit_costs: Sequence[UnitCost]) -> Machine:
         """Return the same machine with another number of devices."""
@@ -439,6 +441,7 @@ def _planner(job: Job, workload: Workload, machine: Machine) -> Planner:
         unit_costs=workload.unit_costs,
         times=machine.times,
         memory_budget_bytes=machine.memory_budget_bytes,
+        autocasts=machine.autocasts,
         world_size=job.num_devices,
         request=Request(
             job.pipeline_parallel_size,
