@@ -113,10 +113,8 @@ def test_what_has_no_effect_is_warned_of_once(options: dict[str, Any], warned: s
 
 
 def test_what_is_chosen_is_told(tmp_path: Path) -> None:
-    plain = Run(epochs=1, samples=8, accumulation=1)
-    (lines, *_), _ = run_ranks(
-        voiced, 2, plain, str(tmp_path), {"pipeline_parallel_size": "auto", "log_level": "info"}
-    )
+    plain = Run(epochs=1, samples=8, accumulation=1).with_options(log_level="info")
+    (lines, *_), _ = run_ranks(voiced, 2, plain, str(tmp_path), {"stages": "auto"})
     assert any(text.startswith("pipeline_parallel_size='auto' is 1: ") for _, text in lines)
 
 
