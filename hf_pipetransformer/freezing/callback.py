@@ -333,7 +333,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             self._num_layers = None
             optimizer = kwargs["optimizer"]
             module = trained_module(kwargs["model"], optimizer)
-            self._standalone = PlainTrainer(self, module, optimizer, state, self.sharded_layers)
+            self._standalone = PlainTrainer(self, module, optimizer, state, args, self.sharded_layers)
         elif state.global_step == 0:
             self.decide(state, 0.0)
 
@@ -375,6 +375,8 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if self._standalone is not None and not self.num_frozen and not isinstance(self.policy, NeverFreeze):
+            log_once(logger, logging.WARNING, "LayerFreezeCallback has frozen no layer in this training.")
         self._release()
         self._is_driven = False
 
