@@ -14,6 +14,7 @@ OLDEST_PYTHON ?= python3.10
 TEST_WORKERS ?= 3
 CODE := hf_pipetransformer recipes benchmarks launchers tests
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 
 # Several processes on one machine: one thread each, or they fight over the cores.
 export OMP_NUM_THREADS ?= 1
@@ -25,15 +26,26 @@ export TOKENIZERS_PARALLELISM ?= false
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml $(CONSTRAINTS)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch==$(TORCH_VERSION) $(TORCH_ARGS)
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev]'
-	touch $@
+# $(call install,EXTRA,WHAT IT BRINGS): into the environment, saying what takes the time.
+define install
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing PyTorch $(TORCH_VERSION) into $(VENV): the CUDA build takes some GB (a small one: see TORCH_ARGS) ..."
+	@$(BIN)/python -m pip install --quiet torch==$(TORCH_VERSION) $(TORCH_ARGS)
+	@echo "Installing hf_pipetransformer with $(2) ..."
+	@$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[$(1)]'
+	@touch $@
+endef
 
-demo: $(STAMP) ## Train a small BERT in 4 pipeline stages on the CPU (2 to 4 minutes, no download)
-	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_4.yaml recipes/run_glue.py recipes/configs/demo.yaml
-	@echo "What happened, for a browser:"
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	$(call install,dev,all that tests and checks need)
+
+$(DEMO_STAMP): pyproject.toml $(CONSTRAINTS)
+	$(call install,demo,datasets and plotly)
+
+# An environment with everything has what the demo needs.
+demo: $(if $(wildcard $(STAMP)),,$(DEMO_STAMP)) ## Train a small BERT on the CPU: 4 stages, then 2 x 2, then 4 replicas (2 to 3 minutes)
+	@echo "Training a small BERT on four CPU processes. The data is generated, nothing is downloaded."
+	@$(BIN)/accelerate launch --config_file accelerate_configs/cpu_4.yaml recipes/run_glue.py recipes/configs/demo.yaml
 	@$(BIN)/hf-pipetransformer report outputs/demo
 
 test: $(STAMP) ## Test each feature and promise once (no network, no GPU; ten minutes on two cores)

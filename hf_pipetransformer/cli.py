@@ -92,13 +92,13 @@ def inspect(
 def plan(
     model_or_config: Annotated[str, typer.Argument(metavar="MODEL_OR_CONFIG", help=CONFIGURATION_HELP)],
     devices: Annotated[int, typer.Option(help="Devices, one process each.")],
-    batch: Annotated[int, typer.Option(help="Samples of the global batch, over all devices.")],
-    epochs: Annotated[int, typer.Option(help="Epochs; layers freeze at each one's begin.")],
+    batch: Annotated[int, typer.Option(help="Samples in the global batch, over all devices.")],
+    epochs: Annotated[int, typer.Option(help="Epochs; layers freeze at the start of each.")],
     seq: Annotated[int | None, typer.Option(help=SEQ_HELP)] = None,
     samples: Annotated[int, typer.Option(help="Samples of an epoch.")] = 100_000,
-    device: Annotated[str, typer.Option(help="A name of the table; a wrong one lists them all.")] = DEFAULT_DEVICE,
-    efficiency: Annotated[float | None, typer.Option(help="Share of the device's peak that layers reach.")] = None,
-    memory_gib: Annotated[float | None, typer.Option(help="Memory of a device, instead of the known.")] = None,
+    device: Annotated[str, typer.Option(help="The device's name; an unknown one lists them all.")] = DEFAULT_DEVICE,
+    efficiency: Annotated[float | None, typer.Option(help="Fraction of peak FLOP/s that layers reach.")] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="Override the device's memory.")] = None,
     disk_gib: Annotated[float | None, typer.Option(help="Free disk of a node, for the cache.")] = None,
     alpha: Annotated[float, typer.Option(help="Share of the active layers that freezes each epoch.")] = 1 / 3,
     freeze_schedule: Annotated[
@@ -106,7 +106,7 @@ def plan(
     ] = None,
     max_frozen_layers: Annotated[int | None, typer.Option(help="Never freeze more.")] = None,
     freeze: Annotated[bool, typer.Option("--freeze/--no-freeze", help="Freeze layers.")] = True,
-    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Cache what frozen layers give.")] = True,
+    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Cache the outputs of frozen layers.")] = True,
     elastic: Annotated[bool, typer.Option("--elastic/--no-elastic", help="Fewer stages after a freeze.")] = True,
     pipeline_parallel_size: Annotated[str, typer.Option(help="Stages K, or auto.")] = "auto",
     pipeline_schedule: Annotated[str, typer.Option(help="1f1b, gpipe, interleaved1f1b, or zbv.")] = "1f1b",
@@ -115,11 +115,18 @@ def plan(
     ] = None,
     num_microbatches: Annotated[str, typer.Option(help="Micro-batches M of a pipeline's batch, or auto.")] = "auto",
     replica_sharding: Annotated[
-        str, typer.Option(help="What the replicas of a stage divide: none, optimizer (state), or auto.")
+        str, typer.Option(help="State that the replicas of a stage divide: none, optimizer, or auto.")
     ] = "none",
     gradient_accumulation_steps: Annotated[
-        int, typer.Option(help="Batches in which the global batch is run, one after the other.")
+        int, typer.Option(help="Number of batches that the global batch is accumulated over.")
     ] = 1,
+    lora_r: Annotated[
+        int | None, typer.Option(help="Train LoRA adapters of this rank (PEFT) instead of all weights.")
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Keep only the layers' inputs for the backward.")
+    ] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bf16 by autocast.")] = False,
     frozen_module: Annotated[
         list[str] | None, typer.Option(help="A module that you have frozen yourself; may be repeated.")
     ] = None,
@@ -131,6 +138,7 @@ def plan(
     from .forecast import command
     from .forecast.forecast import Job
     from .forecast.forecast_text import as_text
+    from .forecast.tuning import Tuning
     from .planning.schedules import virtual_stages_of
 
     _check_task(task)
@@ -152,7 +160,8 @@ def plan(
             gradient_accumulation_steps=gradient_accumulation_steps,
         )
         kind = command.device_for(device, efficiency, memory_gib, disk_gib)
-        title, values = command.answer(model_or_config, task, seq, job, kind, frozen_module or ())
+        tuning = Tuning(lora_r, gradient_checkpointing, bf16)
+        title, values = command.answer(model_or_config, task, seq, job, kind, frozen_module or (), tuning)
     except UnsupportedModelError as error:
         _fail(1, str(error))
     except ImportError as error:
@@ -171,14 +180,43 @@ def report(
         Path | None, typer.Option(help="The file to write.", show_default="report.html in OUTPUT_DIR")
     ] = None,
 ) -> None:
-    """Write one HTML file about a training: layouts, speed, memory, cache, losses, and where the time went."""
-    from .report.report import write_report
+    """Write one HTML file about a training: layouts, speed, memory, cache, losses, and where the time went.
+
+    The path is printed to stdout, and the result in a few sentences to stderr.
+    """
+    from .report.report import trainings_in, write_report
+    from .report.words import verdict
 
     try:
         path = write_report(output_dir, output)
+        sentences = verdict(trainings_in(output_dir)[-1])
     except ValueError as error:
         _fail(2, str(error))
+    for sentence in sentences:
+        typer.echo(sentence, err=True)
     typer.echo(path.resolve())
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="The folder of a training.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="The folder of another, such as one without freezing.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Write a report of A with B beside it to this HTML file.")
+    ] = None,
+) -> None:
+    """Compare two trainings: seconds, samples/s, loss and accuracy; losses over time with --output."""
+    from .report.comparison import as_text, headline, names_of, rows_of
+    from .report.report import trainings_in, write_report
+
+    try:
+        trainings = (trainings_in(first)[-1], trainings_in(second)[-1])
+        runs = dict(zip(names_of(first, second), trainings, strict=True))
+        typer.echo(f"{as_text(rows_of(runs))}\n\n{headline(runs)}")
+        if output is not None:
+            typer.echo(write_report(first, output, second).resolve())
+    except ValueError as error:
+        _fail(2, str(error))
 
 
 def _check_task(task: str) -> None:

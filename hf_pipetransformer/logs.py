@@ -2,28 +2,42 @@
 
     script          set_verbosity_info(), log_level="info", TRANSFORMERS_VERBOSITY=info, add_handler(...)
     transformers    ── handlers, level
-    this package       └ hf_pipetransformer ── hf_pipetransformer.run.run_log, ...
+    this package       └ hf_pipetransformer ── console, hf_pipetransformer.run.run_log, ...
 
 A script that uses the Trainer configures the logger of transformers, and often no other one. So the package's logger
-is a child of it: it has its level (unless it is given one of its own) and its handlers. What transformers prints once
-is printed once here, too, whatever `logging.basicConfig` has set up.
+is a child of it: it has its level (unless it is given one of its own) and its handlers. The console handler takes the
+place of the one that transformers prints with, which would put its own name before each line and write into progress
+bars. What a training does is told at transformers' default level as well (`tell`).
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 
 import torch.distributed as dist
+from tqdm.auto import tqdm
+from transformers import TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 NAME = "hf_pipetransformer"
 
 
-class _Named(logging.Handler):
-    """Prepends the package's name, because the default format of transformers begins each line with its own name."""
+class _Console(logging.Handler):
+    """Prints the package's lines, above progress bars, wherever transformers' own handler would print them."""
+
+    def __init__(self, stock: logging.Handler, parent: logging.Logger) -> None:
+        super().__init__()
+        self._stock, self._parent = stock, parent
+        self.setFormatter(logging.Formatter(f"[{NAME}] %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        record.msg = f"{NAME}: {record.msg}"
+        if self._stock in self._parent.handlers and record.levelno >= self._stock.level:
+            tqdm.write(self.format(record), file=sys.stderr)
+
+
+def _is_not_ours(record: logging.LogRecord) -> bool:
+    return record.name.partition(".")[0] != NAME
 
 
 def follow_transformers() -> None:
@@ -33,7 +47,32 @@ def follow_transformers() -> None:
     if logger.parent is parent:
         return
     logger.parent = parent
-    logger.addHandler(_Named())
+    stock = next((handler for handler in parent.handlers if type(handler) is logging.StreamHandler), None)
+    if stock is not None:
+        stock.addFilter(_is_not_ours)
+        logger.addHandler(_Console(stock, parent))
+
+
+def tell(logger: logging.Logger, args: TrainingArguments, text: str) -> None:
+    """Log what a training does, on the main process: at level INFO, which is shown by default.
+
+    It is hidden if the script asks for less than the default: by `log_level`, by the verbosity of transformers, or by
+    a level of the package's own logger.
+
+    Args:
+        logger: of the module.
+        args: the training arguments.
+        text: the line.
+    """
+    if args.process_index != 0:
+        return
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", text, stacklevel=2)
+        return
+    is_default = args.log_level == "passive" and logging.getLogger(NAME).level == logging.NOTSET
+    is_disabled = logger.manager.disable >= logging.INFO
+    if is_default and not is_disabled and logger.getEffectiveLevel() == logging.WARNING:
+        logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))
 
 
 def log_once(logger: logging.Logger, level: int, message: str, *values: object) -> None:

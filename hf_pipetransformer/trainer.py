@@ -124,6 +124,7 @@ class PipeTransformerTrainer(Trainer):
         if args.world_size == 1 and not args.leaves_model_to_trainer:
             refuse_meta(model)  # several processes agree on it when the model is needed, so that all refuse it
         if args.uses_pipeline:
+            args.refuse_impossible_layout(model)
             refuse_distributed_model(model)
         # by name: a trainer of another library may have other arguments in between
         make = super().__init__

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -45,6 +47,27 @@ CACHE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 MOST_SECONDS = 10**9
 """Upper bound for a timeout, in seconds; PyTorch does not support an infinite one."""
+
+
+HOW_TO_LAUNCH_ON_CPU = (
+    "On CPU, `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start only one process, regardless of"
+    " --num_processes; use `distributed_type: MULTI_GPU` with `use_cpu=True`, or torchrun."
+)
+
+
+class UnknownFieldError(TypeError, ValueError):
+    """Raised for an argument that is not a field. It names the closest field.
+
+    Args:
+        owner: name of the class of the arguments.
+        name: the argument.
+        known: names of all fields.
+    """
+
+    def __init__(self, owner: str, name: str, known: Sequence[str]) -> None:
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"Did you mean {close[0]!r}?" if close else "See its documentation for the fields."
+        super().__init__(f"{owner} has no field {name!r}. {hint}")
 
 
 def _is_number(value: Any) -> bool:
@@ -343,6 +366,20 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         default=30.0, metadata={"help": "Seconds after which a process that hangs ends the job; 0: never."}
     )
 
+    def __new__(cls, *positional: Any, **keywords: Any) -> PipeTransformerTrainingArguments:
+        """Refuse a field that does not exist, naming the closest one.
+
+        Raises:
+            UnknownFieldError: there is no such field.
+        """
+        accepted = inspect.signature(cls.__init__).parameters
+        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values()):
+            for name in keywords:
+                if name not in accepted:
+                    show_errors_briefly()
+                    raise UnknownFieldError(cls.__name__, name, list(accepted))
+        return super().__new__(cls)
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         # a dataclass takes the defaults of its first base for all fields that this one has, inherited ones too
@@ -373,8 +410,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         self._check_loss_reduction()
         if self.uses_pipeline:
             self._refuse_what_excludes_a_pipeline()
-            known = dist.is_available() and dist.is_initialized()
-            self._refuse_impossible_layout(dist.get_world_size() if known else int(os.environ.get("WORLD_SIZE", 1)))
+            self._refuse_single_process()
+        self._refuse_missing_checkpoint()
         if not torch.accelerator.is_available():
             self.use_cpu = True
         timeout = timedelta(seconds=self.ddp_timeout)
@@ -417,18 +454,6 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                     wanted,
                     found,
                 )
-        if self.freeze_policy == "none" or self.freeze_strategy != "epoch" or self.max_steps > 0:
-            return
-        schedule = self.freeze_schedule if isinstance(self.freeze_schedule, dict) else {1: None}
-        if min(float(epoch) for epoch in schedule) >= self.num_train_epochs:
-            logger.warning(
-                "freeze_policy=%r will never freeze a layer in this training: with freeze_strategy='epoch' the first"
-                " decision is made after epoch %g, and num_train_epochs is %g. Train for more epochs, set"
-                " freeze_strategy='steps' with freeze_steps, or a freeze_schedule that begins at 0.",
-                self.freeze_policy,
-                min(float(epoch) for epoch in schedule),
-                self.num_train_epochs,
-            )
 
     @property
     def num_virtual_stages(self) -> int:
@@ -672,29 +697,52 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 " per_device_train_batch_size instead."
             )
 
-    def _refuse_impossible_layout(self, world_size: int) -> None:
-        """Refuse a number of stages that does not divide the number of processes.
-
-        It uses the launcher's environment variables, because a process that fails later may leave others waiting.
-        """
+    def _refuse_single_process(self) -> None:
+        """Refuse several stages in one process, by the launcher's environment variables: it may fail to be set up."""
+        known = dist.is_available() and dist.is_initialized()
         stages = self.pipeline_parallel_size
-        wanted = f"pipeline_parallel_size={stages}"
-        if stages == "auto" or world_size % stages == 0:
+        if stages == AUTO or (dist.get_world_size() if known else int(os.environ.get("WORLD_SIZE", 1))) > 1:
             return
-        if world_size == 1:
-            raise ValueError(
-                f"{wanted}, but only one process runs: a pipeline needs one process per stage. Start {stages} with"
-                f" `accelerate launch --num_processes {stages}` or `torchrun --nproc_per_node {stages}`. On CPU,"
-                " `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start only one process, regardless of"
-                " --num_processes; use `distributed_type: MULTI_GPU` with `use_cpu=True`, or torchrun."
-            )
-        divisors = ", ".join(str(k) for k in range(1, world_size + 1) if world_size % k == 0)
         raise ValueError(
-            f"{wanted} does not divide the {world_size} processes. Set it to one of {divisors}, or start a multiple"
-            f" of {stages} processes. (On CPU, `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start only"
-            " one process, regardless of --num_processes; use `distributed_type: MULTI_GPU` with `use_cpu=True`, or"
-            " torchrun.)"
+            f"pipeline_parallel_size={stages}, but only one process runs: a pipeline needs one process per stage."
+            f" Start {stages} with `accelerate launch --num_processes {stages}` or `torchrun --nproc_per_node"
+            f" {stages}`. {HOW_TO_LAUNCH_ON_CPU}"
         )
+
+    def refuse_impossible_layout(self, model: Any) -> None:
+        """Refuse a number of stages that does not divide the number of processes, and say how many layers there are.
+
+        Args:
+            model: the model that is to be trained; None if it is not known yet.
+
+        Raises:
+            ValueError: K does not divide the number of processes. Every process raises it.
+        """
+        stages, world_size = self.pipeline_parallel_size, self.world_size
+        if isinstance(stages, str) or world_size % stages == 0:
+            return
+        config = getattr(model, "config", None)
+        layers = getattr(config, "num_hidden_layers", None)
+        most = layers if isinstance(layers, int) and not getattr(config, "is_encoder_decoder", False) else None
+        divisors = [k for k in range(1, world_size + 1) if world_size % k == 0 and (most is None or k <= most)]
+        too_many = most is not None and stages > most
+        fitting = f" The model has {most} layers, and each stage needs at least one." if too_many else ""
+        start = "" if too_many else f", or start a multiple of {stages} processes"
+        raise ValueError(
+            f"pipeline_parallel_size={stages} does not divide the {world_size} processes.{fitting} Set it to one of"
+            f" {', '.join(map(str, divisors))}{start}. ({HOW_TO_LAUNCH_ON_CPU})"
+        )
+
+    def _refuse_missing_checkpoint(self) -> None:
+        """Refuse a checkpoint that does not exist, on the first node: other nodes may have another disk."""
+        wanted = self.resume_from_checkpoint
+        is_path = isinstance(wanted, str) and wanted.lower() not in ("", "last", "true", "yes", "false", "no")
+        if is_path and os.environ.get("GROUP_RANK", "0") == "0" and not Path(str(wanted)).exists():
+            raise ValueError(
+                f"resume_from_checkpoint={wanted!r} does not exist. Pass the folder of a checkpoint, such as"
+                f" {self.output_dir or '.'}/checkpoint-500, or 'last' for the newest one in output_dir, to"
+                " trainer.train(resume_from_checkpoint=...) as well."
+            )
 
 
 @contextmanager

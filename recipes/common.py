@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -72,8 +73,8 @@ TECHNICAL = ("eval_runtime", "eval_samples", "eval_steps_per_second", "eval_mode
 class PartArguments:
     """How much of the data is used."""
 
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on a random part of so many."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on a random part of so many."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on this many random samples."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on this many random samples."})
 
 
 @dataclass
@@ -81,7 +82,7 @@ class TextArguments(PartArguments):
     """Likewise, and how it is tokenized."""
 
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
-    overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again even where it was done before."})
+    overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again, ignoring earlier results."})
 
 
 @dataclass
@@ -99,13 +100,13 @@ class ModelArguments:
         default=None,
         metadata={"help": "Changes a model made from scratch, e.g. num_hidden_layers=4,hidden_size=256."},
     )
-    config_name: str | None = field(default=None, metadata={"help": "The config, where it is not the model's own."})
-    tokenizer_name: str | None = field(
-        default=None, metadata={"help": "The tokenizer, where it is not the model's own."}
-    )
-    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads are kept."})
+    config_name: str | None = field(default=None, metadata={"help": "A config other than the model's own."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "A tokenizer other than the model's own."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Folder of downloads."})
     model_revision: str = field(default="main", metadata={"help": "A branch, a tag or a commit on the hub."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Whether to run code that a hub model brings."})
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Whether to run code from the model's repository on the hub."}
+    )
     ignore_mismatched_sizes: bool = field(
         default=False, metadata={"help": "Whether to replace a head that has another number of labels."}
     )
@@ -159,26 +160,46 @@ def parse_arguments(
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
         arguments = config_to_arguments(Path(arguments[0])) + arguments[1:]
     parser = HfArgumentParser((ModelArguments, data_class, training_class), usage=USAGE)
-    group_help(parser, data_class)
-    return parser.parse_args_into_dataclasses(args=arguments)
+    return parse_with(parser, data_class, arguments)
 
 
-def group_help(parser: HfArgumentParser, data_class: type) -> None:
-    """Show the recipe's own fields first and those of `transformers.TrainingArguments` last; parsing is as before."""
+def parse_with(parser: HfArgumentParser, data_class: type, arguments: list[str]) -> tuple[Any, ...]:
+    """Parses command-line arguments into the parser's dataclasses, of which one is about the data.
+
+    Raises:
+        ValueError: naming the first argument that is unknown, and the closest known one.
+    """
+    group_help(parser, data_class, shows_all="--help_all" in arguments)
+    *parsed, rest = parser.parse_args_into_dataclasses(args=arguments, return_remaining_strings=True)
+    unknown = next((word for word in rest if word.startswith("--")), next(iter(rest), None))
+    if unknown is not None:
+        close = get_close_matches(unknown, parser._option_string_actions, 1)
+        raise ValueError(f"There is no argument {unknown}.{f' Did you mean {close[0]}?' if close else ''}")
+    return tuple(parsed)
+
+
+def group_help(parser: HfArgumentParser, data_class: type, shows_all: bool) -> None:
+    """Have `--help` show the recipe's own fields, and `--help_all` those of `TrainingArguments` too; each name once.
+
+    Parsing is as before: a name may be written with dashes as well.
+    """
+    parser.add_argument("--help_all", action="help", help="Show all other training arguments, too.")
     known = set(TrainingArguments.__dataclass_fields__)
     groups = {
         "model": set(ModelArguments.__dataclass_fields__),
         "data": set(data_class.__dataclass_fields__),
         "pipeline, freezing and the cache": set(PipeTransformerTrainingArguments.__dataclass_fields__) - known,
+        "help": {"help", "help_all"},
     }
-    general = next(group for group in parser._action_groups if group.title == "options")
-    general.title = "all other training arguments"
+    actions = next(group for group in parser._action_groups if group.title == "options")._group_actions
+    rest = {action.dest for action in actions}.difference(*groups.values())
+    groups["all other training arguments"] = rest
+    for action in actions:
+        action.option_strings = [name for name in action.option_strings if "-" not in name[2:]]  # only shown
     own = [parser.add_argument_group(title) for title in groups]
     for group, names in zip(own, groups.values(), strict=True):
-        group._group_actions = [action for action in general._group_actions if action.dest in names]
-    shown = {action for group in own for action in group._group_actions}
-    general._group_actions = [action for action in general._group_actions if action not in shown]
-    parser._action_groups = [*own, general]
+        group._group_actions = [action for action in actions if action.dest in names]
+    parser._action_groups = own if shows_all else own[:-1]
 
 
 def config_to_arguments(path: Path) -> list[str]:
@@ -221,8 +242,6 @@ def start(training_args: PipeTransformerTrainingArguments) -> None:
     """Sets the log levels, and the seed: a new head must have the same weights on every rank."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     level = training_args.get_process_log_level()
-    # plans and transformations: a few lines, on the main process
-    logging.getLogger("hf_pipetransformer").setLevel(logging.INFO if training_args.should_log else level)
     datasets.utils.logging.set_verbosity(level)
     transformers.utils.logging.set_verbosity(level)
     if not training_args.should_log:

@@ -72,14 +72,14 @@ class DataTrainingArguments(TextArguments):
     train_file: str | None = field(default=None, metadata={"help": "A .txt, .jsonl or .json file."})
     validation_file: str | None = field(default=None, metadata={"help": "A .txt, .jsonl or .json file."})
     generated_data: int | None = field(
-        default=None, metadata={"help": "Generate so many training sentences; see generated_data.py. No download."}
+        default=None, metadata={"help": "Generate this many training sentences; see generated_data.py. No download."}
     )
     text_column: str | None = field(default=None, metadata={"help": "None: `text`, or the first column of strings."})
     validation_share: float = field(
         default=0.05, metadata={"help": "Share of the training texts to validate on, where there are no others."}
     )
     vocab_size: int = field(
-        default=2000, metadata={"help": "Of the tokenizer that is trained on the texts, where none is named."}
+        default=2000, metadata={"help": "Vocabulary size of the tokenizer trained on the texts, if none is named."}
     )
     block_size: int = field(default=128, metadata={"help": "Length of a packed block, and of the longest line."})
     line_by_line: bool = field(

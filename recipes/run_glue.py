@@ -91,13 +91,15 @@ class DataTrainingArguments(TextArguments):
     validation_file: str | None = field(default=None, metadata={"help": "A .jsonl, .json or .csv file."})
     test_file: str | None = field(default=None, metadata={"help": "A .jsonl, .json or .csv file."})
     generated_data: int | None = field(
-        default=None, metadata={"help": "Generate so many training sentences; see generated_data.py. No download."}
+        default=None, metadata={"help": "Generate this many training sentences; see generated_data.py. No download."}
     )
     max_seq_length: int = field(default=128, metadata={"help": "Longer inputs are truncated, in tokens."})
     pad_to_max_length: bool = field(
-        default=False, metadata={"help": "Pad to max_seq_length, rather than to the longest of each batch."}
+        default=False, metadata={"help": "Pad to max_seq_length instead of to the longest sample of each batch."}
     )
-    max_predict_samples: int | None = field(default=None, metadata={"help": "Predict the first so many."})
+    max_predict_samples: int | None = field(
+        default=None, metadata={"help": "Predict only the first samples, this many."}
+    )
 
     def __post_init__(self) -> None:
         check_one_source(

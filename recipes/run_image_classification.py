@@ -5,7 +5,7 @@ The data is scikit-learn's handwritten digits (the default: 1,797 images of 8 ×
 (`--dataset_name uoft-cs/cifar100 --label_column fine_label`), or folders of one's own with a folder of images for each
 class (`--train_dir`, `--validation_dir`).
 
-With the fixed transforms (resize and normalise) an image is the same in every epoch, so what frozen layers give for it
+With the fixed transforms (resize and normalise) an image is the same in every epoch, so its frozen layers' output
 is kept and taken from the activation cache. With `--augment` it is another one each time: nothing is found in the
 cache, which notices that and turns itself off.
 

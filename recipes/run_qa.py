@@ -6,7 +6,7 @@ The data is a set from the hub (`--dataset_name squad`), files of one's own in S
 (`--generated_data 2000`). Each text is cut into overlapping windows; the best answer over all of its windows counts.
 
 Windows are padded to one fixed length: the models' loss is a softmax over all positions, padding included, so with
-another padding it would be another loss (docs/numerics.md). For the same reason what frozen layers give cannot be
+another padding it would be another loss (docs/numerics.md). For the same reason the outputs of frozen layers cannot be
 cached, unless `--mask_padding` leaves padding out.
 
 All arguments can stand in one YAML or JSON file, given first; those after it on the command line win:
@@ -78,7 +78,7 @@ class DataTrainingArguments(TextArguments):
     validation_file: str | None = field(default=None, metadata={"help": "A .jsonl or .json file."})
     test_file: str | None = field(default=None, metadata={"help": "A .jsonl or .json file."})
     generated_data: int | None = field(
-        default=None, metadata={"help": "Generate so many training questions; see generated_questions.py."}
+        default=None, metadata={"help": "Generate this many training questions; see generated_questions.py."}
     )
     version_2_with_negative: bool = field(
         default=False, metadata={"help": "Whether questions may have no answer, as in SQuAD 2."}
@@ -93,11 +93,13 @@ class DataTrainingArguments(TextArguments):
     )
     mask_padding: bool = field(
         default=False,
-        metadata={"help": "Leave padding out of the loss's softmax: then what frozen layers give can be cached, too."},
+        metadata={"help": "Leave padding out of the loss's softmax: the outputs of frozen layers can then be cached."},
     )
     n_best_size: int = field(default=20, metadata={"help": "Candidates for each question that are compared."})
     max_answer_length: int = field(default=30, metadata={"help": "Longest answer, in tokens."})
-    max_predict_samples: int | None = field(default=None, metadata={"help": "Predict the first so many."})
+    max_predict_samples: int | None = field(
+        default=None, metadata={"help": "Predict only the first samples, this many."}
+    )
 
     def __post_init__(self) -> None:
         check_one_source(

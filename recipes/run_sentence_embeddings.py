@@ -31,7 +31,7 @@ from common import (
     PartArguments,
     check_one_source,
     file_format,
-    group_help,
+    parse_with,
     start,
     take_part,
     train,
@@ -58,7 +58,7 @@ class DataArguments(PartArguments):
 
     train_file: str | None = field(default=None, metadata={"help": "A .jsonl, .json or .csv file of pairs."})
     validation_file: str | None = field(default=None, metadata={"help": "A .jsonl, .json or .csv file of pairs."})
-    generated_data: int | None = field(default=None, metadata={"help": "Generate so many training pairs."})
+    generated_data: int | None = field(default=None, metadata={"help": "Generate this many training pairs."})
 
     def __post_init__(self) -> None:
         check_one_source(train_file=self.train_file is not None, generated_data=self.generated_data is not None)
@@ -135,9 +135,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         The metrics of training and evaluation.
     """
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
-    group_help(parser, DataArguments)
-    model_args, data_args, training_args = parser.parse_args_into_dataclasses(
-        sys.argv[1:] if arguments is None else arguments
+    model_args, data_args, training_args = parse_with(
+        parser, DataArguments, sys.argv[1:] if arguments is None else arguments
     )
     if model_args.model_name_or_path is None and data_args.generated_data is None:
         raise ValueError("A train_file needs model_name_or_path: the small model knows the generated words only.")

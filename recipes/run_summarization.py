@@ -79,7 +79,7 @@ class DataTrainingArguments(TextArguments):
     dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration, e.g. 3.0.0."})
     train_file: str | None = field(default=None, metadata={"help": "A .jsonl, .json or .csv file."})
     validation_file: str | None = field(default=None, metadata={"help": "A .jsonl, .json or .csv file."})
-    generated_data: int | None = field(default=None, metadata={"help": "Generate so many reviews. No download."})
+    generated_data: int | None = field(default=None, metadata={"help": "Generate this many reviews. No download."})
     text_column: str = field(default="text", metadata={"help": "The column of texts."})
     summary_column: str = field(default="summary", metadata={"help": "The column of summaries."})
     source_prefix: str = field(default="", metadata={"help": "Put before each text, e.g. 'summarize: ' for T5."})
@@ -88,7 +88,7 @@ class DataTrainingArguments(TextArguments):
         default=128, metadata={"help": "Tokens of a summary, also of one that is generated (generation_max_length)."}
     )
     vocab_size: int = field(
-        default=1000, metadata={"help": "Of the tokenizer that is trained on the texts, where none is named."}
+        default=1000, metadata={"help": "Vocabulary size of the tokenizer trained on the texts, if none is named."}
     )
 
     def __post_init__(self) -> None:

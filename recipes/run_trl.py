@@ -34,10 +34,10 @@ from common import (
     check_one_source,
     config_to_arguments,
     evaluate,
-    group_help,
     load_config,
     load_model,
     load_tokenizer,
+    parse_with,
     print_summary,
     refuse_prediction,
     start,
@@ -92,7 +92,7 @@ class DataTrainingArguments(PartArguments):
     method: str = field(default="sft", metadata={"help": "What is trained.", "choices": list(METHODS)})
     train_file: str | None = field(default=None, metadata={"help": "JSON Lines."})
     validation_file: str | None = field(default=None, metadata={"help": "JSON Lines."})
-    generated_data: int | None = field(default=None, metadata={"help": "Generate so many samples. No download."})
+    generated_data: int | None = field(default=None, metadata={"help": "Generate this many samples. No download."})
 
     def __post_init__(self) -> None:
         check_one_source(train_file=self.train_file is not None, generated_data=self.generated_data is not None)
@@ -117,8 +117,7 @@ def parse(arguments: list[str]) -> tuple[ModelArguments, DataTrainingArguments, 
     first, _ = HfArgumentParser(DataTrainingArguments, add_help=False).parse_known_args(arguments)
     _, arguments_class = METHODS[first.method]
     parser = HfArgumentParser((FewModelArguments, DataTrainingArguments, arguments_class), usage=USAGE)
-    group_help(parser, DataTrainingArguments)
-    model_args, data_args, training_args = parser.parse_args_into_dataclasses(args=arguments)
+    model_args, data_args, training_args = parse_with(parser, DataTrainingArguments, arguments)
     few = {**vars(model_args), "trust_remote_code": training_args.trust_remote_code}
     return ModelArguments(**few), data_args, training_args
 

@@ -27,14 +27,17 @@ def start(recipe: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_help_begins_with_the_recipes_own_fields(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start(recipe, "--help", monkeypatch=monkeypatch)
-    shown = capsys.readouterr().out
-    titles = re.findall(r"^(\w[\w, .]+):$", shown, re.MULTILINE)
-    assert titles == ["model", "data", "pipeline, freezing and the cache", "all other training arguments"]
-    of_data = "generated_data" if recipe.stem == "run_frozen" else "max_train_samples"
-    places = [shown.index(f"  --{name} ") for name in ("model_name_or_path", of_data, "freeze_alpha")]
-    assert places == sorted(places) and places[-1] < shown.index("  --learning_rate ")
-    assert all(shown.count(f"  --{name} ") == 1 for name in ("freeze_alpha", "learning_rate"))
+    titles = ["model", "data", "pipeline, freezing and the cache", "help", "all other training arguments"]
+    for option in ("--help", "--help_all"):
+        start(recipe, option, monkeypatch=monkeypatch)
+        shown = capsys.readouterr().out
+        shows_all = option == "--help_all"
+        assert re.findall(r"^(\w[\w, .]+):$", shown, re.MULTILINE) == titles[: 5 if shows_all else 4]
+        of_data = "generated_data" if recipe.stem == "run_frozen" else "max_train_samples"
+        places = [shown.index(f"  --{name} ") for name in ("model_name_or_path", of_data, "freeze_alpha")]
+        assert places == sorted(places)
+        assert shown.count("--freeze_alpha ") == 1 and "--freeze-alpha" not in shown
+        assert shown.count("--learning_rate ") == shows_all
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

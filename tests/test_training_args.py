@@ -164,9 +164,29 @@ def test_more_than_one_device_in_a_process(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("four_processes")
 @pytest.mark.parametrize("size", [3, 8])
-def test_stages_that_do_not_divide_the_processes(tmp_path, size):
+def test_stages_that_do_not_divide_the_processes(tmp_path, size, monkeypatch):
+    args = make(tmp_path, pipeline_parallel_size=size)
+    monkeypatch.setattr(PipeTransformerTrainingArguments, "world_size", property(lambda self: 4))
     with pytest.raises(ValueError, match=rf"={size} does not divide the 4 processes. Set it to one of 1, 2, 4.*MULTI"):
-        make(tmp_path, pipeline_parallel_size=size)
+        args.refuse_impossible_layout(None)
+    model = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=2))
+    told = r"does not divide the 4 processes. The model has 2 layers.*Set it to one of 1, 2\. \(On CPU"
+    with pytest.raises(ValueError, match=told):
+        args.refuse_impossible_layout(model)
+
+
+def test_a_field_that_does_not_exist_names_the_closest(tmp_path):
+    with pytest.raises(ValueError, match=r"no field 'freeze_polcy'\. Did you mean 'freeze_policy'\?"):
+        make(tmp_path, freeze_polcy="alpha")
+    with pytest.raises(TypeError, match=r"no field 'learning_rat'\. Did you mean 'learning_rate'\?"):
+        make(tmp_path, learning_rat=1.0)
+
+
+def test_a_checkpoint_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint=.*checkpoint-7' does not exist"):
+        make(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+    for known in ("last", "True", str(tmp_path)):
+        make(tmp_path, resume_from_checkpoint=known)
 
 
 def test_one_process_is_told_how_to_start_more(tmp_path):
@@ -239,22 +259,3 @@ def test_fields_without_effect_are_told(
     PipeTransformerTrainingArguments(str(tmp_path), **options)
     assert ("has no effect" in caplog.text) is (remedy is not None)
     assert remedy is None or remedy in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("options", "is_warned_of"),
-    [
-        ({"freeze_policy": "alpha", "num_train_epochs": 1}, True),
-        ({"freeze_policy": "alpha", "num_train_epochs": 2}, False),
-        ({"freeze_policy": "alpha", "num_train_epochs": 1, "freeze_strategy": "steps", "freeze_steps": 10}, False),
-        ({"freeze_policy": "alpha", "num_train_epochs": 1, "max_steps": 100}, False),
-        ({"freeze_policy": "schedule", "freeze_schedule": {0: 2}, "num_train_epochs": 1}, False),
-        ({"freeze_policy": "schedule", "freeze_schedule": {"3": 2}, "num_train_epochs": 3}, True),
-        ({"num_train_epochs": 1}, False),
-    ],
-)
-def test_a_policy_that_never_freezes(
-    options: dict, is_warned_of: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    PipeTransformerTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options)
-    assert ("will never freeze a layer" in caplog.text) is is_warned_of

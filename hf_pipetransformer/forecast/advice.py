@@ -96,9 +96,9 @@ def _about_fsdp(result: Forecast) -> list[str]:
         " fsdp_config={'version': 2}."
     )
     if gain < WORTH_FREEZING:
+        gained = f"gains only {gain - 1:.0%} over" if gain > 1.005 else "is predicted to be no faster than"
         return [
-            f"Use FSDP with plain transformers instead: this training is predicted to be only ×{gain:.2f} as fast, and"
-            " FSDP freezes nothing.",
+            f"Use FSDP with plain transformers instead: freezing {gained} FSDP, which loses no accuracy.",
             freezing,
         ]
     if of_pipeline is not None and gain * HARDLY_FASTER < of_pipeline:

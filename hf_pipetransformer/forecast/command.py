@@ -23,13 +23,21 @@ from .forecast import Job, forecast
 from .forecast_text import as_values
 from .frozen_modules import estimate
 from .placeholder_model import build_placeholder_model, load_config, model_class
+from .tuning import Tuning
 from .workload import measure_workload
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+PLAIN = Tuning()
 
 
 def answer(
-    name: str, task: str, seq: int | None, job: Job, device: Device, frozen: Sequence[str] = ()
+    name: str,
+    task: str,
+    seq: int | None,
+    job: Job,
+    device: Device,
+    frozen: Sequence[str] = (),
+    tuning: Tuning = PLAIN,
 ) -> tuple[str, dict[str, Any]]:
     """Forecast the training of a model.
 
@@ -40,6 +48,7 @@ def answer(
         job: the training.
         device: the kind of its devices.
         frozen: names of modules that the user has frozen.
+        tuning: whether adapters are trained, and what saves memory.
 
     Returns:
         A title, and the forecast as plain values.
@@ -51,12 +60,15 @@ def answer(
     config = load_config(name)
     cls = model_class(config, task)
     model = build_placeholder_model(config, cls)
-    workload = measure_workload(model, seq)
+    tuning.adapt(model)
+    workload = tuning.lighten(measure_workload(model, seq))
     assumed = _assumed_of(device)
+    device = replace(device, backward_forwards=tuning.backward_forwards, autocasts=tuning.bf16)
     if not workload.tokens_matter and seq is not None:
         assumed = ["samples have the size of the configuration; --seq does not matter for this model", *assumed]
     result = forecast(job, workload, device)
     assumed += [_assumed_of_precision(model), *_assumed_of_sharding(result.first), *_assumed_of_accumulation(job)]
+    assumed += tuning.assumed
     size = f"samples × {workload.tokens} tokens" if workload.tokens_matter else "samples"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     title = (

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..pipeline.devices import USABLE_MEMORY
+from ..planning.costs import FORWARDS_OF_A_BACKWARD
 from ..planning.unit_times import ModelTimes, PartTimes, Seconds
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Device:
         seconds_per_unit: fixed cost of one unit's forward, for launching its kernels. An estimate.
         devices_per_node: usual number of devices in a node.
         host: resources for the cache. An estimate.
+        backward_forwards: forwards that a backward takes; not a property of the device, but of the training.
     """
 
     name: str
@@ -67,6 +69,8 @@ class Device:
     seconds_per_unit: float = 1.2e-4
     devices_per_node: int = 8
     host: CacheHost = CacheHost(20 * GB, 5 * GB, 800 * GB)
+    backward_forwards: float = FORWARDS_OF_A_BACKWARD
+    autocasts: bool = False
 
     @property
     def memory_budget_bytes(self) -> int | None:
@@ -92,7 +96,8 @@ class Device:
     def times(self, unit_costs: Sequence[UnitCost], world_size: int) -> ModelTimes:
         """Predict how long the parts of a model take on this device, from their FLOPs.
 
-        The part before the units counts as part of the first unit, as its FLOPs do.
+        A backward takes `backward_forwards` forwards. The part before the units counts as part of the first
+        unit, as its FLOPs do.
 
         Args:
             unit_costs: costs of the model's units.
@@ -101,7 +106,7 @@ class Device:
         speed = self.flops_per_second * self.efficiency
 
         def part(flops: float, fixed: float) -> PartTimes:
-            return PartTimes.of_forward(Seconds(fixed, flops / speed))
+            return PartTimes.of_forward(Seconds(fixed, flops / speed), self.backward_forwards)
 
         return ModelTimes(
             PartTimes(),

@@ -395,6 +395,7 @@ def _planner(job: Job, workload: Workload, device: Device) -> Planner:
         unit_costs=workload.unit_costs,
         times=device.times(workload.unit_costs, job.num_devices),
         memory_budget_bytes=device.memory_budget_bytes,
+        autocasts=device.autocasts,
         world_size=job.num_devices,
         request=Request(
             job.pipeline_parallel_size,

@@ -15,11 +15,10 @@ ALWAYS_ASSUMED = (
     "gradients are reduced after the backward, not during it; messages between stages take no time; FSDP's transfers"
     " take place while it computes",
     "changing over to another plan and filling the cache cost nothing (measured: a step, and up to 4%)",
-    "the allocator's waste is not in the memory figures; they are those without autocast (bf16=True), with which"
-    " activations are smaller, and 16-bit copies of the weights are kept",
     "of tensors between stages, `receive_bytes` for each stage are in the memory figures, but up to 256 MiB of buffers"
     " that schedules for other shapes of batch keep are not; nor is what NCCL takes for its `communicators`",
-    "all weights train, without gradient checkpointing; a table's times are those of bf16 (V100: fp16)",
+    "the allocator's waste is not in the memory figures",
+    "a table's times are those of bf16 (V100: fp16)",
     "the model may be cached; the trainer finds that out by running samples of the data",
 )
 

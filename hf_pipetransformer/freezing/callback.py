@@ -46,6 +46,7 @@ MOST_DECISIONS = 1000
 """Number of decisions that are looked at to tell when layers will freeze."""
 MOST_TO_NAME = 5
 """Maximum number of freezes that are announced at the start."""
+NOTHING = "nothing freezes"
 OWN_POLICY = "(not in the checkpoint)"
 """Placeholder for a user's own policy object in a saved callback."""
 
@@ -240,7 +241,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
                 found.append(f"{what} {when if step else 'at once'}")
             frozen = more
         if not found:
-            return now + ("nothing more freezes" if now else "nothing freezes")
+            return f"{now}nothing more freezes" if now else NOTHING
         return f"{now}freezing " + ", ".join([*found[:MOST_TO_NAME], *(["..."] if len(found) > MOST_TO_NAME else [])])
 
     def _describe_decisions(self, state: TrainerState, name: str) -> str:
@@ -251,6 +252,14 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             every = f"every {steps_between_decisions(self.freeze_steps, state.max_steps)} steps"
         most = min(self._max_frozen, self.max_frozen_layers or self._max_frozen)
         return f"{name} decides {every} how many layers freeze, at most {most}"
+
+    def freezes_nothing(self, state: TrainerState) -> bool:
+        """Whether it is known beforehand that nothing freezes in this training. Call it when `describe` may be.
+
+        Args:
+            state: the trainer's state.
+        """
+        return self.describe(state) == NOTHING
 
     def _moments(self, state: TrainerState) -> Iterator[tuple[float, int]]:
         """The decisions that are still to come: (epochs done, steps done).
@@ -322,7 +331,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             self._num_layers = None
             optimizer = kwargs["optimizer"]
             module = trained_module(kwargs["model"], optimizer)
-            self._standalone = PlainTrainer(self, module, optimizer, state, self.sharded_layers)
+            self._standalone = PlainTrainer(self, module, optimizer, state, args, self.sharded_layers)
         elif state.global_step == 0:
             self.decide(state, 0.0)
 
@@ -364,6 +373,8 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if self._standalone is not None and not self.num_frozen and not isinstance(self.policy, NeverFreeze):
+            log_once(logger, logging.WARNING, "LayerFreezeCallback has frozen no layer in this training.")
         self._release()
         self._is_driven = False
 

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerState, TrainingArguments
 
 from ..errors import UnsupportedModelError
+from ..logs import log_once, tell
 from ..model.frozen_prefix import FreezableLayers, FrozenPrefix, squared_norms
 from ..model.layer_stack import LayerStack, StackDescription
 from ..model.micro_batch import slice_rows
@@ -85,6 +86,7 @@ class PlainTrainer:
         model: the Trainer's model, without the DDP wrapper.
         optimizer: the Trainer's optimizer.
         state: the Trainer's state.
+        args: the training arguments.
         sharded: the layers of a model that FSDP2 has sharded; None for another model, whose layers are found here.
 
     Attributes:
@@ -97,8 +99,10 @@ class PlainTrainer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         state: TrainerState,
+        args: TrainingArguments,
         sharded: FoundLayers | None = None,
     ) -> None:
+        self._args = args
         self.decides_at_first_forward = state.global_step == 0
         self._decider = decider
         self._model = model
@@ -207,15 +211,15 @@ class PlainTrainer:
                 self._optimizer.state.pop(parameter, None)
         if self._replicated is not None:
             rebuild_reducer(self._replicated)
-        logger.log(
-            logging.INFO if parameters else logging.WARNING,
-            "Step %d: %s; %d of %d layers frozen (%s parameters more).",
-            self._state.global_step,
-            layers.describe_freeze(before, num_frozen, parameters),
-            num_frozen,
-            layers.num_layers,
-            f"{sum(p.numel() for p in parameters.values()):,}",
+        line = (
+            f"Step {self._state.global_step}: {layers.describe_freeze(before, num_frozen, parameters)};"
+            f" {num_frozen} of {layers.num_layers} layers frozen"
+            f" ({sum(p.numel() for p in parameters.values()):,} parameters more)."
         )
+        if parameters:
+            tell(logger, self._args, line)
+        else:
+            log_once(logger, logging.WARNING, "%s", line)
 
 
 def trained_module(model: Any, optimizer: torch.optim.Optimizer) -> nn.Module:

@@ -59,9 +59,8 @@ class PartTimes:
     backward: Seconds = Seconds()
 
     @classmethod
-    def of_forward(cls, seconds: Seconds) -> PartTimes:
-        """Times of a part whose forward is known."""
-        n = FORWARDS_OF_A_BACKWARD
+    def of_forward(cls, seconds: Seconds, n: float = FORWARDS_OF_A_BACKWARD) -> PartTimes:
+        """Times of a part whose forward is known, and whose backward takes as long as n of them."""
         return cls(seconds, Seconds(n * seconds.fixed, n * seconds.per_row))
 
 

@@ -176,6 +176,36 @@ class Training:
         return list(found), list(found.values())
 
     @property
+    def total_seconds(self) -> float:
+        """Seconds of all calls of `train()`; those that another Trainer has logged at its end; 0 if unknown."""
+        logged = self.curve("train_runtime")[1]
+        return sum(self.seconds.values()) or (logged[-1] if logged else 0.0)
+
+    @property
+    def total_rows(self) -> float:
+        """Number of samples trained, over all layouts, or as another Trainer has logged it; 0 if unknown."""
+        runtime, speed = self.curve("train_runtime")[1], self.curve("train_samples_per_second")[1]
+        logged = runtime[-1] * speed[-1] if runtime and speed else 0.0
+        return sum(line["rows"] for line in self.lines if line["kind"] == "time") or logged
+
+    def curve_over_time(self, name: str) -> tuple[list[float], list[float]]:
+        """Seconds of training and values that were logged under a name.
+
+        Without a clock (another Trainer's log), the steps are spread evenly over the training.
+        """
+        steps, values = self.curve(name)
+        if self.seconds:
+            passed, at = 0.0, {0: 0.0}
+            for line in self.lines:
+                if line["kind"] == "time":
+                    passed += sum(line["seconds"].values())
+                    at[int(line["global_step"])] = passed
+            return [at.get(step, passed) for step in steps], values
+        if not self.total_seconds or not self.last_step:
+            return [], []
+        return [self.total_seconds * step / self.last_step for step in steps], values
+
+    @property
     def names(self) -> list[str]:
         """Names of all logged values, in the order of their first appearance."""
         return list(dict.fromkeys(name for _, values in self.logs for name in values))

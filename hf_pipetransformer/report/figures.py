@@ -61,11 +61,15 @@ TITLES = {
     "gradients": "Gradient norm",
 }
 """Name of each figure's element on the page -> title, in the order of the page."""
+Y_TITLES = {"loss": "loss", "layers": "layers", "speed": "samples/s", "gradients": "norm"}
+"""Name of a figure over the optimizer steps -> title of its y axis, where the page's title does not say it."""
 WIDE = ("step", "time", "memory")
+FROM_ZERO = ("loss", "layers", "shape", "speed", "learning-rate", "gradients")
+"""Figures whose y axis begins at zero."""
 OVER_STEPS = {
     "loss": (
-        "As logged; the training loss is the mean since the entry before.",
-        "No loss was logged: logging_steps is larger than the training, or it was killed.",
+        "The training loss is the mean since the entry before; of an epoch, if logging_steps is longer.",
+        "No loss was recorded: the training ended before its first epoch did, or another Trainer wrote the folder.",
     ),
     "quality": (
         "Metrics as logged.",
@@ -134,14 +138,40 @@ def _draw_over_steps(training: Training, name: str, curves: Curves) -> Drawn:
     caption, missing = OVER_STEPS[name]
     if not curves:
         return missing, None
-    figure = _figure(TITLES[name].lower(), training)
+    figure = _figure(Y_TITLES.get(name, ""), training)
     for label, (steps, values) in curves.items():
         figure.add_scatter(
             x=steps, y=values, name=label, mode="lines+markers" if len(steps) < MOST_MARKERS else "lines"
         )
+    figure.update_traces(cliponaxis=False)  # markers at the first and the last step are whole
     figure.update_traces(stackgroup="layers" if name == "layers" else None)
-    figure.update_yaxes(rangemode="tozero" if name == "speed" else "normal")
+    figure.update_yaxes(rangemode="tozero" if name in FROM_ZERO else "normal")
     return caption, figure
+
+
+def comparison_drawings(runs: Mapping[str, Training]) -> list[Drawing]:
+    """Create the figure in which trainings are compared: their losses over seconds since `train()` was called.
+
+    Args:
+        runs: name -> training; empty if nothing is compared.
+    """
+    if not runs:
+        return []
+    figure = _figure("loss")
+    for (name, training), color in zip(runs.items(), COLORS, strict=False):
+        for key, dash in (("loss", "solid"), ("eval_loss", "dot")):
+            seconds, values = training.curve_over_time(key)
+            if seconds:
+                label = f"{name}, {'training' if key == 'loss' else 'evaluation'}"
+                mode = "lines+markers" if len(seconds) < MOST_MARKERS else "lines"
+                x, y = thinned(seconds, values)
+                figure.add_scatter(x=x, y=y, name=label, mode=mode, line={"color": color, "dash": dash})
+    figure.update_xaxes(title="seconds since train() was called", rangemode="tozero")
+    figure.update_yaxes(rangemode="tozero")
+    caption = "A Trainer that records no times has its steps spread evenly over its run."
+    if not figure.data:
+        caption = "No losses with times were recorded."
+    return [Drawing("losses-over-time", "Losses over time", caption, figure if figure.data else None, True)]
 
 
 def _logged(training: Training, labels: Mapping[str, str]) -> Curves:
@@ -211,7 +241,14 @@ def _draw_cache(training: Training) -> Drawn:
     figure.update_layout(
         barmode="stack",
         yaxis={"tickformat": ".0%", "range": [0, 1.02]},
-        yaxis2={"overlaying": "y", "side": "right", "title": "size, MiB", "rangemode": "tozero", "showgrid": False},
+        yaxis2={
+            "overlaying": "y",
+            "side": "right",
+            "title": "size, MiB",
+            "rangemode": "tozero",
+            "showgrid": False,
+            "automargin": True,
+        },
     )
     caption = (
         "Share of an epoch's samples that were found, drawn at the epoch's end, and size of the store on this node."

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import gzip
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -21,6 +21,7 @@ from ..own_files import replace_file
 from ..planning.tables import MIB
 from ..records.files import BEGINNINGS, EVENTS, METRICS
 from ..records.history import STATE_NAME, Layout, Line, Training, read_trainings
+from .comparison import headline, names_of, rows_of
 from .words import GLOSSARY, changes, final_quality, verdict
 
 FILE_NAME = "report.html"
@@ -30,12 +31,13 @@ DEFAULTS = {"elastic": True, "mixed_precision": "no", "max_steps": -1, "weight_d
 """Default values of recorded arguments, if they are not None or False; a report omits arguments with these values."""
 
 
-def write_report(folder: Path, output: Path | None = None) -> Path:
+def write_report(folder: Path, output: Path | None = None, beside: Path | None = None) -> Path:
     """Write the report of the last training in a folder.
 
     Args:
         folder: the training's `output_dir`.
         output: path of the report; None: `report.html` in the folder.
+        beside: `output_dir` of a training to compare it with.
 
     Returns:
         The path of the report.
@@ -48,18 +50,16 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
         raise ValueError(
             f"The report requires {' and '.join(missing)}. Install with pip install 'hf_pipetransformer[report]'."
         )
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder. Pass the output_dir of a training run.")
-    trainings = read_trainings(folder)
-    if not trainings:
-        raise ValueError(
-            f"{folder} contains none of {EVENTS}, {METRICS} and {STATE_NAME} (nor a checkpoint with one). Pass the"
-            " output_dir of a training run with PipeTransformerTrainer."
-        )
+    trainings = trainings_in(folder)
+    others = (
+        {}
+        if beside is None
+        else dict(zip(names_of(folder, beside), (trainings[-1], trainings_in(beside)[-1]), strict=True))
+    )
     path = output or folder / FILE_NAME
     if path.is_dir():
         raise ValueError(f"--output is {path}, which is a folder. Pass a file path, such as {path / FILE_NAME}.")
-    text = page(trainings, folder)
+    text = page(trainings, folder, others)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text)
@@ -68,12 +68,35 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
     return path
 
 
-def page(trainings: Sequence[Training], folder: Path) -> str:
-    """Render the page of the last training."""
+def trainings_in(folder: Path) -> list[Training]:
+    """Return the trainings of a folder, the oldest first.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder. Pass the output_dir of a training run.")
+    trainings = read_trainings(folder)
+    if not trainings:
+        raise ValueError(
+            f"{folder} contains none of {EVENTS}, {METRICS} and {STATE_NAME} (nor a checkpoint with one). Pass the"
+            " output_dir of a training run with PipeTransformerTrainer."
+        )
+    return trainings
+
+
+def page(trainings: Sequence[Training], folder: Path, runs: Mapping[str, Training]) -> str:
+    """Render the page of the last training.
+
+    Args:
+        trainings: those of the folder.
+        folder: the training's `output_dir`.
+        runs: name -> training, of this one and of one to compare it with; empty if there is none.
+    """
     import jinja2
     from plotly.offline import get_plotlyjs_version
 
-    from .figures import all_drawings
+    from .figures import all_drawings, comparison_drawings
 
     training = trainings[-1]
     environment = jinja2.Environment(
@@ -83,11 +106,11 @@ def page(trainings: Sequence[Training], folder: Path) -> str:
         title=str(training.facts.get("model", folder.resolve().name)),
         subtitle=" · ".join(_subtitle(training, folder)),
         tiles=_tiles(training),
-        verdict=verdict(training),
+        verdict=[*([headline(runs)] if runs else []), *verdict(training)],
         notes=training.problems,
-        drawings=all_drawings(training),
+        drawings=[*comparison_drawings(runs), *all_drawings(training)],
         json_of=_json_of,
-        tables=[table for table in _tables(trainings) if table.rows],
+        tables=[table for table in _tables(trainings, runs) if table.rows],
         changes=changes(training),
         lists=[("arguments", "Run", _arguments(training.facts)), ("glossary", "Terms", GLOSSARY)],
         version=sys.modules[__name__.partition(".")[0]].__version__,
@@ -171,9 +194,15 @@ class Table:
     rows: list[dict[str, str]]
 
 
-def _tables(trainings: Sequence[Training]) -> tuple[Table, ...]:
+def _tables(trainings: Sequence[Training], runs: Mapping[str, Training]) -> tuple[Table, ...]:
     layouts = trainings[-1].layouts
     return (
+        Table(
+            "comparison",
+            "Compared",
+            "Seconds in all include everything from the call of train() to its end; those of steps do not.",
+            rows_of(runs) if runs else [],
+        ),
         Table(
             "layouts",
             "Layouts",

@@ -181,12 +181,10 @@ class AutoCache:
         return self._state in (CacheState.ON, CacheState.FIRST_READ)
 
     def describe(self) -> str:
-        """Whether frozen layers will be cached, and why or where, in words."""
+        """Whether frozen layers will be cached, and why not, in words."""
         if not self._allowed:
             return f"off ({next(filter(None, self._reasons.values()), 'this model has no layer that may be cached')})"
-        by_times = " where loading is measured to be faster (so another run may differ by rounding)"
-        when = "" if self._is_forced else by_times
-        return f"on{when}, in {self._current.parent}"
+        return "on" if self._is_forced else "auto (used only if faster)"
 
     # ------------------------------------------------------------------------------------ decisions
     def freeze(self, num_frozen: int, is_start: bool = False) -> None:

@@ -31,6 +31,7 @@ from ..frozen_front.entries import FrontEntries
 from ..frozen_front.finding import FoundFront, find_front, waits_for_others
 from ..frozen_front.front import FrozenFront, OtherCallsError, set_random_state
 from ..frozen_front.rows import may_have_padding
+from ..logs import tell
 from ..model.frozen_prefix import frozen_modules
 from ..model.left_as_found import left_as_found
 from ..model.method_override import MethodOverride
@@ -76,8 +77,8 @@ class FrontCache:
     def __init__(self, job: TrainingJob, dataset: Any, generations: Path) -> None:
         self._job, self._model = job, job.model
         self._store = FileStore(generations.parent, user=generations.stem)
-        self._in_steps = _Calls(job, self._store, generations.parent, dataset)
-        self._in_evaluations = _Calls(job, self._store, generations.parent)
+        self._in_steps = _Calls(job, self._store, dataset)
+        self._in_evaluations = _Calls(job, self._store)
         self._num_evaluations: dict[str, int] = {}  # of each data set, by the prefix of its metrics
         self._now: _Calls | None = None
         forward = job.model.forward
@@ -162,16 +163,15 @@ class _Calls:
     Args:
         job: the training job.
         store: the store of this node.
-        folder: where it is.
         dataset: the training data; None in evaluations.
     """
 
-    def __init__(self, job: TrainingJob, store: FileStore, folder: Path, dataset: Any = None) -> None:
+    def __init__(self, job: TrainingJob, store: FileStore, dataset: Any = None) -> None:
         self.epoch = -1
         """Of the training; in evaluations, how often the data set has been evaluated."""
         self.writes = False
         """Whether what is stored will be read."""
-        self._job, self._store, self._folder = job, store, folder
+        self._job, self._store = job, store
         self._model: nn.Module = job.model
         self._is_training = dataset is not None
         self._size = len(dataset) if isinstance(dataset, Sized) else None
@@ -375,7 +375,7 @@ class _Calls:
             )
         now = "epoch" if self._is_training else "evaluation"
         since = "was stored by another training" if self._existed else f"is stored in this {now} and read in others"
-        self._say(f"{share}: its output {since}{of_epoch}, in {self._folder}.")
+        self._say(f"{share}: its output {since}{of_epoch}.")
 
     def _judge(self) -> None:
         front = self._front
@@ -409,8 +409,7 @@ class _Calls:
         self._front, self._weights, self._entries, self._is_decided = None, None, {}, False
 
     def _say(self, text: str) -> None:
-        if self._job.trainer.is_world_process_zero():
-            logger.info("%s", text)
+        tell(logger, self._job.args, text)
 
 
 def _described(model: nn.Module, found: FoundFront) -> str:

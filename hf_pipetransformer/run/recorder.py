@@ -72,6 +72,8 @@ class RunRecorder(TrainerCallback):
         self._inside: str | None = None  # the activity set by `doing`, which no callback event shows
         self._is_evaluating = False
         self._mark = 0.0
+        self._loss: torch.Tensor | None = None  # summed over the steps since a loss was logged
+        self._loss_since = 0  # steps done when it was logged
         self._micro_batches: Counter[int] = Counter()
         self._most_resident = 0
         self._process = psutil.Process()
@@ -106,6 +108,7 @@ class RunRecorder(TrainerCallback):
         self._writes = is_main_process
         self._is_training = True
         self.total, self._line, self._layout = Tally(), Tally(), Tally()
+        self._loss, self._loss_since = None, 0
         self.run = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         self._mark = time.perf_counter()
 
@@ -120,13 +123,16 @@ class RunRecorder(TrainerCallback):
             self._inside = None
             self._lap(what)
 
-    def count_rows(self, global_rows: int, micro_batches: int) -> None:
+    def count_batch(self, global_rows: int, micro_batches: int, loss: torch.Tensor) -> None:
         """Count a batch that has been trained.
 
         Args:
             global_rows: number of samples of the batch in all pipelines.
             micro_batches: M on the last stage; 0 on the other stages, which do not know it.
+            loss: of the global batch, a scalar; read only if the Trainer logs none until the epoch ends.
         """
+        if self._writes:
+            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         for tally in self._tallies:
             tally.rows += global_rows
         if micro_batches:
@@ -226,8 +232,9 @@ class RunRecorder(TrainerCallback):
         self._lap("preparing")
         self._write("begin", state.global_step)
 
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._lap("other")
+        self._record_loss(state)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._lap("batches")
@@ -254,6 +261,8 @@ class RunRecorder(TrainerCallback):
         self._is_evaluating = False
         self._flush(state.global_step)
         self.record_log(logs or {}, state)
+        if "loss" in (logs or {}):
+            self._loss, self._loss_since = None, self.total.steps
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         self._lap("evaluating")
@@ -270,10 +279,18 @@ class RunRecorder(TrainerCallback):
         self._lap("other")
         self._flush(state.global_step)
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._lap("ending")
+        self._record_loss(state)
 
     # ------------------------------------------------------------------------------------ inside
+    def _record_loss(self, state: TrainerState) -> None:
+        """Write the mean loss of the steps of an epoch, if the Trainer has logged none of them."""
+        steps = self.total.steps - self._loss_since
+        if self._loss is not None and steps:
+            self.record_log({"loss": float(self._loss) / steps}, state)
+        self._loss, self._loss_since = None, self.total.steps
+
     @property
     def _tallies(self) -> tuple[Tally, ...]:
         return self.total, self._line, self._layout

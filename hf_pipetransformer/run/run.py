@@ -345,6 +345,8 @@ class PipelineRun(TrainerCallback):
         num_frozen = self._attach_freezing(pipeline.freezable)
         again = self._plan_of_interrupted_job(kept, num_frozen)
         plan = again or planner.first
+        if again is None:
+            self.log.first_chosen(planner)
         if plan.num_frozen_layers < num_frozen:
             plan = planner.next(plan, num_frozen, plan.num_cached_layers)
         refuse_generation_that_does_not_fit(job, planner, plan)

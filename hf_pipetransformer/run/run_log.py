@@ -7,11 +7,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..freezing.policies import policy_description
+from transformers import PrinterCallback, ProgressCallback
+
+from ..freezing.policies import NeverFreeze, policy_description
 from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epochs
+from ..logs import tell
 from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.elastic_pipeline import Transformation
-from ..planning.layout import Layout
+from ..planning.layout import AUTO, Layout
 from ..planning.planner import Planner
 from ..records.files import BEGINNINGS, SLICES, layout_of, slices_of
 from ..token_slices.slice_timeline import SlicePlan
@@ -20,7 +23,9 @@ from .job import TrainingJob
 from .recorder import RunRecorder, Tally, facts_of_run
 from .sentences import (
     NotComputed,
+    describe_cached_epoch,
     describe_change,
+    describe_chosen_length,
     describe_end,
     describe_frozen,
     describe_slices,
@@ -31,6 +36,14 @@ logger = logging.getLogger(__name__)
 
 MOST_SHAPES_TO_LOG = 8
 """Maximum number of batch shapes whose slices are logged; there may be hundreds of shapes."""
+
+
+PRINTING = (PrinterCallback, ProgressCallback)
+"""Callbacks that print what is logged as a dictionary."""
+
+
+def _print_nothing(*_: Any, **__: Any) -> None:
+    """Stands in for `on_log`."""
 
 
 class RunLog:
@@ -53,8 +66,25 @@ class RunLog:
         self._owes_layout = False
         self._why_not_cached: str | None = None
         self._passes_per_sample = 1
+        self._has_warned = False
 
     # ------------------------------------------------------------------------------------ at the start
+    def first_chosen(self, planner: Planner) -> None:
+        """Log what was chosen for the first plan, and warn of what was given and cannot be used."""
+        first, args = planner.first, self._job.args
+        if args.pipeline_parallel_size == AUTO:
+            bytes_of_stages = planner.stage_bytes(first)
+            self._say(describe_chosen_length(first, bytes_of_stages, planner.memory_budget_bytes))
+        rows, given, used = first.rows_per_pipeline, args.num_microbatches, first.num_microbatches
+        if first.pipeline_parallel_size > 1 and given not in (AUTO, used):
+            self._say(
+                f"num_microbatches={given}, but {used} are used: a pipeline's batch of {rows} samples"
+                f" (per_device_train_batch_size x {first.pipeline_parallel_size} stages) must be divided evenly, and"
+                f" schedule {first.runs_as} must be able to run the number. Set num_microbatches to a divisor of"
+                f" {rows}, or to 'auto'.",
+                logging.WARNING,
+            )
+
     def begin(self, planner: Planner, plan: Layout) -> None:
         """Record the first plan, after the model has been placed. Collective over all processes."""
         self._planner = planner
@@ -63,7 +93,7 @@ class RunLog:
         self._record(BEGINNINGS[bool(self._job.trainer.state.global_step)], plan, facts=facts)
 
     def say_what_freezing_costs(self, freezable: FreezableLayers | None, caches: bool) -> None:
-        """Log how many epochs of plain training cost as much as this one, where the freeze policy tells beforehand.
+        """Log the cost of this training in plain epochs, if the freeze policy is known beforehand.
 
         It is a warning if freezing saves next to nothing.
 
@@ -81,20 +111,19 @@ class RunLog:
             policy, freezable.num_layers, freezable.max_frozen, epochs, 1, callback.max_frozen_layers
         )
         if not any(frozen):
-            return  # the arguments have warned of it
+            return  # `announce` has warned of it
         cost = plain_epochs(frozen, freezable.num_layers, caches)
         if epochs < WORTH_FREEZING * cost and not self._job.shares_store:
             self._say(
                 f"Freezing saves only {1 - cost / epochs:.0%} of the layers' operations in this training of {epochs}"
                 " epochs, because frozen layers are read from the cache in the epochs after the one in which they"
-                " freeze. Set freeze_policy='none', freeze earlier, or train for more epochs (docs/when_it_pays.md).",
+                " freeze. Set freeze_policy='none', freeze earlier, or train for more epochs.",
                 logging.WARNING,
             )
         else:
             self._say(
-                f"With this freeze policy the layers of {epochs} epochs cost as much as those of {cost:.1f} epochs in"
-                " which nothing is frozen. Plain training with a learning rate tuned for so many epochs may reach more"
-                " (docs/when_it_pays.md)."
+                f"{epochs} epochs with this policy cost about {cost:.1f} plain epochs. Plain training for that long,"
+                " with a tuned learning rate, may reach a better accuracy."
             )
 
     def announce(self, cache: AutoCache | None, why_not_cached: str | None) -> None:
@@ -116,6 +145,8 @@ class RunLog:
             of_cache = cache.describe() if cache is not None else why
         timed = "token slices are chosen" if args.token_slices == "auto" else ""
         self._say(describe_start(type(self._job.model).__name__, self._plan, freezing, of_cache, timed))
+        if callback is not None and callback.freezes_nothing(trainer.state):
+            self._warn_of_nothing_frozen("will freeze no layer")
 
     def show_layout(self) -> None:
         """Log the first plan as metrics, before the first step. Collective over all processes."""
@@ -161,8 +192,9 @@ class RunLog:
 
     def cache_epoch(self, report: EpochReport) -> None:
         """Log the use of the cache in the epoch that has ended, as metrics."""
-        self._job.trainer.log(self._cache_metrics(report))
-        self._arrive()
+        metrics = self._cache_metrics(report)
+        self._say(describe_cached_epoch(self._job.trainer.state.epoch or 0.0, metrics))
+        self._log_metrics(metrics)
 
     # ------------------------------------------------------------------------------------ at the end
     def end(self, cache: AutoCache | None) -> None:
@@ -187,11 +219,37 @@ class RunLog:
         spared = self._spared if job.freeze_callback is not None else None
         folder = job.args.output_dir or "."
         self._say(describe_end(self.recorder.total, spared, self._num_changes, folder))
+        callback = job.freeze_callback
+        if callback is not None and not callback.num_frozen and not self._has_warned:
+            self._warn_of_nothing_frozen("has frozen no layer")
 
     # ------------------------------------------------------------------------------------ inside
     def _say(self, line: object, level: int = logging.INFO) -> None:
-        if self._job.trainer.is_world_process_zero():
+        if level == logging.INFO:
+            tell(logger, self._job.args, str(line))
+        elif self._job.trainer.is_world_process_zero():
             logger.log(level, "%s", line)
+
+    def _warn_of_nothing_frozen(self, what: str) -> None:
+        """Warn that the freeze policy freezes nothing, and name the fields that decide about it."""
+        callback, state = self._job.freeze_callback, self._job.trainer.state
+        assert callback is not None
+        known = policy_description(callback.policy)
+        self._has_warned = True
+        if isinstance(callback.policy, NeverFreeze):
+            return
+        policy = f"freeze_policy={known['name']!r}" if known is not None else type(callback.policy).__name__
+        when = (
+            f"every freeze_steps={callback.freeze_steps:g} steps, of {state.max_steps}"
+            if callback.freeze_strategy == "steps"
+            else f"at the start of each epoch but the first, of {state.num_train_epochs}"
+        )
+        self._say(
+            f"{policy} {what} in this training. It decides {when}. Train for longer, decide more often"
+            " (freeze_strategy='steps' with freeze_steps), set a freeze_schedule that begins at 0, or"
+            " freeze_policy='none'.",
+            logging.WARNING,
+        )
 
     def _record(self, event: str, plan: Layout, **measured: Any) -> dict[str, float]:
         """Write an event, and the usage under the layout before it. Collective over all processes.
@@ -217,13 +275,25 @@ class RunLog:
         return done
 
     def _log(self, numbers: dict[str, float]) -> None:
-        """Log the plan in force and other numbers as metrics, on all processes.
+        """Log the plan in force and other numbers as metrics, on all processes."""
+        assert self._plan is not None
+        layout = {key: value for key, value in layout_of(self._plan).items() if isinstance(value, int)}
+        self._log_metrics({**layout, **numbers})
+
+    def _log_metrics(self, metrics: dict[str, float]) -> None:
+        """Log metrics for `report_to` and callbacks, without printing them: a sentence says the same.
 
         The user's `on_log` may call the model, before what follows is collective.
         """
-        assert self._plan is not None
-        layout = {key: value for key, value in layout_of(self._plan).items() if isinstance(value, int)}
-        self._job.trainer.log({**layout, **numbers})
+        handler = self._job.trainer.callback_handler
+        printing = [callback for callback in handler.callbacks if type(callback) in PRINTING]
+        for callback in printing:
+            callback.on_log = _print_nothing
+        try:
+            self._job.trainer.log(metrics)
+        finally:
+            for callback in printing:
+                del callback.on_log
         self._arrive()
 
     def _cache_metrics(self, report: EpochReport) -> dict[str, float]:

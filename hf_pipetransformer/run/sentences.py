@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..pipeline.elastic_pipeline import Transformation
 from ..planning.layout import Layout
-from ..records.files import EVENTS
+from ..planning.tables import MIB
 from ..token_slices.slice_timeline import SlicePlan
 from .recorder import Tally
 
@@ -55,9 +56,26 @@ def describe_start(model: str, plan: Layout, freezing: str | None, cache: str | 
         parts.append(f"{_many(m, 'micro-batch', 'es')} of {_many(rows // m, 'sample')}, schedule {plan.schedule}")
     parts += ["replicas divide the optimizer state"] if plan.shards_optimizer else []
     parts += [freezing] if freezing is not None else []
-    parts += [f"activation cache: {cache}"] if cache is not None else []
+    parts += [f"cache: {cache}"] if cache is not None else []
     parts += [f"{by_times} by measured times, so another run may differ by rounding"] if by_times else []
     return "; ".join(parts) + "."
+
+
+def describe_chosen_length(plan: Layout, stage_bytes: Sequence[int], budget_bytes: int | None) -> str:
+    """Describe which number of stages was chosen, and why.
+
+    Args:
+        plan: the first plan.
+        stage_bytes: what each of its stages needs, as predicted.
+        budget_bytes: memory of a device; None if it is not known.
+    """
+    k, needed = plan.pipeline_parallel_size, f"{max(stage_bytes) / MIB:,.0f} MiB"
+    why = (
+        "the memory of a device is not known, so the model counts as fitting one"
+        if budget_bytes is None
+        else f"its largest stage needs about {needed} of the {budget_bytes / MIB:,.0f} MiB of a device"
+    )
+    return f"pipeline_parallel_size='auto' is {k}: {why}."
 
 
 def describe_change(change: Transformation, step: int, seconds: float, bytes_moved: int, freeze: str = "") -> str:
@@ -92,11 +110,24 @@ def describe_end(done: Tally, spared: NotComputed | None, changes: int, folder: 
     """
     longest = sorted(done.seconds.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in longest if seconds >= 0.05)
-    saved = f" Not computed: {spared}, with {_many(changes, 'change')} of the layout." if spared else ""
+    saved = f" Skipped {spared}; the layout changed {_many(changes, 'time')}." if spared else ""
     return (
-        f"Trained {_many(done.steps, 'step')} in {sum(done.seconds.values()):.1f} s ({parts}).{saved} Events:"
-        f" {folder}/{EVENTS}; report: hf-pipetransformer report {folder}"
+        f"Trained {_many(done.steps, 'step')} in {sum(done.seconds.values()):.1f} s ({parts}).{saved} Report:"
+        f" hf-pipetransformer report {folder}"
     )
+
+
+def describe_cached_epoch(epoch: float, metrics: Mapping[str, float]) -> str:
+    """Describe the use of the cache in an epoch that has ended, from its metrics."""
+    found = metrics["cache_hit_rate"] + metrics["cache_older_hit_rate"]
+    parts = []
+    if found:
+        skipped = metrics["cache_layers_skipped"]
+        parts.append(f"{found:.0%} of the samples found ({skipped:.0%} of the layers' forward passes skipped)")
+    if metrics["cache_rows_stored"]:
+        parts.append(f"{metrics['cache_rows_stored']:,.0f} samples stored")
+    size = f"{metrics['cache_bytes'] / MIB:,.1f} MiB"
+    return f"Epoch {epoch:.4g}, cache: {', '.join(parts) or 'no samples found or stored'}; {size}."
 
 
 def describe_slices(plan: SlicePlan) -> str:

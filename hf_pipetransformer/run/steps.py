@@ -200,7 +200,6 @@ class Steps:
             else:
                 _as_the_user_raised_it(partial(pipeline.step, batch))
         current.release()
-        self._recorder.count_rows(current.part.global_rows, len(current.losses))
         empty_every = self._job.args.torch_empty_cache_steps
         if empty_every is not None and state.global_step % empty_every == 0:
             clear_device_cache()
@@ -214,6 +213,7 @@ class Steps:
             **{name: getattr(self._job.trainer.control, name) and pipeline.num_stages > 1 for name in OF_CONTROL},
         )
         loss = self._agree(current.total(self._job.device), mine)
+        self._recorder.count_batch(current.part.global_rows, len(current.losses), loss)
         # on an accelerator, asking would wait for the whole step
         may_look = pipeline.num_stages > 1 and loss.device.type == "cpu" and not self._has_looked_for_nan
         if may_look and not bool(torch.isfinite(loss)):

@@ -124,6 +124,27 @@ def test_sharding_is_chosen_by_memory() -> None:
     assert "data parallelism with replica_sharding='optimizer' (pipeline_parallel_size=1)" in out
 
 
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_what_saves_memory(name: str, tmp_path: Path) -> None:
+    """LoRA trains few of the weights, and checkpointing and bf16 keep fewer bytes for the backward."""
+    pytest.importorskip("peft")
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 4}
+    AutoConfig.for_model(name, vocab_size=100, **sizes).save_pretrained(tmp_path)
+    job = (str(tmp_path), "--devices", "2", "--batch", "32", "--seq", "64", "--epochs", "1", "--no-freeze")
+
+    def first_epoch(*options: str) -> tuple[float, float]:
+        epoch = values(*job, "--pipeline-parallel-size", "1", *options)["epochs"][0]
+        return epoch["largest_stage_bytes"], epoch["step_seconds"]
+
+    options: list[tuple[str, ...]] = [(), ("--lora-r", "4"), ("--gradient-checkpointing",), ("--bf16",)]
+    plain, lora, checkpointed, half = (first_epoch(*each) for each in options)
+    assert all(better[0] < plain[0] for better in (lora, checkpointed, half))
+    assert lora[1] < plain[1] < checkpointed[1]
+    said = run(*job, "--lora-r", "4", "--gradient-checkpointing", "--bf16").stdout
+    assert "LoRA adapters of rank 4 are trained" in said and "bf16 by autocast" in said
+    assert run(*job, "--lora-r", "0").exit_code == 2
+
+
 def test_what_the_user_has_frozen(tiny: str, tmp_path: Path) -> None:
     """Six of twelve equal layers; everything under a head; a tower that text does not run."""
     alone = (*TRAINING[:1], "1", *TRAINING[2:], "--no-freeze")

@@ -45,7 +45,7 @@ def voiced(
 ) -> tuple[list[tuple[int, str]], list[dict[str, Any]], str | None]:
     logging.getLogger("hf_pipetransformer").setLevel(logging.NOTSET)  # as in any script (`distributed`)
     transformers_logging.add_handler(handler := Lines())
-    trainer = pipeline_trainer(run, 2, folder, **options)
+    trainer = pipeline_trainer(run, **{"stages": 2, "folder": folder, **options})
     trainer.add_callback(logged := Logged())
     trainer.train()
     trainer.create_model_card()
@@ -55,14 +55,18 @@ def voiced(
 
 def test_one_line_at_the_start_at_each_change_and_at_the_end(tmp_path: Path) -> None:
     (lines, values, card), (others, *_) = run_ranks(voiced, 2, RUN, str(tmp_path), {})
-    start, costs, *changes, end = [text for level, text in lines if level == logging.INFO]
+    start, costs, *told, end = [text for level, text in lines if level == logging.INFO]
+    changes = [text for text in told if text.startswith("Step")]
+    assert [text.partition(" (")[0].partition("; ")[0] for text in told if text not in changes] == [
+        "Epoch 2, cache: 32 samples stored",
+        "Epoch 3, cache: 100% of the samples found",
+    ]
     assert start == (
         "BertForSequenceClassification in 2 stages (2+2 layers) x 1 replica; 4 micro-batches of 2 samples, schedule"
-        " 1f1b; freezing 1 layer after epoch 1, 2 in all after epoch 2; activation cache: on, in"
-        f" {tmp_path}/_hf_pipetransformer_run_cache."
+        " 1f1b; freezing 1 layer after epoch 1, 2 in all after epoch 2; cache: on."
     )
     # (12 + (9 + 1) + (6 + 1) + 6) / 12: three forwards for each layer that trains, one for each that is stored
-    assert costs.startswith("With this freeze policy the layers of 4 epochs cost as much as those of 2.9 epochs")
+    assert costs.startswith("4 epochs with this policy cost about 2.9 plain epochs")
     assert [text.partition("; 2 stages")[0].partition("; nothing")[0] for text in changes] == [
         "Step 4: freezing 1 layer (bert.encoder.layer.0) and, outside of the layers, bert.embeddings; 1 of 4 layers"
         " frozen",
@@ -70,7 +74,7 @@ def test_one_line_at_the_start_at_each_change_and_at_the_end(tmp_path: Path) -> 
         "Step 12: 2 of 4 layers frozen, 2 of them cached",
     ]
     # backward: (0 + 1 + 2 + 2) / 16; forward: in the third epoch 1 layer, in the fourth 2, of 4 epochs of 4
-    assert "Not computed: 31.2% of the layers' backward passes and 18.8% of their forward passes" in end
+    assert "Skipped 31.2% of the layers' backward passes and 18.8% of their forward passes" in end
     assert "Trained 16 steps in" in end and f"report: hf-pipetransformer report {tmp_path}" in end
     assert not [text for level, text in others if level >= logging.INFO]
 
@@ -85,6 +89,33 @@ def test_one_line_at_the_start_at_each_change_and_at_the_end(tmp_path: Path) -> 
     assert "policy `schedule` (freeze_schedule={'1': 1, '2': 2}" in card and "up to 50% of an epoch's" in card
     assert re.search(r"\| 12 \| 3 \| 2 of 4 \| 2 \| \d × \d \|", card) and "hf_pipetransformer 0." in card
     assert str(tmp_path) not in card
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"freeze_policy": "alpha", "num_train_epochs": 1}, "freeze_policy='alpha' will freeze no layer"),
+        (
+            {"freeze_policy": "alpha", "freeze_strategy": "steps", "freeze_steps": 500},
+            r"will freeze no layer.*every freeze_steps=500 steps, of 16\.",
+        ),
+        ({"freeze_policy": "schedule", "freeze_schedule": {"9": 2}}, "will freeze no layer"),
+        ({"freeze_policy": "autofreeze", "num_train_epochs": 1}, "freeze_policy='autofreeze' has frozen no layer"),
+        ({"num_microbatches": 3}, r"num_microbatches=3, but 2 are used.*divisor of 8"),
+    ],
+)
+def test_what_has_no_effect_is_warned_of_once(options: dict[str, Any], warned: str, tmp_path: Path) -> None:
+    plain = Run(epochs=4, samples=32, accumulation=1).with_options(log_level="info")
+    (lines, _, _), (others, *_) = run_ranks(voiced, 2, plain, str(tmp_path), options)
+    (warning,) = [text for level, text in lines if level == logging.WARNING]
+    assert re.search(warned, warning)
+    assert not [text for level, text in others if level >= logging.WARNING]
+
+
+def test_what_is_chosen_is_told(tmp_path: Path) -> None:
+    plain = Run(epochs=1, samples=8, accumulation=1).with_options(log_level="info")
+    (lines, *_), _ = run_ranks(voiced, 2, plain, str(tmp_path), {"stages": "auto"})
+    assert any(text.startswith("pipeline_parallel_size='auto' is 1: ") for _, text in lines)
 
 
 def without_a_folder(rank: int, world_size: int, folder: str, mode: str) -> list[str]:

@@ -1,0 +1,99 @@
+"""LoRA, gradient checkpointing and bf16 in `hf-pipetransformer plan`: memory, and the time of a backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedModel
+
+from ..planning.costs import UnitCost
+from .workload import Workload
+
+FULL_BACKWARD = 2.0
+"""Forwards that a backward takes if weights and inputs both need gradients."""
+ADAPTED_BACKWARD = 1.0
+"""Forwards that it takes if only the inputs, and a few small matrices, do."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The options of `hf-pipetransformer plan` about how the model is fine-tuned; see there.
+
+    Raises:
+        ValueError: the rank is too small.
+    """
+
+    lora_r: int | None = None
+    gradient_checkpointing: bool = False
+    bf16: bool = False
+
+    def __post_init__(self) -> None:
+        if self.lora_r is not None and self.lora_r < 1:
+            raise ValueError(f"lora_r is {self.lora_r}, but must be at least 1.")
+
+    @property
+    def backward_forwards(self) -> float:
+        """Forwards that a backward takes."""
+        backward = FULL_BACKWARD if self.lora_r is None else ADAPTED_BACKWARD
+        return backward + (1.0 if self.gradient_checkpointing else 0.0)
+
+    def adapt(self, model: PreTrainedModel) -> None:
+        """Add LoRA adapters to a model, if they are asked for. A new head is trained as well.
+
+        Raises:
+            ImportError: PEFT is not installed.
+        """
+        if self.lora_r is None:
+            return
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+        known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type)
+        heads = [] if model.get_output_embeddings() is not None else list(model.named_children())
+        inject_adapter_in_model(
+            LoraConfig(r=self.lora_r, target_modules=list(known) if known else "all-linear"), model
+        )
+        for name, head in heads:
+            if name != model.base_model_prefix:
+                head.requires_grad_(True)
+
+    def lighten(self, workload: Workload) -> Workload:
+        """Return a workload with the activations that bf16 and gradient checkpointing leave."""
+        units = workload.unit_costs
+        if self.gradient_checkpointing:  # of each unit only its input is kept
+            inputs = [units[0].boundary_bytes, *(unit.boundary_bytes for unit in units[:-1])]
+            units = tuple(
+                replace(unit, activation_bytes=kept + unit.head.activation_bytes)
+                for unit, kept in zip(units, inputs, strict=True)
+            )
+        return replace(workload, unit_costs=tuple(map(self._in_half, units)) if self.bf16 else units)
+
+    def _in_half(self, unit: UnitCost) -> UnitCost:
+        """Halve what is in fp32 without autocast. Weights in 16 bits have 16-bit activations already."""
+        if not unit.copies and not unit.untrained_copies_bytes:
+            return unit
+        head = replace(unit.head, activation_bytes=unit.head.activation_bytes // 2)
+        return replace(
+            unit, activation_bytes=unit.activation_bytes // 2, boundary_bytes=unit.boundary_bytes // 2, head=head
+        )
+
+    @property
+    def assumed(self) -> list[str]:
+        """What the forecast takes for granted about these options."""
+        what = (
+            f"LoRA adapters of rank {self.lora_r} are trained, and a new head: a backward takes one forward"
+            if self.lora_r is not None
+            else "all weights train: a backward takes two forwards"
+        )
+        checkpointing = (
+            "with gradient checkpointing each layer runs forward once more, and the activations of the layer that"
+            " does are not counted"
+            if self.gradient_checkpointing
+            else "without gradient checkpointing (--gradient-checkpointing)"
+        )
+        precision = (
+            "bf16 by autocast: activations of fp32 weights take half, and 16-bit copies of the weights are kept"
+            if self.bf16
+            else "memory without autocast (--bf16), with which activations are smaller and copies of weights are kept"
+        )
+        return [f"{what}; {checkpointing}", precision]
