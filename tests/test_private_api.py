@@ -14,7 +14,7 @@ import torch
 import transformers
 from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Seq2SeqTrainer, Trainer
 from transformers.cache_utils import CacheLayerMixin
@@ -157,16 +157,6 @@ def test_methods_of_an_older_pipeline_stage(method: str) -> None:
     assert hasattr(PipelineStage, method), f"torch {torch.__version__} has no PipelineStage.{method}"
 
 
-@pytest.mark.skipif(not hasattr(PipelineStage, "_warmup_forward_vote"), reason="torch 2.11 has no vote")
-def test_the_vote_of_the_stages() -> None:
-    """`_ScheduledStage` votes for shapes that are known, without messages."""
-    changed = f"torch {torch.__version__} changed how the stages agree on their shapes"
-    assert parameters(PipelineStage._warmup_forward_vote) == ["self", "has_backward", "received_acc"], changed
-    assert parameters(PipelineStage._warmup_backward_result) == ["self", "received_result"], changed
-    source = inspect.getsource(schedules)
-    assert "InferenceMode.STATIC\n                    if result.item() == 1" in source, changed
-
-
 def test_backward_of_a_stage() -> None:
     expected = ["self", "bwd_chunk_id", "loss", "full_backward", "last_backward"]
     assert parameters(PipelineStage.backward_one_chunk) == expected, f"torch {torch.__version__} changed it"
@@ -298,10 +288,6 @@ GUARDS: dict[str, Callable[[], Any]] = {
     "_grouped_mm": lambda: torch.ops.aten._grouped_mm.default,
     "_scaled_dot_product_flash_attention_for_cpu": (
         lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    ),
-    "_batch_p2p": lambda: (
-        "_batch_p2p(ops)" in inspect.getsource(schedules.PipelineScheduleMulti)
-        and parameters(schedules._batch_p2p) == ["p2p_ops", "desc"]
     ),
     "_world": lambda: isinstance(torch.distributed.distributed_c10d._world.pg_map, dict),
     "_abort_process_group": aborts_without_arguments,

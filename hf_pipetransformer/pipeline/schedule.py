@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import groupby
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -61,13 +60,6 @@ class _ScheduledStage(_Stage):  # type: ignore[valid-type, misc]
     computes_gradients = True
     weight_gradients: WeightGradients | None = None
     """Postpones the weights' gradients; None if a backward has one part."""
-
-    def _warmup_forward_vote(self, has_backward: bool, received_acc: Any = None) -> torch.Tensor:
-        """Vote for known shapes, which all stages have: no messages through the pipeline for each new schedule."""
-        return torch.ones(1, dtype=torch.int32)
-
-    def _warmup_backward_result(self, received_result: Any = None) -> Any:
-        return received_result
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -145,7 +137,6 @@ class PipelineScheduler:
         target = index if held.has_last_unit else None
         micro_batches = split_batch(batch, num_microbatches)
         with ExitStack() as holding:
-            holding.enter_context(_messages_in_batches())
             if self._weight_gradients is not None:
                 holding.enter_context(self._weight_gradients.split())
             for module, of_module in zip(held.stages, shapes, strict=True):
@@ -200,29 +191,6 @@ class PipelineScheduler:
         stage.requires_grad_out = tuple(carried.requires_grad for carried in outgoing)
         stage.computes_gradients = module.is_last or any(carried.requires_grad for carried in outgoing)
         return stage
-
-
-@contextmanager
-def _messages_in_batches() -> Iterator[None]:
-    """Inside, torch's schedules give all messages of one time to the device as one operation.
-
-    Since torch 2.12 sends without receives, or receives without sends, are single messages. For those NCCL has other
-    communicators, and at the other end of the same message there may be both: with an interleaved schedule over three
-    or more stages each end would wait on another communicator.
-    """
-    before = schedules._batch_p2p
-    schedules._batch_p2p = _batch_of_each_group
-    try:
-        yield
-    finally:
-        schedules._batch_p2p = before
-
-
-def _batch_of_each_group(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
-    # torch 2.14 may be told to have a group for each direction; all ranks take the groups in the same order
-    of_group = lambda message: message.group.group_name  # noqa: E731
-    batches = groupby(sorted(p2p_ops, key=of_group), key=of_group)
-    return [work for _, batch in batches for work in dist.batch_isend_irecv(list(batch))]
 
 
 def _first_output(output: torch.Tensor | Sequence[torch.Tensor], target: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from distributed import run_ranks
-from torch.distributed.pipelining import PipelineStage
 from training_runs import Run, pipeline_trainer
-
-from hf_pipetransformer.pipeline import schedule
 
 Message = tuple[int, bool, int]
 """The other rank, whether it is sent there, and the number of bytes."""
@@ -83,10 +80,8 @@ NOTED: set[str] = set()
 """Names of the groups whose messages are noted."""
 
 
-def train(rank: int, world_size: int, ways: Sequence[str], as_torch: bool = False) -> dict[str, Log]:
-    """The messages on the pipeline's group, by way; `as_torch` leaves torch's schedules as they are."""
-    if as_torch:
-        schedule._batch_of_each_group = schedule.schedules._batch_p2p  # type: ignore[assignment]
+def train(rank: int, world_size: int, ways: Sequence[str]) -> dict[str, Log]:
+    """The messages on the pipeline's group, by way."""
     log: Log = []
     noting(log)
     found = {}
@@ -150,12 +145,4 @@ def test_both_ends_of_a_message_use_the_same_communicator_and_no_queue_blocks(wa
         assert all(len(log) > 20 for log in logs), way
         for pair, (sent, received) in by_pair(logs).items():
             assert sent == received, (way, pair)
-        assert all(is_batch for log in logs for is_batch, _ in log), way
         assert run_out(logs) == [0] * STAGES, way
-
-
-@pytest.mark.skipif(schedule._Stage is not PipelineStage, reason="torch 2.11 makes batches by itself")
-def test_what_torch_does_by_itself_would_block() -> None:
-    """The reason for `_messages_in_batches`: if this fails, torch has changed, and it can go."""
-    (logs,) = zip(*(found.values() for found in run_ranks(train, STAGES, ["interleaved1f1b"], True)), strict=True)
-    assert run_out(logs) != [0] * STAGES
