@@ -75,7 +75,7 @@ def test_one_line_at_the_start_at_each_change_and_at_the_end(tmp_path: Path) -> 
     ]
     # backward: (0 + 1 + 2 + 2) / 16; forward: in the third epoch 1 layer, in the fourth 2, of 4 epochs of 4
     assert "Skipped 31.2% of the layers' backward passes and 18.8% of their forward passes" in end
-    assert "Trained 16 steps in" in end and f"report: hf-pipetransformer report {tmp_path}" in end
+    assert "Trained 16 steps in" in end and f"Report: hf-pipetransformer report {tmp_path}" in end
     assert not [text for level, text in others if level >= logging.INFO]
 
     # what `report_to` gets
