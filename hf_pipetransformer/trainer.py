@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from .data.numbered_batches import KeysApart, NumberedLoader
+from .data.loaders import KeysApart, NumberedLoader
 from .errors import UnsupportedModelError, calling_code, refuse_wrong_order
 from .freezing.by_arguments import FreezingByArguments
 from .freezing.policies import FreezePolicy

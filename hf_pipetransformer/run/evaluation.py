@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from ..cache.content_keys import KEYS_NAME, BatchKeys, KeyingCollator
-from ..data.numbered_batches import KeysApart
+from ..data.loaders import KeysApart
 from ..model.micro_batch import Batch, naming_long_rows
 from ..model.placeholders import num_bytes
 from ..pipeline.devices import device_budget, fits, is_on

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerState
 
-from ..data.numbered_batches import NumberedLoader, TrainingBatches
+from ..data.loaders import NumberedLoader
+from ..data.numbered_batches import TrainingBatches
 from ..errors import ONE_LINE
 from ..file_formats import freezing_in
 from ..freezing.callback import LayerFreezeCallback, refuse_reentrant_checkpointing
