@@ -444,7 +444,7 @@ class PipeTransformerTrainer(Trainer):
         pipeline.synchronise_buffers()
         spill = Path(output_dir or self.args.output_dir or ".") if pipeline.is_lazy else None
         needed = self._job.mesh.gather_objects(names_saved(self, self.model, pipeline.weights))[0]
-        gathered = pipeline.weights.gathered(pipeline.holders(), spill, needed)
+        gathered = pipeline.weights.gathered(spill, needed)
         # PEFT's own way of saving asks modules for their keys; others must not read what is not here
         reading = computing_with_nan() if hasattr(self.model, "peft_config") else nullcontext()
         with gathered, self._keeping_errors(), saving_shards(self.model), reading:
@@ -468,7 +468,7 @@ class PipeTransformerTrainer(Trainer):
         if pipeline is None:
             return super()._save_optimizer_and_scheduler(output_dir)
         spill = Path(output_dir) if pipeline.is_lazy else None
-        with pipeline.optimizer_state.gathered(pipeline.holders(), spill), self._keeping_errors():
+        with pipeline.optimizer_state.gathered(spill), self._keeping_errors():
             super()._save_optimizer_and_scheduler(output_dir)
         if self._checkpoint_write is not None:
             self._checkpoint_write.gathered()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PeerFailedError, in_one_line
-from .chunks import as_bytes
+from ..model.nested import as_bytes
 
 T = TypeVar("T")
 

@@ -30,7 +30,8 @@ from ..freezing.callback import LayerFreezeCallback, refuse_reentrant_checkpoint
 from ..freezing.policies import agreed_num_frozen
 from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
-from ..pipeline.elastic_pipeline import ElasticPipeline, unwrapped
+from ..pipeline.elastic_pipeline import ElasticPipeline
+from ..pipeline.optimizer_state import unwrapped
 from ..planning.layout import Layout
 from ..planning.planner import Planner
 from ..randomness import generators_kept

@@ -10,7 +10,7 @@ from typing import Any
 from ..freezing.policies import policy_description
 from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epochs
 from ..model.frozen_prefix import FreezableLayers
-from ..pipeline.elastic_pipeline import Transformation
+from ..pipeline.moves import Transformation
 from ..planning.layout import Layout
 from ..planning.planner import ConsideredSchedule, Planner
 from ..records.files import BEGINNINGS, SLICES, layout_of, slices_of

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..pipeline.elastic_pipeline import Transformation
+from ..pipeline.moves import Transformation
 from ..planning.layout import Layout
 from ..planning.planner import WORTH_A_FURTHER_SCHEDULE, ConsideredSchedule
 from ..records.files import EVENTS
