@@ -112,7 +112,7 @@ class Stopwatch(TrainerCallback):
             (type(trainer.model), "forward", "forward"),
             (torch.autograd, "backward", "backward"),  # with DDP's reduction, which is awaited in it
             (PipelineScheduler, "step", "waiting"),  # what is left of it: messages to and from neighbours
-            (StageGradients, "sum_over_stages", "waiting"),
+            (StageGradients, "complete", "waiting"),
             (trainer.accelerator, "clip_grad_norm_", "clipping"),
         )
         stack = ExitStack()

@@ -73,7 +73,7 @@ class Variant:
 
     def step(self, batch: dict[str, torch.Tensor]) -> Figures:
         """Run forward and backward of a batch. Collective over all processes."""
-        self.pipeline.prepare(batch)
+        self.pipeline.running.prepare(batch)
         self.pipeline.zero_grad()
         dist.barrier()
         began = time.perf_counter()

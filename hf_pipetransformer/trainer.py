@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from .data.numbered_batches import KeysApart, NumberedLoader
+from .data.loaders import KeysApart, NumberedLoader
 from .errors import UnsupportedModelError, calling_code, refuse_wrong_order
 from .freezing.by_arguments import FreezingByArguments
 from .freezing.policies import FreezePolicy
@@ -445,7 +445,7 @@ class PipeTransformerTrainer(Trainer):
         pipeline.synchronise_buffers()
         spill = Path(output_dir or self.args.output_dir or ".") if pipeline.is_lazy else None
         needed = self._job.mesh.of_first(names_saved(self, self.model, pipeline.weights))
-        gathered = pipeline.weights.gathered(pipeline.holders(), spill, needed)
+        gathered = pipeline.weights.gathered(spill, needed)
         # PEFT's own way of saving asks modules for their keys; others must not read what is not here
         reading = computing_with_nan() if hasattr(self.model, "peft_config") else nullcontext()
         with gathered, self._keeping_errors(), saving_shards(self.model), reading:
@@ -469,7 +469,7 @@ class PipeTransformerTrainer(Trainer):
         if pipeline is None:
             return super()._save_optimizer_and_scheduler(output_dir)
         spill = Path(output_dir) if pipeline.is_lazy else None
-        with pipeline.optimizer_state.gathered(pipeline.holders(), spill), self._keeping_errors():
+        with pipeline.optimizer_state.gathered(spill), self._keeping_errors():
             super()._save_optimizer_and_scheduler(output_dir)
         if self._checkpoint_write is not None:
             self._checkpoint_write.gathered()

@@ -21,23 +21,22 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..cache.content_keys import BatchKeys
-from ..logs import log_once
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import batch_rows, with_name
-from ..randomness import generators_kept, global_states, seed_all, seeded, set_global_states
+from ..randomness import generators_kept, seed_all, seeded
 from ..resilience.watchdog import PROGRESS
-from .node_order import Order, order_by_node
+from .node_order import Order
+from .sample_order import SampleOrder
 
 logger = logging.getLogger(__name__)
 
@@ -113,32 +112,6 @@ class _Slices(Sampler[list[int]]):
             yield self._batches.slice_of(number)
 
 
-class KeysApart:
-    """An evaluation loader that takes keys for the activation cache out of its batches, and keeps them here.
-
-    So any code that gets the batch, for example a user's `prediction_step`, can pass it to a model.
-
-    Args:
-        loader: the loader whose batches may have keys; it also provides all other attributes.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self.keys: BatchKeys | None = None
-        """Keys of the latest batch."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for keyed in self._loader:
-            batch, self.keys = BatchKeys.taken_out_of(keyed)
-            yield batch
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
 class NumberedBatches(Dataset[Any]):
     """Maps a batch number to this pipeline's slice of the batch, collated.
 
@@ -147,18 +120,11 @@ class NumberedBatches(Dataset[Any]):
 
     Args:
         dataset: map-style or iterable dataset.
-        sampler: order of a map-style dataset's samples; its `set_epoch` is called if it exists.
+        order: the order of a map-style dataset's samples; the sampler's `set_epoch` is called if it exists.
         collate_fn: the user's collator.
-        global_batch_size: number of samples in one batch, over all pipelines.
         drop_last: whether to omit a last batch that is not full.
-        seed: seed of all random numbers that are drawn while data is read.
         keyed: turns a collator into one that adds keys for the activation cache, from all inputs but those with the
             given names, and from the padding if the last argument is set; None for no keys.
-        node_shares: number of processes on each node, if samples must stay with a node.
-        agree: returns rank 0's value on every process; collective.
-        draws_as_stock: let a sampler without its own generator draw from the global ones in their current state; then
-            the order is the stock Trainer's. Otherwise the order depends only on seed and epoch, whatever else has
-            been drawn.
         loader_options: further arguments of `DataLoader` (workers, pinning).
     """
 
@@ -168,15 +134,10 @@ class NumberedBatches(Dataset[Any]):
     def __init__(
         self,
         dataset: Any,
-        sampler: Iterable[int] | None,
+        order: SampleOrder,
         collate_fn: Collator,
-        global_batch_size: int,
         drop_last: bool = False,
-        seed: int = 0,
         keyed: Callable[[Collator, frozenset[str], bool], Collator] | None = None,
-        node_shares: Sequence[int] = (1,),
-        agree: Callable[[Order], Order] = lambda order: order,
-        draws_as_stock: bool = False,
         **loader_options: Any,
     ) -> None:
         self.dataset = dataset
@@ -184,17 +145,10 @@ class NumberedBatches(Dataset[Any]):
         self._keyed = keyed or (lambda plain, not_in_keys, keeps_padding: plain)
         self._keyed_by: tuple[frozenset[str], bool] = (frozenset(), False)
         self._keying_collate_fn = self._keyed(collate_fn, *self._keyed_by)
-        self.global_batch_size = global_batch_size
+        self.order = order
+        self.global_batch_size = order.batch_size
         self.drop_last = drop_last
         self.last_slice = BatchSlice(0, 0)
-        self.sampler = sampler
-        self._seed = seed
-        self._agree = agree
-        self._node_shares = tuple(node_shares)
-        self._kept: dict[int, tuple[Sequence[int], int]] = {}  # epoch -> `arrangement` of an epoch another job began
-        self._kept_draws: dict[int, Mapping[str, Any]] = {}  # epoch -> what that job drew the epoch's order from
-        self._drawn_from: Mapping[str, Any] = {}  # for the current order: a seed, or states of the global generators
-        self._draws_as_stock = draws_as_stock
         self._parts, self._index = 1, 0
         self._epoch = 0
         self._order: Order | None = None
@@ -203,10 +157,10 @@ class NumberedBatches(Dataset[Any]):
         self._peeked: list[Any] | None = None  # batch 0 of an iterable dataset, if it was read for `sample_rows`
         self._ahead: _ReadBatch | None = None  # the batch after the one that was returned last
         self.is_iterable = self.may_never_repeat = isinstance(dataset, IterableDataset)
-        ordered = dataset if self.is_iterable else sampler
+        ordered = dataset if self.is_iterable else order.sampler
         self.num_batches: int | None = None  # the length of an iterable dataset is rarely known
         if isinstance(ordered, Sized):
-            full, rest = divmod(len(ordered), global_batch_size)
+            full, rest = divmod(len(ordered), self.global_batch_size)
             self.num_batches = full + (1 if rest and not drop_last else 0)
         self._loader_options = loader_options
         self._loader = self._make_loader()
@@ -256,30 +210,13 @@ class NumberedBatches(Dataset[Any]):
         self._iterator = self._ahead = None
 
     @property
-    def arrangement(self) -> tuple[Sequence[int], int]:
-        """The nodes' shares and the global batch size by which the samples of the current epoch are arranged."""
-        return self._kept.get(self._epoch, (self._node_shares, self.global_batch_size))
-
-    @property
     def memory(self) -> dict[str, Any]:
         """The state that determines the order of the current epoch, for a checkpoint, as plain values for JSON."""
-        shares, rows = self.arrangement
-        return {"shares": shares, "rows": rows, "drawn_from": self._drawn_from}
+        return self.order.memory(self._epoch)
 
-    def keep_order(
-        self, epoch: int, shares: Sequence[int], rows: int, drawn_from: Mapping[str, Any] | None = None
-    ) -> None:
-        """Finish an epoch that another job began, possibly on other nodes, in the order that it had there.
-
-        Args:
-            epoch: number of the epoch.
-            shares: as in `memory`.
-            rows: as in `memory`.
-            drawn_from: as in `memory`; None for older checkpoints, which do not contain it.
-        """
-        self._kept = {epoch: (tuple(shares), rows)}
-        # older checkpoints do not contain it: there, the order was always drawn from the seed
-        self._kept_draws = {epoch: {SEED: self._seed + epoch} if drawn_from is None else drawn_from}
+    def keep_order(self, epoch: int, **memory: Any) -> None:
+        """Finish an epoch that another job began, in the order that it had there (`SampleOrder.keep`)."""
+        self.order.keep(epoch, **memory)
 
     @property
     def epoch(self) -> int:
@@ -290,7 +227,7 @@ class NumberedBatches(Dataset[Any]):
         if self._peeked is not None and epoch == self._epoch:
             return  # the first batch of this epoch has been read already and is kept
         self._enter(epoch)
-        for part in (self.sampler, self.dataset):
+        for part in (self.order.sampler, self.dataset):
             follow = getattr(part, "set_epoch", None)
             if follow is not None:
                 follow(epoch)
@@ -300,7 +237,7 @@ class NumberedBatches(Dataset[Any]):
 
         A sampler that is told the epoch is told the same one as before. Any other draws a new order.
         """
-        if self.is_iterable or hasattr(self.sampler, "set_epoch"):
+        if self.is_iterable or hasattr(self.order.sampler, "set_epoch"):
             self.set_epoch(self._epoch)
         else:
             self._enter(self._epoch + 1)  # seeds depend on the number
@@ -338,7 +275,7 @@ class NumberedBatches(Dataset[Any]):
     @contextmanager
     def _looking(self) -> Iterator[None]:
         """Inside, read samples without training on them: generators and the data set's state are restored after."""
-        with seeded(self._seed), generators_kept(self.dataset), left_as_found(self.dataset):
+        with seeded(self.order.seed), generators_kept(self.dataset), left_as_found(self.dataset):
             yield
 
     def __getitem__(self, number: int) -> Any:
@@ -371,7 +308,7 @@ class NumberedBatches(Dataset[Any]):
         return rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
 
     def _batch_seed(self, number: int) -> int:
-        return self._seed + 7919 * self._epoch + 104729 * number + 1
+        return self.order.seed + 7919 * self._epoch + 104729 * number + 1
 
     def _slice_seed(self, number: int, start: int) -> int:
         """Seed of a slice that starts at this index, so that pipelines draw different augmentations."""
@@ -419,36 +356,10 @@ class NumberedBatches(Dataset[Any]):
 
     def _start_at(self, number: int) -> None:
         if self._order is None and not self.is_iterable:
-            order = self._agree(self._draw_order())
-            self._order = order_by_node(order, *self.arrangement, len(self), self._seed)
+            self._order = self.order.of_epoch(self._epoch, len(self))
         self.next_number, self._peeked = number, None
         with seeded(self._batch_seed(number)):  # DataLoader draws its workers' base seed here
             self._iterator = iter(self._loader)
-
-    def _draw_order(self) -> Order:
-        """Draw the sampler's order, and record what it was drawn from."""
-        assert self.sampler is not None
-        is_first = not self._drawn_from
-        self._drawn_from = self._kept_draws.get(self._epoch, {SEED: self._seed + self._epoch})
-        if self._epoch not in self._kept_draws and self._draws_as_stock:
-            before = global_states()
-            order = _drawn(self.sampler)
-            after = global_states()
-            self._drawn_from = {name: state for name, state in before.items() if state != after[name]}
-            return order
-        with seeded(self._drawn_from.get(SEED, 0)):
-            set_global_states(self._drawn_from)
-            before = global_states()
-            order = _drawn(self.sampler)
-            if is_first and not self._draws_as_stock and global_states() != before:
-                log_once(
-                    logger,
-                    logging.INFO,
-                    "The sampler (%s) draws from the global random generators. On several processes they are seeded"
-                    " with seed + epoch for it, so the order of the samples is not that of one process.",
-                    type(self.sampler).__name__,
-                )
-            return order
 
     def _read(self, number: int, *default: Any) -> Any:
         assert self._iterator is not None
@@ -526,88 +437,6 @@ TrainingBatches = NumberedBatches | GivenBatches
 """The batches of a training."""
 
 
-class _Numbers(Sampler[list[int]]):
-    """Yields [0], [1], ...; Accelerate's `skip_first_batches` finds this sampler and skips numbers."""
-
-    def __init__(self, batches: NumberedBatches) -> None:
-        self._batches = batches
-        self.batch_size = batches.global_batch_size  # as on one process; callbacks read these attributes
-        self.sampler = batches.sampler
-        self.drop_last = batches.drop_last
-
-    def __len__(self) -> int:
-        if self._batches.num_batches is None:
-            raise TypeError("the number of batches of an IterableDataset is not known")
-        return self._batches.num_batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        known = None if self._batches.is_iterable else self._batches.num_batches  # an iterable itself signals its end
-        return ([number] for number in (itertools.count() if known is None else range(known)))
-
-    def set_epoch(self, epoch: int) -> None:
-        self._batches.set_epoch(epoch)
-
-
-class NumberedLoader(DataLoader[Any]):
-    """The loader that the Trainer iterates over: batch after batch of `NumberedBatches`.
-
-    The attributes of Accelerate's loader that callbacks read have the values of a single process with the global
-    batch. Only `dataset` differs: it returns batches by their numbers, and the user's samples are in
-    `dataset.dataset`.
-    """
-
-    dataset: NumberedBatches
-
-    def __init__(self, batches: NumberedBatches) -> None:
-        super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_the_only_one)
-        if batches.is_iterable:  # the sampler that PyTorch gives the loader of an iterable dataset
-            vars(self)["sampler"] = DataLoader(batches.dataset).sampler
-        self._epoch_read: int | None = None  # to its end, and not set since
-        self._has_begun = False  # since the epoch was set
-
-    def __iter__(self) -> Any:
-        if self.collate_fn is not _the_only_one:  # a callback has set another collator, for samples
-            self.dataset.use_collator(self.collate_fn)
-            self.collate_fn = _the_only_one
-        if self._epoch_read == self.dataset.epoch:
-            # the loop has not set it (it reads a user's wrapper), and would get the same order again
-            self.set_epoch(self.dataset.epoch + 1)
-        elif self._has_begun:  # the loop knows the length, and has not asked for more than the last batch
-            self.dataset.begin_again()
-        self._has_begun = True
-        return self._one_epoch(super().__iter__())
-
-    def _one_epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        yield from batches
-        self._epoch_read = self.dataset.epoch
-
-    @property
-    def total_batch_size(self) -> int:
-        """Number of samples in a batch, over all processes."""
-        return self.dataset.global_batch_size
-
-    @property
-    def total_dataset_length(self) -> int:
-        return len(self.dataset)
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch_read, self._has_begun = None, False
-        self.dataset.set_epoch(epoch)
-
-
-def _drawn(sampler: Iterable[int]) -> Order:
-    """The order of a sampler, as an array if it is of integers."""
-    if type(sampler) is SequentialSampler:
-        return range(len(sampler))
-    indices, arrays = iter(sampler), [np.empty(0, dtype=np.int64)]
-    while chunk := list(itertools.islice(indices, CHUNK)):
-        try:
-            arrays.append(np.fromiter(map(operator.index, chunk), dtype=np.int64, count=len(chunk)))
-        except TypeError:  # keys of the user's dataset
-            return [*np.concatenate(arrays).tolist(), *chunk, *indices]
-    return np.concatenate(arrays)
-
-
 def first_samples(dataset: Any, count: int) -> list[Any]:
     """Return the first samples of a dataset, repeated if it has fewer.
 
@@ -643,7 +472,3 @@ def _repeated(samples: list[Any], count: int, dataset: Any) -> list[Any]:
 
 def _as_list(samples: list[Any]) -> list[Any]:
     return samples
-
-
-def _the_only_one(batches: list[Any]) -> Any:
-    return batches[0]

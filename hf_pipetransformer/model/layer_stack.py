@@ -91,8 +91,6 @@ class LayerStack:
             to `unreached` what it does not reach.
         fails_on_parts: why the model does not run on a part of a batch (flat image patches have no entry for each
             sample), or not as it runs on the whole (it counts its calls); empty if it does.
-        row_dimensions: by stack, the dimension of the samples in each tensor that follows the last layer (None if it
-            has none); None until it has been seen (`pipeline.served_calls`).
     """
 
     def __init__(self, runner: LayerRangeRunner, table: ParameterTable, needs: UnitNeeds) -> None:
@@ -105,7 +103,6 @@ class LayerStack:
         self.unreached, self.only_returned = needs.unreached, needs.only_returned
         self.trained_with = needs.trained_with
         self.fails_on_parts = ""
-        self.row_dimensions: dict[int, tuple[int | None, ...]] | None = None
 
     @property
     def is_random(self) -> bool:

@@ -35,6 +35,11 @@ def on_device(value: Any, device: torch.device) -> Any:
     return recursively_apply(lambda tensor: tensor.to(device), value)
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat view of a contiguous tensor's bytes, because gloo does not support every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
 def are_close(one: torch.Tensor, other: torch.Tensor, float32: float = 1e-4, half: float = 3e-2) -> bool:
     """Whether two tensors are equal but for rounding, where NaN equals NaN.
 

@@ -19,9 +19,9 @@ import torch
 
 from ..model.method_override import MethodOverride
 from ..resilience.watchdog import phase
-from .messages import PipelineMessages
-from .served_calls import Modes, ServedCalls
-from .virtual_stages import VirtualStages
+from .orders import Modes
+from .served_calls import ServedCalls
+from .serving import ServingStage
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,13 @@ class CallsApart:
     """One process's part in the calls of a split model outside of the steps. They work until `close`.
 
     Args:
-        held: what this process holds.
-        messages: sends to and receives from the other stages.
         served: serves the calls.
-        of_each_stage: returns every stage's object with its tensors, on all stages. Collective over the pipeline.
     """
 
-    def __init__(
-        self,
-        held: VirtualStages,
-        messages: PipelineMessages,
-        served: ServedCalls,
-        of_each_stage: Callable[[Any], list[Any]],
-    ) -> None:
-        self._messages, self._served, self._of_each_stage = messages, served, of_each_stage
-        self._is_last = held.has_last_unit
+    def __init__(self, served: ServedCalls | ServingStage) -> None:
+        self._messages, self._served = served.messages, served
         self._has_failed = False
-        self._model, self._runner = held.stack.model, held.stack.runner
+        self._model, self._runner = served.model, served.runner
         self._runner.is_served = True
         self._overrides = [
             MethodOverride(module, "forward", partial(self._forward, name, module.forward))
@@ -104,15 +94,13 @@ class CallsApart:
         results: list[Any] = []
         self._has_failed = True
         with phase("call in a callback"):
-            for call in self._of_each_stage(mine):
+            for call in self._messages.of_each_stage(mine):
                 if call is None:
                     results.append(None)
-                elif not self._is_last:
-                    self._served.serve({})
                 else:
                     if mine is not None and len(results) == self._messages.stage_index:
                         call = mine  # as it was made: what requires a gradient has not been sent
-                    results.append(self._served.drive({}, partial(self._run, call)))
+                    results.append(self._served.run({}, partial(self._run, call)))
             mine_back = self._messages.scatter(results)
         self._has_failed = False
         return mine_back

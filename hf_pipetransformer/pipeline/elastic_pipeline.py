@@ -6,20 +6,17 @@ plan; the handle, the optimizer and the user's model remain the same objects.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from ..cache.activation_cache import ActivationCache
-from ..cache.content_keys import KEYS_NAME, BatchKeys, named_inputs
+from ..cache.content_keys import named_inputs
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_range import CalledWith
 from ..model.layer_stack import LayerStack
@@ -27,35 +24,15 @@ from ..model.mapped_weights import into_memory
 from ..model.micro_batch import Batch
 from ..model.nested import on_device
 from ..planning.layout import Layout
-from ..resilience.watchdog import PROGRESS, phase
-from . import prediction
-from .holders import holders_under, source_of_buffers, updaters_under
+from ..resilience.watchdog import PROGRESS
+from .holders import source_of_buffers
 from .mesh import ProcessMesh
-from .moves import Distribution, move
-from .optimizer_state import OptimizerState
+from .moves import Distribution, Transformation, move, timed_phase
+from .optimizer_state import OptimizerState, unwrapped
 from .placed import PlacedPipeline, SequenceSlicing, WrapReplicas
 from .stage import LossFunction
-from .state import Holders, Kept, WeightState, synchronise
-from .virtual_stages import VirtualStages, names_of_stage
-
-
-@dataclass(frozen=True)
-class Transformation:
-    """What the change to another plan cost, on one process.
-
-    Attributes:
-        before: the plan that was in force before the transformation.
-        after: the plan that is in force now.
-        seconds: duration of each phase in seconds: freeze, move, drop, build.
-        bytes_moved: number of bytes that this process received.
-        stopped: names of the parameters that were trained before and are not any more, the same on every process.
-    """
-
-    before: Layout
-    after: Layout
-    seconds: Mapping[str, float]
-    bytes_moved: int
-    stopped: frozenset[str] = frozenset()
+from .state import Kept, WeightState, synchronise
+from .virtual_stages import VirtualStages
 
 
 class ElasticPipeline(nn.Module):
@@ -88,7 +65,7 @@ class ElasticPipeline(nn.Module):
         self.__dict__["stack"] = stack  # not registered as a child: the stage registers the parameters that are here
         self.mesh = mesh
         self.device = device
-        self.weights = WeightState(stack.table, mesh)
+        self.weights = WeightState(stack.table, mesh, device)
         self.freezable = freezable
         self.is_lazy = is_lazy
         self.slicing: SequenceSlicing | None = None
@@ -151,21 +128,11 @@ class ElasticPipeline(nn.Module):
     @property
     def computes_loss(self) -> bool:
         """Whether this process computes the loss; its batch is the one that its pipeline trains on."""
-        return self.stage_index == self.current_plan.placement.loss_stage
+        return self.running.computes_loss
 
     @property
     def replica_index(self) -> int:
         return self.current_plan.replica_of(self.mesh.rank)
-
-    def holders(self) -> Holders:
-        """The ranks that hold each parameter under the plan in force."""
-        return holders_under(self.current_plan, self.stack)
-
-    @property
-    def missing_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that are placeholders here, because other stages hold them."""
-        table = self.stack.table
-        return {name: table[name] for name in table.names if not self.weights.is_here(name)}
 
     # ------------------------------------------------------------------------------------ changing the plan
     def place(self, plan: Layout, loss_of: LossFunction | None = None, keep_weights_aside: bool = False) -> None:
@@ -183,40 +150,20 @@ class ElasticPipeline(nn.Module):
         if keep_weights_aside:
             self._set_aside = self.weights.set_aside()
         self._freeze(plan)
-        if self._optimizer is not None and not keep_weights_aside:
-            self._bring_optimizer_state(self._optimizer, plan)
         self.plan, self._loss_of = plan, loss_of
-        names = self._names_here()
+        self._move(plan, None if keep_weights_aside else self._optimizer)
+        names = [name for name, ranks in self.weights.holders.items() if self.mesh.rank in ranks]
         if self.is_lazy and self.device.type == "cpu":  # a device copies them anyway
-            into_memory(self.stack.table[name] for name in self.stack.table.names if name in names)
+            into_memory(self.stack.table[name] for name in names)
         if plan.pipeline_parallel_size > 1:  # as they are where a later plan moves them to
             self.weights.make_contiguous(names)
-        self.weights.keep_only(names, self.device, self.holders())
+        self.weights.keep_held(self.weights.holders)
         self.stack.runner.install()
         self._build(takes_optimizer=not keep_weights_aside)
 
-    def _bring_optimizer_state(self, optimizer: OptimizerState, plan: Layout) -> None:
-        """Move the optimizer state from the ranks where an earlier training left it. Collective over all processes."""
-        states = self._distribution(plan).states
-        self._move(Distribution({}, optimizer.holders()), Distribution({}, states))
-
-    def _divide_optimizer_state(self) -> None:
-        """Divide the optimizer's state as the plan in force says. Collective over all processes."""
-        if self._optimizer is not None and self.plan is not None:
-            self._move(self._distribution_now(), self._distribution(self.plan))
-
-    def _distribution_now(self) -> Distribution:
-        """Who has which parameters, and which optimizer state."""
-        holders = self.holders()
-        return Distribution(holders, self._optimizer.updaters(holders) if self._optimizer is not None else {})
-
-    def _distribution(self, plan: Layout) -> Distribution:
-        """Who has which parameters, and which optimizer state, under a plan."""
-        names = self._optimizer.names if self._optimizer is not None else ()
-        return Distribution(holders_under(plan, self.stack), updaters_under(plan, self.stack, names))
-
-    def _move(self, before: Distribution, after: Distribution) -> int:
-        return move(before, after, self.weights, self._optimizer, self.mesh, self.device)
+    def _move(self, plan: Layout, optimizer: OptimizerState | None) -> int:
+        """Distribute weights and optimizer state as a plan says: `moves.move`. Collective over all processes."""
+        return move(Distribution.under(plan, self.stack, optimizer), self.weights, optimizer)
 
     def transform(self, plan: Layout) -> Transformation:
         """Change to another plan, between two optimizer steps. Collective over all processes.
@@ -237,21 +184,21 @@ class ElasticPipeline(nn.Module):
         """
         before = self.current_plan
         self.weights.onload()
-        self.weights.follow_flags(self.holders())
+        self.weights.follow_flags()
         self.synchronise_buffers()
         assert plan.num_frozen_layers >= before.num_frozen_layers, "frozen layers do not thaw"
         seconds: dict[str, float] = {}
-        with _timed_phase("freeze", seconds):
+        with timed_phase("freeze", seconds):
             stopped = self._freeze(plan)
             if self._optimizer is not None:
                 self._optimizer.keep_what_is_here()
             self._close()
-        with _timed_phase("move", seconds):
-            moved = self._move(self._distribution_now(), self._distribution(plan))
+        with timed_phase("move", seconds):
+            moved = self._move(plan, self._optimizer)
         self.plan = plan
-        with _timed_phase("drop", seconds):
-            self.weights.keep_only(self._names_here(), self.device, self.holders())
-        with _timed_phase("build", seconds):
+        with timed_phase("drop", seconds):
+            self.weights.keep_held(self.weights.holders)
+        with timed_phase("build", seconds):
             self._build()
         PROGRESS.forget_pace()
         return Transformation(before, plan, seconds, moved, stopped)
@@ -281,14 +228,14 @@ class ElasticPipeline(nn.Module):
             ValueError: if parameters that a freeze policy has frozen require a gradient again.
         """
         self.weights.onload()
-        thawed = self.weights.follow_flags(self.holders(), thaws)
-        shared_are_summed = self._current.gradients.shared_are_summed
+        thawed = self.weights.follow_flags(thaws)
+        shared_are_summed = self.running.gradients.shared_are_summed
         self._close()
         if thawed:
             self.plan = replace(self.current_plan, num_frozen_layers=0, num_cached_layers=0)
-        self.weights.keep_only(self._names_here(), self.device, self.holders())
+        self.weights.keep_held(self.weights.holders)
         if self.current_plan.shards_optimizer:
-            self._divide_optimizer_state()  # a callback may have added parameters to the optimizer
+            self._move(self.current_plan, self._optimizer)  # a callback may have added parameters to the optimizer
         # gradients may still be accumulating: remember whether those of shared parameters are already summed
         self._build().gradients.shared_are_summed = shared_are_summed
         PROGRESS.forget_pace()
@@ -304,10 +251,6 @@ class ElasticPipeline(nn.Module):
         """Let the model compute this process's units only, if there are several stages."""
         units = self.current_plan.units_of(self.stage_index)
         self.stack.runner.restrict_to(units if self.num_stages > 1 else None)
-
-    def _names_here(self) -> frozenset[str]:
-        """The parameters that this process holds under the plan."""
-        return names_of_stage(self.current_plan, self.stack, self.stage_index)
 
     def _build(self, takes_optimizer: bool = True) -> PlacedPipeline:
         """Build what runs the plan; its parameters must already be here. Collective over all processes."""
@@ -345,7 +288,8 @@ class ElasticPipeline(nn.Module):
         self.placed = self.stage = None
 
     @property
-    def _current(self) -> PlacedPipeline:
+    def running(self) -> PlacedPipeline:
+        """What runs the plan in force."""
         assert self.placed is not None, "place() first"
         return self.placed
 
@@ -364,12 +308,11 @@ class ElasticPipeline(nn.Module):
             device: the device that the weights are moved to.
         """
         self.synchronise_buffers()
-        holders = self.holders()
         if self._optimizer is not None:
             self._optimizer.share_updates(None, ())
             self._optimizer.share_outside()
         self._leave_plan()
-        self.weights.restore(holders, device)
+        self.weights.restore(device)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -382,7 +325,7 @@ class ElasticPipeline(nn.Module):
             yield
             return
         self.synchronise_buffers()
-        with self.weights.whole(self.holders(), self.device):
+        with self.weights.whole():
             self.stack.runner.restrict_to(None)
             try:
                 yield
@@ -403,7 +346,7 @@ class ElasticPipeline(nn.Module):
         The values of the first replica are used, as under DDP.
         """
         buffers = dict(self.model.named_buffers())
-        synchronise(buffers, self.mesh, source_of_buffers(self.stack.table, self.holders()))
+        synchronise(buffers, self.mesh, source_of_buffers(self.stack.table, self.weights.holders))
 
     # ------------------------------------------------------------------------------------ frozen layers' outputs
     def use_cache(self, cache: ActivationCache | None) -> None:
@@ -411,18 +354,6 @@ class ElasticPipeline(nn.Module):
         self.cache = cache
         if self.stage is not None:
             self.stage.use_cache(cache)
-
-    def read_ahead(self, keys: BatchKeys | None) -> None:
-        """On the first stage, begin to read the next batch's outputs of frozen layers. Not collective.
-
-        Args:
-            keys: the keys of the next batch; None if they are not known.
-        """
-        if self.cache is None or self.stage is None or self.stage.first.start or keys is None:
-            return
-        rows = keys.rows
-        if rows is not None:
-            self.cache.read_ahead(rows, keys.padded_length, self.stage.first.stop)
 
     def offload_cached_layers(self) -> None:
         """Free the device memory of the weights that only cached layers need.
@@ -440,14 +371,6 @@ class ElasticPipeline(nn.Module):
         runs_cached_layers = lambda: self.stack.runner.start_of_pass < plan.num_cached_layers  # noqa: E731
         self.weights.offload(self.freezable.frozen(plan.num_cached_layers) - needed, runs_cached_layers)
 
-    def outputs_of_frozen(self, batch: Batch, boundary: int, seed: int) -> tuple[torch.Tensor, ...] | None:
-        """The outputs of the first `boundary` units, all frozen, for a few samples: `prediction.outputs_of_frozen`.
-
-        Collective over the pipeline.
-        """
-        self.weights.onload()
-        return prediction.outputs_of_frozen(self._current.stage, self._current.messages, batch, boundary, seed)
-
     # ------------------------------------------------------------------------------------ interface of nn.Module
     def train(self, mode: bool = True) -> ElasticPipeline:
         super().train(mode)  # sets the mode of the stage, which sets the model's
@@ -458,8 +381,8 @@ class ElasticPipeline(nn.Module):
     def forward(self, *positional: Any, **batch: Any) -> Any:
         """The model's own forward, for a user's `training_step` or `prediction_step` that calls the model it is given.
 
-        Without gradients, each stage of a pipeline gets the outputs for its own batch (`predict`); this is collective
-        over the pipeline.
+        Without gradients, each stage of a pipeline gets the outputs for its own batch (`PlacedPipeline.predict`);
+        this is collective over the pipeline.
 
         Raises:
             ValueError: if gradients are computed and there are several stages, of which one alone has no output, or
@@ -467,11 +390,11 @@ class ElasticPipeline(nn.Module):
         """
         is_trained = torch.is_grad_enabled() and self.training
         if self.is_split:
-            if not is_trained and self._current.serves_callbacks:
+            if not is_trained and self.running.apart is not None:
                 return self.model(*positional, **batch)
             if not is_trained:
                 inputs = on_device(dict(named_inputs(self.model, positional, batch)), self.device)
-                return self.predict(inputs, CalledWith(), lambda rows: self.model(**rows))
+                return self.running.predict(inputs, CalledWith(), lambda rows: self.model(**rows))
             raise ValueError(
                 "The model is split over several stages, and during training a single stage has no model output. In"
                 " your training_step call super().training_step(), and compute your loss in compute_loss; or set"
@@ -488,52 +411,13 @@ class ElasticPipeline(nn.Module):
         with self.stack.runner.to_the_end(0, None):
             return self.model(*positional, **batch)
 
-    def predict(self, batch: Batch, called: CalledWith, head: Callable[[Batch], Any]) -> Any:
-        """The last stage's outputs for this process's own batch, prepared: `prediction.predict`.
-
-        Collective over the pipeline.
-
-        Args:
-            batch: this process's samples.
-            called: how `head` calls the model on them.
-            head: as in `prediction.predict`.
-        """
-        placed = self._current
-        return prediction.predict(placed.stage, placed.messages, placed.of_each_stage((batch, called)), head)
-
     def arrive(self) -> None:
         """Come to what all processes do next: serve calls that others make in their callbacks before (`CallsApart`).
 
         Collective over the pipeline.
         """
-        if self.placed is not None:
-            self.placed.arrive()
-
-    @property
-    def can_serve(self) -> bool:
-        """Whether calls that the last stage makes of the model can be served by the others."""
-        return self._current.can_serve
-
-    def predict_served(self, batch: Batch, code: Callable[[Batch], Any], unread: Collection[str]) -> Any:
-        """Run the user's code on the last stage for each process's batch, whose calls of the model all stages serve.
-
-        Collective over the pipeline.
-
-        Args:
-            batch: this process's samples, prepared.
-            code: the user's code, as a function of a batch; it returns nested containers of tensors.
-            unread: as in `ServedCalls.drive`.
-
-        Returns:
-            The result for this process's own batch.
-        """
-        placed = self._current
-        results = []
-        for rows in placed.of_each_stage(batch):
-            inputs = {name: value for name, value in rows.items() if name != KEYS_NAME}
-            with torch.no_grad():
-                results.append(placed.serve(rows, partial(code, inputs), unread))
-        return placed.messages.scatter(results)
+        if self.placed is not None and self.placed.apart is not None:
+            self.placed.apart.arrive()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -545,52 +429,21 @@ class ElasticPipeline(nn.Module):
             self._gradients_synchronise = True
 
     # ------------------------------------------------------------------------------------ training steps
-    def share(self, mine: Any) -> Any:
-        """Return the last stage's value on all stages: the batch that all train on. Collective over the pipeline."""
-        return self._current.share(mine)
-
-    def prepare(self, batch: Batch) -> None:
-        """Decide how a batch of a new shape is split, which may run parts of it. Collective over the pipeline."""
-        self._current.prepare(batch)
-
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: Batch, code: Callable[[], None] | None = None, unread: Collection[str] = ()) -> None:
         """Run forward and backward of this pipeline's share of a batch: `PlacedPipeline.step`.
 
         Collective over all processes. Gradients are complete afterwards, unless inside `no_sync`.
         """
-        self._current.step(batch, self._gradients_synchronise)
-        self._average_outside()
-
-    def drive(self, batch: Batch, code: Callable[[], None], unread: Collection[str]) -> None:
-        """Run a loss and its backward, whose calls of the model are served: `PlacedPipeline.drive`.
-
-        Collective over all processes. Gradients are complete afterwards, unless inside `no_sync`.
-        """
-        self._current.drive(batch, code, unread, self._gradients_synchronise)
-        self._average_outside()
-
-    def _average_outside(self) -> None:
-        replicas = self.mesh.groups(self.num_stages).replicas
-        if self._optimizer is not None and self._gradients_synchronise and self.computes_loss and replicas is not None:
-            self._optimizer.average_outside(replicas)
+        self.running.step(batch, self._gradients_synchronise, code, unread)
+        if self._optimizer is not None and self._optimizer.outside and self._gradients_synchronise:
+            replicas = self.mesh.groups(self.num_stages).replicas
+            self._optimizer.average_outside(replicas if self.computes_loss else None)
 
     def clip_grad_norm(
         self, max_norm: float, unscale: Callable[[], None] | None = None, loss_scale: float = 1.0
     ) -> torch.Tensor:
         """Clip by the norm of the whole model's gradient: `StageGradients.clip`. Collective over the pipeline."""
-        stand_in = self._optimizer.stand_in if self._optimizer is not None else None
-        if unscale is not None and self._optimizer is not None and self.current_plan.shards_optimizer:
-            unscale = partial(self._optimizer.over_whole_gradients, unscale)
-        outside = self._optimizer.outside if self._optimizer is not None else ()
-        return self._current.gradients.clip(max_norm, unscale, loss_scale, stand_in, outside)
-
-    def squared_gradient_norms(self, loss_scale: float = 1.0) -> torch.Tensor:
-        """Squared gradient norm of each unit, before clipping: `StageGradients.squared_norms`.
-
-        Collective over the pipeline.
-        """
-        assert self.freezable is not None
-        return self._current.gradients.squared_norms(self.freezable.inside, loss_scale)
+        return self.running.gradients.clip(max_norm, unscale, loss_scale, self._optimizer)
 
     # ------------------------------------------------------------------------------------ the optimizer
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -601,7 +454,7 @@ class ElasticPipeline(nn.Module):
         self._optimizer = OptimizerState(unwrapped(optimizer), self.stack.table, self.weights, self.mesh)
         self._share_outside()
         if self.plan is not None and self.plan.shards_optimizer:
-            self._divide_optimizer_state()
+            self._move(self.plan, self._optimizer)
             self._share_updates(self._optimizer)
 
     def adopt_outside(self) -> None:
@@ -639,20 +492,6 @@ class ElasticPipeline(nn.Module):
         return self._optimizer
 
 
-@contextmanager
-def _timed_phase(name: str, seconds: dict[str, float]) -> Iterator[None]:
-    """Time one phase of a transformation and store its seconds under `name`."""
-    began = time.perf_counter()
-    with phase(name):
-        yield
-    seconds[name] = time.perf_counter() - began
-
-
 def unwrapped_model(unwrap: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply an accelerator's `unwrap_model`, to which a pipeline is a wrapper around the user's model like DDP."""
     return unwrap(model.model if isinstance(model, ElasticPipeline) else model, *args, **kwargs)
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside Accelerate's wrapper."""
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import PeerFailedError, in_one_line
-from .chunks import as_bytes
+from ..model.nested import as_bytes
 
 logger = logging.getLogger(__name__)
 

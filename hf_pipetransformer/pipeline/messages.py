@@ -3,24 +3,22 @@
 A virtual stage sends to the next one, which is on the next process, on the first one again, or, where a V turns, on
 the same one (`planning.placement`).
 
-control group    pickled objects, which describe the tensors that follow
-pipeline group   tensors on the device, each in a message of its own, and always as a batch: on NCCL both ends must
-                 use the group's communicator, which `ProcessMesh` has created
+control group    values without their tensors on the device (`packed`), and what describes the tensors that follow
+pipeline group   tensors on the device
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import recursively_apply
 
 from ..model.layer_stack import CarrySlot
-from ..model.nested import tensors_of
 from ..planning.placement import Placement
+from .packed import Packed, packed, unpacked
 from .stage import BoundaryShapes, CarriedTensor
 
 Pending = list[tuple[dist.Work, Any]]
@@ -39,6 +37,13 @@ class Crossing(NamedTuple):
     virtual_stage: int
     slots: Sequence[CarrySlot]
     values: Sequence[torch.Tensor] = ()
+
+
+class _Refused:
+    """Sent in place of a value that cannot be sent, with the reason."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
 
 
 class PipelineMessages:
@@ -65,9 +70,12 @@ class PipelineMessages:
         self.ranks = tuple(ranks)
         self.stage_index = stage_index
         self.placement = placement
+        self.last = placement.loss_stage
+        """Index of the stage that computes the loss."""
         self.virtual_stages = placement.held_by(stage_index)
         """The virtual stages of this process, in the model's order."""
         self._kept: dict[int, Any] = {}  # what a virtual stage has sent to the next one on this process
+        self._shared: Pending = []
         self.group = group
         self.control = control
         self.device = device
@@ -75,11 +83,6 @@ class PipelineMessages:
     @property
     def num_stages(self) -> int:
         return len(self.ranks)
-
-    @property
-    def last(self) -> int:
-        """Index of the stage that computes the loss."""
-        return self.placement.loss_stage
 
     @property
     def previous_rank(self) -> int | None:
@@ -90,11 +93,48 @@ class PipelineMessages:
         return self.ranks[self.stage_index + 1] if self.stage_index < self.num_stages - 1 else None
 
     # ------------------------------------------------------------------------------------ over all stages
+    def share(self, mine: Any, source: int | None = None) -> Any:
+        """Return one stage's value on all stages. Collective over the pipeline.
+
+        The stage that sends continues at once; the others wait for the value, as they do for its activations.
+
+        Args:
+            mine: mappings, sequences and any values that can be pickled, with tensors anywhere. The sending stage's
+                value is used, and that stage gets back the very object.
+            source: the stage that sends; None: the last one, whose batch all train on.
+
+        Raises:
+            ValueError: on all stages, if the value holds something that cannot be sent to another process.
+        """
+        if self.num_stages == 1:
+            return mine
+        source = self.last if source is None else source
+        rank = self.ranks[source]
+        if self.stage_index != source:
+            value = self._receive(lambda buffer, group: dist.broadcast(buffer, rank, group=group))
+            if isinstance(value, _Refused):
+                raise ValueError(value.reason)
+            return value
+        wait_for(self._shared)
+        refused = None
+        try:
+            message = packed(mine, self.device)
+        except Exception as error:  # an object may raise any error while it is pickled
+            refused = _Refused(
+                "The batch contains a value that cannot be sent to the pipeline's other stages"
+                f" ({type(error).__name__}: {error}). Return only tensors and plain values from the data collator and"
+                " _prepare_inputs, or set pipeline_parallel_size=1."
+            )
+            message = packed(refused, self.device)
+        self._shared = self._send(message, partial(dist.broadcast, src=rank, async_op=True))
+        if refused is not None:
+            wait_for(self._shared)  # the other stages must receive the reason before this process ends
+            raise ValueError(refused.reason)
+        return mine
+
     def of_each_stage(self, mine: Any) -> list[Any]:
-        """Return every stage's object, on all stages. Collective over the pipeline."""
-        everyone: list[Any] = [None] * self.num_stages
-        dist.all_gather_object(everyone, mine, group=self.control)
-        return [everyone[self.placement.position_of(stage)] for stage in range(self.num_stages)]
+        """Return every stage's own value, on all stages, as `share` sends it. Collective over the pipeline."""
+        return [self.share(mine, stage) for stage in range(self.num_stages)]
 
     def largest(self, numbers: torch.Tensor) -> torch.Tensor:
         """Maximum of each number over the stages, in place, on the CPU. Collective over the pipeline."""
@@ -104,28 +144,20 @@ class PipelineMessages:
     # ------------------------------------------------------------------------------------ from stage to stage
     def send_shapes(self, virtual_stage: int, shapes: Sequence[BoundaryShapes]) -> None:
         """Send shapes of the tensors that leave a virtual stage of this process to the next one."""
-        to = self._after(virtual_stage)
+        to = self.placement.stage_of(virtual_stage + 1)
         if to == self.stage_index:
             self._kept[virtual_stage] = tuple(shapes)
         else:
-            wait_for(self._send_object(tuple(shapes), to))
+            wait_for(self.send_tree(tuple(shapes), to))
 
     def receive_shapes(self, virtual_stage: int) -> Sequence[BoundaryShapes]:
         """Receive what has been sent to a virtual stage of this process."""
-        source = self._before(virtual_stage)
-        return self._kept.pop(virtual_stage - 1) if source == self.stage_index else self._receive_object(source)
+        source = self.placement.stage_of(virtual_stage - 1)
+        return self._kept.pop(virtual_stage - 1) if source == self.stage_index else self.receive_tree(source)
 
     def send_values(self, crossing: Crossing) -> Pending:
         """Send the used tensors of a boundary to the next virtual stage."""
-        to = self._after(crossing.virtual_stage)
-        if to == self.stage_index:
-            self._kept[crossing.virtual_stage] = list(crossing.values)
-            return []
-        return self._announce(crossing, to) + [
-            self._send_tensor(value, to)
-            for slot, value in zip(crossing.slots, crossing.values, strict=True)
-            if slot.is_used
-        ]
+        return self.exchange([crossing], [])[0]
 
     def receive_values(
         self, virtual_stage: int, slots: Sequence[CarrySlot], with_gradients: bool = False
@@ -137,29 +169,23 @@ class PipelineMessages:
             slots: the slots of the boundary before it.
             with_gradients: whether a tensor requires a gradient here if it did where it comes from.
         """
-        source = self._before(virtual_stage)
-        if source == self.stage_index:
-            kept: list[torch.Tensor] = self._kept.pop(virtual_stage - 1)
-            return kept
-        return [
-            self._receive_tensor(carried, source).requires_grad_(with_gradients and carried.requires_grad)
-            if slot.is_used
-            else carried.zeros(self.device)
-            for slot, carried in zip(slots, self._receive_object(source), strict=True)
-        ]
+        return self.exchange([], [Crossing(virtual_stage - 1, slots)], with_gradients)[1][0]
 
     def exchange(
-        self, outgoing: Sequence[Crossing], incoming: Sequence[Crossing]
+        self, outgoing: Sequence[Crossing], incoming: Sequence[Crossing], with_gradients: bool = False
     ) -> tuple[Pending, list[list[torch.Tensor]]]:
         """Send to following virtual stages and receive from earlier ones at the same time.
 
         All tensors are given to the device as one operation: in a ring, where all stages send, an accelerator would
         otherwise finish no send, as each waits for a receive that comes later. Also one tensor alone, because NCCL has
-        other communicators for single messages, and the other process may send and receive.
+        other communicators for single messages, and the other process may send and receive. The whole group must have
+        communicated before (`ProcessMesh` sees to it): its communicator would otherwise be made here, where not all
+        meet.
 
         Args:
             outgoing: what virtual stages of this process send.
             incoming: what others send to this process, in the order in which they send it.
+            with_gradients: as in `receive_values`.
 
         Returns:
             What is still being sent, and for each of `incoming` the received values as of `receive_values`.
@@ -167,44 +193,47 @@ class PipelineMessages:
         pending: Pending = []
         operations: list[dist.P2POp] = []
         for crossing in outgoing:
-            to = self._after(crossing.virtual_stage)
+            to = self.placement.stage_of(crossing.virtual_stage + 1)
             if to == self.stage_index:
-                pending += self.send_values(crossing)
+                self._kept[crossing.virtual_stage] = list(crossing.values)
                 continue
-            pending += self._announce(crossing, to)
+            pending += self.send_tree([_describe(value) for value in crossing.values], to)
             operations += [
-                dist.P2POp(dist.isend, value.detach().contiguous(), self.ranks[to], self.group)
+                dist.P2POp(dist.isend, value.detach().to(self.device).contiguous(), self.ranks[to], self.group)
                 for slot, value in zip(crossing.slots, crossing.values, strict=True)
                 if slot.is_used
             ]
         received: list[list[torch.Tensor]] = []
+        requiring: list[torch.Tensor] = []
         for crossing in incoming:
             source = self.placement.stage_of(crossing.virtual_stage)
             if source == self.stage_index:
-                received.append(self.receive_values(crossing.virtual_stage + 1, crossing.slots))
+                received.append(self._kept.pop(crossing.virtual_stage))
                 continue
-            values = [
-                torch.empty(carried.shape, dtype=carried.dtype, device=self.device)
-                if slot.is_used
-                else carried.zeros(self.device)
-                for slot, carried in zip(crossing.slots, self._receive_object(source), strict=True)
-            ]
-            received.append(values)
-            operations += [
-                dist.P2POp(dist.irecv, value, self.ranks[source], self.group)
-                for slot, value in zip(crossing.slots, values, strict=True)
-                if slot.is_used
-            ]
+            received.append([])
+            for slot, carried in zip(crossing.slots, self.receive_tree(source), strict=True):
+                if not slot.is_used:
+                    received[-1].append(carried.zeros(self.device))
+                    continue
+                value = torch.empty(carried.shape, dtype=carried.dtype, device=self.device)
+                received[-1].append(value)
+                requiring += [value] if with_gradients and carried.requires_grad else []
+                operations.append(dist.P2POp(dist.irecv, value, self.ranks[source], self.group))
         under_way = [(work, operations) for work in dist.batch_isend_irecv(operations)] if operations else []
         if not incoming:
             return pending + under_way, []
         wait_for(under_way)
+        for value in requiring:
+            value.requires_grad_()
         return pending, received
 
     def send_tree(self, tree: Any, stage: int) -> Pending:
-        """Send nested mappings, lists and tuples of tensors and other values to a stage."""
-        pending = self._send_object(recursively_apply(_describe, tree), stage)
-        return pending + [self._send_tensor(tensor, stage) for tensor in tensors_of(tree)]
+        """Begin to send any value to a stage. In a ring, all stages could wait for one another if this waited."""
+        return self._send(packed(tree, self.device), lambda part, group: self._begin(dist.isend, part, stage, group))
+
+    def receive_tree(self, stage: int) -> Any:
+        """Receive what a stage has sent by `send_tree`."""
+        return self._receive(lambda part, group: self._begin(dist.irecv, part, stage, group).wait())
 
     def scatter(self, results: Sequence[Any]) -> Any:
         """Return this stage's entry of what the last stage has, one for each stage. Collective over the pipeline."""
@@ -217,54 +246,34 @@ class PipelineMessages:
         wait_for(pending)
         return results[self.last]
 
-    def receive_tree(self, stage: int) -> Any:
-        return recursively_apply(
-            lambda carried: self._receive_tensor(carried, stage),
-            self._receive_object(stage),
-            test_type=lambda value: isinstance(value, CarriedTensor),
-        )
-
     # ------------------------------------------------------------------------------------ inside
-    def _before(self, virtual_stage: int) -> int:
-        return self.placement.stage_of(virtual_stage - 1)
+    def _begin(self, kind: Any, part: torch.Tensor, stage: int, group: dist.ProcessGroup | None) -> dist.Work:
+        """Begin to send or receive one tensor, in a batch of one for the reason that `exchange` gives."""
+        (work,) = dist.batch_isend_irecv([dist.P2POp(kind, part, self.ranks[stage], group)])
+        return work
 
-    def _after(self, virtual_stage: int) -> int:
-        return self.placement.stage_of(virtual_stage + 1)
-
-    def _announce(self, crossing: Crossing, stage: int) -> Pending:
-        return self._send_object([_describe(value) for value in crossing.values], stage)
-
-    def _send_object(self, value: Any, stage: int) -> Pending:
-        """Begin to send any value: its length, then its bytes.
-
-        `send_object_list` returns when the value has arrived. In a ring all stages could then wait for one another.
-        """
-        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    def _send(self, message: Packed, send: Callable[..., dist.Work | None]) -> Pending:
+        """Begin to send a value: its lengths, its content, and its tensors on the device if there are any."""
+        lengths = torch.tensor([message.pickled, message.content.numel(), message.on_device.numel()])
         pending: Pending = []
-        for part in (torch.tensor([content.numel()]), content):
-            work = dist.isend(part, self.ranks[stage], group=self.control)
-            assert work is not None
-            pending.append((work, part))
+        for part, group in ((lengths, self.control), (message.content, self.control), (message.on_device, self.group)):
+            if part.numel():
+                work = send(part, group=group)
+                assert work is not None
+                pending.append((work, part))
         return pending
 
-    def _receive_object(self, stage: int) -> Any:
-        length = torch.empty(1, dtype=torch.long)
-        dist.recv(length, self.ranks[stage], group=self.control)
-        content = torch.empty(int(length), dtype=torch.uint8)
-        dist.recv(content, self.ranks[stage], group=self.control)
-        return pickle.loads(content.numpy().tobytes())
-
-    def _send_tensor(self, tensor: torch.Tensor, stage: int) -> tuple[dist.Work, torch.Tensor]:
-        tensor = tensor.detach().to(self.device).contiguous()
-        # a batch of one, as NCCL would make a communicator of these two ranks for a single message
-        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, self.ranks[stage], self.group)])
-        return work, tensor
-
-    def _receive_tensor(self, carried: CarriedTensor, stage: int) -> torch.Tensor:
-        tensor = torch.empty(carried.shape, dtype=carried.dtype, device=self.device)
-        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, self.ranks[stage], self.group)])
-        work.wait()
-        return tensor
+    def _receive(self, receive: Callable[[torch.Tensor, dist.ProcessGroup | None], Any]) -> Any:
+        """Receive what another stage begins to send by `_send`."""
+        lengths = torch.empty(3, dtype=torch.long)
+        receive(lengths, self.control)
+        pickled, size, size_on_device = lengths.tolist()
+        content = torch.empty(size, dtype=torch.uint8)
+        receive(content, self.control)
+        on_device = torch.empty(size_on_device, dtype=torch.uint8, device=self.device)
+        if size_on_device:
+            receive(on_device, self.group)
+        return unpacked(Packed(pickled, content, on_device))
 
 
 def wait_for(pending: Pending) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
-from .mesh import ProcessMesh
+from ..model.layer_stack import LayerStack
+from ..planning.layout import Layout
+from ..resilience.watchdog import phase
+from .holders import holders_under, updaters_under
 from .optimizer_state import OptimizerState
 from .state import Holders, WeightState
-from .transfer import transfer
+from .transfer import Values, transfer
 
 
 @dataclass(frozen=True)
@@ -25,65 +29,84 @@ class Distribution:
     weights: Holders
     states: Holders
 
+    @classmethod
+    def under(cls, plan: Layout, stack: LayerStack, optimizer: OptimizerState | None) -> Distribution:
+        """Who has what under a plan."""
+        updated = () if optimizer is None else optimizer.names
+        return cls(holders_under(plan, stack), updaters_under(plan, stack, updated))
+
+
+@dataclass(frozen=True)
+class Transformation:
+    """What the change to another plan cost, on one process.
+
+    Attributes:
+        before: the plan that was in force before the transformation.
+        after: the plan that is in force now.
+        seconds: duration of each phase in seconds: freeze, move, drop, build.
+        bytes_moved: number of bytes that this process received.
+        stopped: names of the parameters that were trained before and are not any more, the same on every process.
+    """
+
+    before: Layout
+    after: Layout
+    seconds: Mapping[str, float]
+    bytes_moved: int
+    stopped: frozenset[str] = frozenset()
+
+
+@contextmanager
+def timed_phase(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Time one phase of a transformation and store its seconds under `name`."""
+    began = time.perf_counter()
+    with phase(name):
+        yield
+    seconds[name] = time.perf_counter() - began
+
 
 class _Item(NamedTuple):
     name: str
     is_state: bool
 
 
-def move(
-    before: Distribution,
-    after: Distribution,
-    weights: WeightState,
-    optimizer: OptimizerState | None,
-    mesh: ProcessMesh,
-    device: torch.device,
-) -> int:
+def move(after: Distribution, weights: WeightState, optimizer: OptimizerState | None) -> int:
     """Bring parameters and optimizer states to the ranks that lack them, and free what each process leaves behind.
 
     Collective over all processes. The memory that it takes has a bound: see `transfer`.
 
     Args:
-        before: who has what now.
-        after: who will have it.
+        after: who will have what.
         weights: the weights.
         optimizer: the optimizer's state; None if there is none. It updates what this process has afterwards.
-        mesh: all processes of the run.
-        device: the device of this process.
 
     Returns:
         Number of bytes that this process received.
     """
+    before = Distribution(weights.holders, {} if optimizer is None else optimizer.holders())
+    weights.holders = after.weights  # what is left behind is said to be there
 
     def items(now: Distribution, there: Distribution) -> dict[_Item, tuple[int, ...]]:
         found: dict[_Item, tuple[int, ...]] = {}
         for name in weights.table.names:  # a parameter's state beside its values
-            if name in now.weights and name in there.weights:
-                found[_Item(name, False)] = now.weights[name]
-            if optimizer is not None and name in now.states and name in there.states:
+            found[_Item(name, False)] = now.weights[name]
+            if name in now.states and name in there.states:
                 found[_Item(name, True)] = now.states[name]
         return found
 
-    def read(item: _Item) -> dict[Any, Any]:
-        return state(item).state_of(item.name) if item.is_state else weights.values_of(item.name)
-
-    def store(item: _Item, values: dict[Any, Any]) -> None:
-        if item.is_state:
-            state(item).put_state(item.name, values)
-        else:
-            weights.put(item.name, list(values.values()))
-
-    def leave(item: _Item) -> None:
-        if item.is_state:
-            state(item).drop(item.name)
-        else:
-            weights.drop(item.name, device)
-
-    def state(item: _Item) -> OptimizerState:
-        assert optimizer is not None, item
+    def state() -> OptimizerState:
+        assert optimizer is not None
         return optimizer
 
-    received = transfer(items(before, after), items(after, before), mesh, device, read, store, leave)
+    def read(item: _Item) -> Values:
+        return state().state_of(item.name) if item.is_state else weights.values_of(item.name)
+
+    def store(item: _Item, values: dict[Any, Any]) -> None:
+        (state().put_state if item.is_state else weights.put)(item.name, values)
+
+    def leave(item: _Item) -> None:
+        (state().drop if item.is_state else weights.drop)(item.name)
+
+    received = transfer(items(before, after), items(after, before), weights.mesh, weights.device, read, store, leave)
     if optimizer is not None:
         optimizer.assign(after.states)
     return received

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..model.placeholders import ParameterTable
 from ..resilience.watchdog import phase
 from .devices import synchronise as wait_for
 from .mesh import ProcessMesh
-from .replica_updates import exchange_updates
+from .reductions import exchange_updates, reduce_gradients
 from .state import Holders, WeightState, synchronise
 from .transfer import CPU, transfer
 
@@ -73,14 +75,13 @@ class OptimizerState:
             )
         self._members: list[list[Member]] = []
         self._updaters: Holders = {}  # a parameter that is missing is updated wherever it is
-        self._replicas: tuple[dist.ProcessGroup, tuple[int, ...]] | None = None
+        self._exchange: RemovableHandle | None = None  # after each step, if replicas divide the parameters
         self._gathered: dict[str, Any] | None = None
         # stands in for the parameters of a stage that trains nothing
         self._idle_parameter = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
         self._hooks = [
             optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered),
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict)),
-            optimizer.register_step_post_hook(lambda *_: self._exchange_updates()),
         ]
         self.keep_what_is_here()
 
@@ -113,6 +114,7 @@ class OptimizerState:
 
         The state stays on the processes where it is.
         """
+        self.share_updates(None, ())
         for hook in self._hooks:
             hook.remove()
         for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
@@ -133,14 +135,6 @@ class OptimizerState:
         found = {name: tuple(rank for rank, has in enumerate(flags) if has) for name, *flags in having}
         return {name: ranks for name, ranks in found.items() if ranks}
 
-    def updaters(self, holders: Holders) -> Holders:
-        """The ranks that update each of `names`.
-
-        Args:
-            holders: the ranks that hold each parameter, which update it if nothing else was assigned.
-        """
-        return {name: self._updaters.get(name, holders[name]) for name in self.names}
-
     def assign(self, updaters: Holders) -> None:
         """Update from now on the parameters that are given to this process. Not collective.
 
@@ -160,12 +154,13 @@ class OptimizerState:
             group: the replicas of the stage; None if they do not divide its parameters.
             ranks: their ranks.
         """
-        self._replicas = None if group is None else (group, tuple(ranks))
+        if self._exchange is not None:
+            self._exchange.remove()
+        self._exchange = None
+        if group is not None:
+            self._exchange = self.optimizer.register_step_post_hook(lambda *_: self._exchange_updates(group, ranks))
 
-    def _exchange_updates(self) -> None:
-        if self._replicas is None:
-            return
-        group, ranks = self._replicas
+    def _exchange_updates(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         here = [name for name in self.names if self._weights.is_here(name) and self._table[name].requires_grad]
         rows = [[self._table[name] for name in here if rank in self._updaters.get(name, ())] for rank in ranks]
         with phase("update"):
@@ -253,14 +248,14 @@ class OptimizerState:
             )
         synchronise({str(number): parameter for number, parameter in enumerate(self.outside)}, self._mesh)
 
-    def average_outside(self, group: dist.ProcessGroup) -> None:
-        """Average the gradients of parameters outside of the model. Collective over those that compute the loss."""
-        for parameter in self.outside:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            together = torch.cat([gradient.flatten(), gradient.new_full((1,), parameter.grad is not None)])
-            dist.all_reduce(together, group=group)
-            if together[-1]:  # where no process has a gradient, the optimizer must not see one
-                parameter.grad = together[:-1].view_as(parameter) / group.size()
+    def average_outside(self, group: dist.ProcessGroup | None) -> None:
+        """Average the gradients of parameters outside of the model. Collective over those that compute the loss.
+
+        Args:
+            group: these processes; None if this one is not one of several.
+        """
+        if group is not None:
+            reduce_gradients((), group, 1 / group.size(), self.outside)
 
     # ------------------------------------------------------------------------------------ states
     def state_of(self, name: str) -> dict[str, Any]:
@@ -277,16 +272,15 @@ class OptimizerState:
         self.optimizer.state.pop(self._table[name], None)
 
     @contextmanager
-    def gathered(self, holders: Holders, folder: Path | None = None) -> Iterator[None]:
+    def gathered(self, folder: Path | None = None) -> Iterator[None]:
         """Inside, `optimizer.state_dict()` on rank 0 is that of a single process that holds the whole model.
 
         Collective over all processes.
 
         Args:
-            holders: who holds what.
             folder: as in `WeightState.gathered`.
         """
-        before = self.updaters(holders)
+        before = self.holders()
         arrived: dict[Member, dict[str, Any]] = {}
         wanted = dict.fromkeys(before, (0,))
         transfer(before, wanted, self._mesh, CPU, self.state_of, arrived.__setitem__, folder=folder)
@@ -340,3 +334,8 @@ class OptimizerState:
 
 def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside Accelerate's wrapper."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

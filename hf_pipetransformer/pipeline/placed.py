@@ -10,19 +10,23 @@ from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..cache.content_keys import KEYS_NAME, BatchKeys
+from ..model.layer_range import CalledWith
 from ..model.micro_batch import Batch, batch_rows
 from ..planning.layout import Layout
+from . import prediction
 from .calls_apart import CallsApart
-from .gradients import ReplicatedParameters, SharedParameters, StageGradients
+from .gradients import ReducedParameters, StageGradients
 from .mesh import ProcessMesh
 from .messages import PipelineMessages
 from .schedule import PipelineScheduler
 from .served_calls import ServedCalls
-from .shared_batch import BatchChannel
+from .serving import ServingStage
 from .stage import FIRST, ShapeBook, StageModule
 from .virtual_stages import VirtualStages
 
@@ -110,7 +114,7 @@ class PlacedPipeline:
         if is_driven:
             unreached |= frozenset(trainable)  # the loss may call the model on anything, or not at all
         slices_tokens = slicing is not None and groups.pipeline is not None
-        replicated: ReplicatedParameters | None = None
+        replicated: ReducedParameters | None = None
         self.wrapped: DistributedDataParallel | None = None
         """The stage wrapped in DDP, which averages gradients over the replicas during the backward pass."""
         # DDP counts a gradient once only: not of a loss that calls the model several times, also in the backward, and
@@ -119,30 +123,32 @@ class PlacedPipeline:
             slices_tokens or is_driven or not stage.stack.runner.takes_batch or plan.num_virtual_stages > 1
         )
         if groups.replicas is not None and averages_at_end:
-            replicated = ReplicatedParameters(
+            replicated = ReducedParameters(
                 tuple(name for name in trainable if name not in unreached),
-                tuple(name for name in trainable if name in unreached),
                 groups.replicas,
+                tuple(name for name in trainable if name in unreached),
             )
         elif groups.replicas is not None and trainable:
             self.wrapped = wrap_replicas(stage.first, groups.replicas, not unreached.isdisjoint(trainable))
+        self.computes_loss = self.messages.stage_index == self.messages.last
+        """Whether this process computes the loss."""
         self.gradients = StageGradients(stage, groups.pipeline, shared, replicated)
-        self._channels: tuple[BatchChannel, ...] = ()  # one from each stage to the others
         self._token_scheduler: SliceSchedule | None = None
         self._scheduler: PipelineScheduler | None = None
         self._num_microbatches = cache(plan.num_microbatches_for)
-        self._served: ServedCalls | None = None
-        self._apart: CallsApart | None = None
+        self._served: ServedCalls | ServingStage | None = None
+        self.apart: CallsApart | None = None
+        """Serves calls of the model that other processes make outside of the steps; None if nobody may make any."""
         if groups.pipeline is None:
             return
         if plan.num_virtual_stages == 1:
             most_parts = plan.micro_batching.requested or plan.num_microbatches
-            self._served = ServedCalls(stage.last, self.messages, most_parts)
-        self._channels = tuple(
-            BatchChannel(rank, groups.pipeline_control, groups.pipeline, stage.device) for rank in ranks
-        )
+            if stage.has_last_unit:
+                self._served = ServedCalls(stage.last, self.messages, most_parts)
+            else:
+                self._served = ServingStage(stage.last, self.messages)
         if self._served is not None and serves_callbacks:
-            self._apart = CallsApart(stage, self.messages, self._served, self.of_each_stage)
+            self.apart = CallsApart(self._served)
         if is_driven:
             return  # no schedule: the loss's calls are served
         books = shape_books(stage, self.messages)
@@ -151,20 +157,12 @@ class PlacedPipeline:
             self._token_scheduler = slicing.schedule(plan, stage.first, self.messages, second_group, books[0])
             return
         modules: Sequence[nn.Module] = stage.stages if self.wrapped is None else (self.wrapped,)
-        self._scheduler = PipelineScheduler(
-            stage,
-            modules,
-            self.messages.stage_index,
-            plan.placement,
-            groups.pipeline,
-            books,
-            plan.schedule,
-        )
+        self._scheduler = PipelineScheduler(stage, modules, self.messages, books, plan.schedule)
 
     def close(self) -> None:
         """Undo the changes that this plan made to the model's modules, and free the buckets of DDP."""
-        if self._apart is not None:
-            self._apart.close()
+        if self.apart is not None:
+            self.apart.close()
         if self.wrapped is not None:
             # The buckets are as large as all gradients here. Whoever still refers to the wrapper (a callback, or a
             # traceback that waits for Python's garbage collector) would keep them; the logger refers to the reducer.
@@ -172,20 +170,18 @@ class PlacedPipeline:
                 vars(self.wrapped).pop(part, None)
 
     # ------------------------------------------------------------------------------------ steps
-    def share(self, mine: Any) -> Any:
-        """Return the last stage's value on all stages: the batch that all train on. Collective over the pipeline."""
-        return self._channels[self.messages.last].share(mine) if self._channels else mine
-
-    def of_each_stage(self, mine: Any) -> list[Any]:
-        """Return every stage's own value, on all stages, as `share` sends it. Collective over the pipeline."""
-        return [channel.share(mine) for channel in self._channels] or [mine]
-
     def prepare(self, batch: Batch) -> None:
         """Decide how a batch of a new shape is split, which may run parts of it. Collective over the pipeline."""
         if self._token_scheduler is not None:
             self._token_scheduler.parts_of(batch)
 
-    def step(self, batch: Batch, gradients_synchronise: bool = True) -> None:
+    def step(
+        self,
+        batch: Batch,
+        gradients_synchronise: bool = True,
+        code: Callable[[], None] | None = None,
+        unread: Collection[str] = (),
+    ) -> None:
         """Run forward and backward of this pipeline's share of a batch. Collective over all processes.
 
         Gradients are summed over micro-batches and added to the existing ones.
@@ -194,26 +190,20 @@ class PlacedPipeline:
             batch: keyword arguments of the model, on the device; the same on all stages of a pipeline.
             gradients_synchronise: complete the gradients: sum those of shared parameters over the stages, and average
                 over the replicas, as DDP does.
+            code: if the loss drives the pipeline: the loss and its backward, whose calls of the model are served.
+            unread: as in `ServedCalls.run`.
         """
         self.gradients.keep_sums_once()
-        self._run(batch, gradients_synchronise)
-
-    def drive(
-        self, batch: Batch, code: Callable[[], None], unread: Collection[str], gradients_synchronise: bool = True
-    ) -> None:
-        """Run a loss and its backward on the last stage, each of whose calls of the model all stages serve.
-
-        Collective over all processes.
-
-        Args:
-            batch: the batch that all stages have.
-            code: the user's loss, and its backward.
-            unread: as in `ServedCalls.drive`.
-            gradients_synchronise: as in `step`.
-        """
-        self.gradients.keep_sums_once()
-        self.serve(batch, code, unread)
-        self._complete_gradients(gradients_synchronise)
+        if code is not None:
+            self.serve(batch, code, unread)
+        elif self._token_scheduler is not None:
+            self._token_scheduler.step(batch)
+        elif self._scheduler is not None:
+            self._scheduler.step(batch, self._num_microbatches(batch_rows(batch)), gradients_synchronise)
+        else:
+            self._step_alone(batch, gradients_synchronise)
+        if gradients_synchronise:
+            self.gradients.complete()
 
     def serve(self, batch: Batch, code: Callable[[], T], unread: Collection[str] = ()) -> T | None:
         """Run the user's code on the last stage, whose calls of the model all stages serve: `ServedCalls`.
@@ -224,42 +214,57 @@ class PlacedPipeline:
             What the code returns, on the last stage.
         """
         assert self._served is not None
-        if self.stage.has_last_unit:
-            return self._served.drive(batch, code, unread)
-        self._served.serve(batch)
-        return None
-
-    def arrive(self) -> None:
-        """Serve calls of the model that other processes make outside of the steps. Collective over the pipeline."""
-        if self._apart is not None:
-            self._apart.arrive()
-
-    @property
-    def serves_callbacks(self) -> bool:
-        """Whether any process may call the model outside of the steps, and the others serve it when they `arrive`."""
-        return self._apart is not None
+        return self._served.run(batch, code, unread)
 
     @property
     def can_serve(self) -> bool:
         """Whether calls of the model can be served: there are several stages, each with layers that follow another."""
         return self._served is not None
 
-    def _run(self, batch: Batch, gradients_synchronise: bool) -> None:
-        """Run forward and backward of this pipeline's share of a batch."""
-        if self._token_scheduler is not None:
-            self._token_scheduler.step(batch)
-        elif self._scheduler is not None:
-            self._scheduler.step(batch, self._num_microbatches(batch_rows(batch)), gradients_synchronise)
-        else:
-            self._step_alone(batch, gradients_synchronise)
-        self._complete_gradients(gradients_synchronise)
+    # ------------------------------------------------------------------------------------ without gradients
+    def predict(self, batch: Batch, called: CalledWith, head: Callable[[Batch], Any]) -> Any:
+        """The last stage's outputs for this process's own batch, prepared: `prediction.predict`.
 
-    def _complete_gradients(self, gradients_synchronise: bool) -> None:
-        """Reduce the gradients over replicas and stages when the backward is over. Collective over all processes."""
-        if gradients_synchronise:
-            self.gradients.average_over_replicas()
-            self.gradients.sum_over_stages()
+        Collective over the pipeline.
 
+        Args:
+            batch: this process's samples.
+            called: how `head` calls the model on them.
+            head: as in `prediction.predict`.
+        """
+        return prediction.predict(self.stage, self.messages, self.messages.of_each_stage((batch, called)), head)
+
+    def predict_served(self, batch: Batch, code: Callable[[Batch], Any], unread: Collection[str]) -> Any:
+        """Run the user's code on the last stage for each process's batch, whose calls of the model all stages serve.
+
+        Collective over the pipeline.
+
+        Args:
+            batch: this process's samples, prepared.
+            code: the user's code, as a function of a batch; it returns nested containers of tensors.
+            unread: as in `ServedCalls.run`.
+
+        Returns:
+            The result for this process's own batch.
+        """
+        results = []
+        for rows in self.messages.of_each_stage(batch):
+            inputs = {name: value for name, value in rows.items() if name != KEYS_NAME}
+            with torch.no_grad():
+                results.append(self.serve(rows, partial(code, inputs), unread))
+        return self.messages.scatter(results)
+
+    def read_ahead(self, keys: BatchKeys | None) -> None:
+        """On the first stage, begin to read the next batch's outputs of frozen layers. Not collective.
+
+        Args:
+            keys: the keys of the next batch; None if they are not known.
+        """
+        first = self.stage.first
+        if first.cache is not None and not first.start and keys is not None and keys.rows is not None:
+            first.cache.read_ahead(keys.rows, keys.padded_length, first.stop)
+
+    # ------------------------------------------------------------------------------------ inside
     def _step_alone(self, batch: Batch, gradients_synchronise: bool) -> None:
         stage, wrapped = self.stage.first, self.wrapped
         unreduced = wrapped.no_sync() if wrapped is not None and not gradients_synchronise else nullcontext()
@@ -277,17 +282,13 @@ def shape_books(held: VirtualStages, messages: PipelineMessages) -> list[ShapeBo
 
 def _shared_parameters(
     plan: Layout, stage: VirtualStages, is_trainable: Callable[[str], bool], mesh: ProcessMesh
-) -> list[SharedParameters]:
-    """Group the trainable parameters that several stages hold by these stages. Collective over all processes."""
+) -> list[ReducedParameters]:
+    """Group the trainable parameters that this stage and others hold by these. Collective over all processes."""
     by_stages: dict[tuple[int, ...], list[str]] = {}
     for name, virtual_stages in stage.stack.shared(plan.stage_bounds).items():
         stages = tuple(sorted({plan.placement.stage_of(index) for index in virtual_stages}))
         if is_trainable(name) and len(stages) > 1:
             by_stages.setdefault(stages, []).append(name)
     pipelines = [plan.ranks_of_pipeline(replica) for replica in range(plan.data_parallel_size)]
-    return [
-        SharedParameters(
-            tuple(names), len(stages), mesh.subgroup([[ranks[stage] for stage in stages] for ranks in pipelines])
-        )
-        for stages, names in by_stages.items()
-    ]
+    groups = {s: mesh.subgroup([[ranks[stage] for stage in s] for ranks in pipelines]) for s in by_stages}
+    return [ReducedParameters(tuple(by_stages[s]), group) for s, group in groups.items() if group is not None]

@@ -19,7 +19,6 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -30,8 +29,8 @@ from torch.distributed.pipelining.schedules import (
 from torch.torch_version import TorchVersion
 
 from ..model.micro_batch import Batch, batch_rows, split_batch
-from ..planning.placement import Placement
 from ..planning.schedules import schedule_of_step
+from .messages import PipelineMessages
 from .older_torch import OlderPipelineStage
 from .stage import ShapeBook, StageShapes
 from .virtual_stages import VirtualStages
@@ -90,9 +89,7 @@ class PipelineScheduler:
     Args:
         held: what this process holds.
         submodules: its virtual stages, wrapped in DDP if DDP averages over the replicas.
-        stage_index: index of the process in the pipeline, 0 ... K - 1.
-        placement: which of the K > 1 stages holds which virtual stages.
-        group: the pipeline's group.
+        messages: the position of the process among the K > 1 stages of its pipeline.
         shape_books: the shapes at the boundaries of each virtual stage.
         schedule: name of the schedule.
     """
@@ -101,22 +98,18 @@ class PipelineScheduler:
         self,
         held: VirtualStages,
         submodules: Sequence[nn.Module],
-        stage_index: int,
-        placement: Placement,
-        group: dist.ProcessGroup,
+        messages: PipelineMessages,
         shape_books: Sequence[ShapeBook],
         schedule: str,
     ) -> None:
         self._held = held
         self._submodules = tuple(submodules)
-        self._stage_index = stage_index
-        self._placement = placement
-        self._group = group
+        self._stage_index, self._placement, self._group = messages.stage_index, messages.placement, messages.group
         self._shape_books = tuple(shape_books)
         self._name = schedule
         self._built: OrderedDict[Any, _Built] = OrderedDict()
         splits = schedule_of_step(
-            schedule, placement.num_stages, placement.num_stages, placement.num_virtual_stages
+            schedule, messages.num_stages, messages.num_stages, messages.placement.num_virtual_stages
         ).splits_backward
         self._weight_gradients = WeightGradients(held.stack.model, list(held.parameters())) if splits else None
 

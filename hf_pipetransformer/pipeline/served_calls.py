@@ -16,164 +16,43 @@ Orders go from stage to stage, downwards; activations go upwards, each after its
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import recursively_apply
-from torch import nn
 
 from ..cache.content_keys import KEYS_NAME, KeyedInputs, named_inputs, version_of
 from ..errors import UnsupportedModelError
-from ..model.batch_statistics import statistics_set_aside
 from ..model.dropout import may_drop
 from ..model.elsewhere import Hidden, hidden_like
-from ..model.layer_range import HIDDEN, HIDDEN_REMEDY, CalledWith, Carry, has_own_forward
+from ..model.layer_range import HIDDEN, HIDDEN_REMEDY, CalledWith, Carry
 from ..model.layer_stack import why_whole
 from ..model.method_override import MethodOverride
-from ..model.micro_batch import Batch, batch_rows, slice_rows
+from ..model.micro_batch import Batch, batch_rows
 from ..model.nested import tensors_of
-from ..model.training_check import is_users
-from ..randomness import seeded
 from ..resilience.watchdog import PROGRESS
-from .messages import Crossing, Pending, PipelineMessages, wait_for
+from .messages import PipelineMessages
+from .orders import POSITIONAL, Ask, Backward, End, Forward, Modes, Own, StageCalls, autocast_state
 from .stage import StageModule
 
 T = TypeVar("T")
 
-POSITIONAL = "positional argument {}"
-"""Name of an argument that a call passes by position, in an order."""
-SEEDS_APART = 104729
-"""Difference between the seeds of neighbouring stages."""
 
-
-@dataclass(frozen=True)
-class _Own:
-    """Stands for one of the batch's own tensors, which every stage has."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Modes:
-    """What the user's code may have changed in the model's modules, in the order of `model.modules()`.
-
-    Attributes:
-        training: the modes.
-        adapters: whether PEFT's layers are disabled, and which of their adapters are active.
-    """
-
-    training: tuple[bool, ...]
-    adapters: tuple[tuple[bool, Any], ...]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Modes:
-        modules = list(model.modules())
-        adapters: list[tuple[Any, Any]] = [
-            (m._disable_adapters, m._active_adapter) for m in modules if _has_adapters(m)
-        ]
-        return cls(tuple(module.training for module in modules), tuple(adapters))
-
-    def set(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        for module, training in zip(modules, self.training, strict=True):
-            module.training = training
-        with_adapters = [module for module in modules if _has_adapters(module)]
-        for layer, (is_disabled, active) in zip(with_adapters, self.adapters, strict=True):
-            layer._disable_adapters, layer._active_adapter = is_disabled, active  # type: ignore[assignment]
-
-
-def _has_adapters(module: nn.Module) -> bool:
-    return hasattr(module, "_disable_adapters") and hasattr(module, "_active_adapter")
-
-
-@dataclass(frozen=True)
-class _Forward:
-    """Run a call's micro-batches.
-
-    Attributes:
-        call: number of the call.
-        module: name of the module that was called; empty for the model.
-        spans: first row, and row after the last one, of each micro-batch; empty for a call that is not split.
-        has_gradients: whether autograd is on.
-        wanted: which of the inputs' tensors, by their order, the user's code may ask a gradient of.
-        seed: seed of the random numbers in the layers; None if they draw none.
-        autocast: whether autocast is on, and its dtype.
-        modes: of the model's modules, if they have changed since the last order.
-    """
-
-    call: int
-    module: str
-    spans: tuple[tuple[int, int], ...]
-    has_gradients: bool
-    wanted: tuple[int, ...]
-    seed: int | None
-    autocast: tuple[bool, torch.dtype]
-    modes: Modes | None
-
-
-@dataclass(frozen=True)
-class _Backward:
-    """Run the backward of a micro-batch.
-
-    Attributes:
-        call: number of the call.
-        part: index of the micro-batch.
-        only_inputs: whether only the gradients of the call's inputs are asked for (`torch.autograd.grad`).
-        keeps_graph: whether another backward may follow (`retain_graph`).
-        modes: of the model's modules, if they are not those of the last forward; checkpointed layers run again.
-    """
-
-    call: int
-    part: int
-    only_inputs: bool
-    keeps_graph: bool
-    modes: Modes | None
-
-
-@dataclass(frozen=True)
-class _Ask:
-    """Send the gradients of the inputs of a call."""
-
-    call: int
-
-
-@dataclass(frozen=True)
-class _End:
-    """The user's code has returned."""
-
-
-@dataclass
-class _Held:
-    """The graph of a micro-batch on a stage below: what it received, and what it has sent."""
-
-    received: list[torch.Tensor]
-    sent: Sequence[torch.Tensor] = ()
-
-
-class ServedCalls:
-    """One process's part in the calls that the user's code makes on the last stage.
+class ServedCalls(StageCalls):
+    """Runs the user's code on the last stage, and serves the calls of the model in it with the stages below.
 
     Args:
-        stage: this process's stage, one of several with contiguous layers.
-        messages: sends to and receives from the other stages.
+        stage: as in `StageCalls`.
+        messages: as in `StageCalls`.
         most_parts: maximum number of micro-batches of a call.
     """
 
     def __init__(self, stage: StageModule, messages: PipelineMessages, most_parts: int) -> None:
-        self._stage, self._messages, self._most_parts = stage, messages, most_parts
-        self._model, self._runner = stage.stack.model, stage.stack.runner
-        self._index = messages.stage_index
-        self.modules = _modules_around_all(self._model, [unit.module for unit in stage.stack.units])
-        """The modules whose calls are served, by name."""
-        self.is_driving = False
-        """Whether the user's code runs here, and its calls are served."""
-        self._copies = any(map(is_users, self.modules.values()))
-        self._pending: Pending = []
-        # on the last stage
+        super().__init__(stage, messages)
+        self._most_parts = most_parts
         self._batch: Batch = {}
         self._keyed = KeyedInputs({})
         self._unread: Collection[str] = ()
@@ -186,13 +65,11 @@ class ServedCalls:
         self._has_failed = False  # a call has, and others would receive what belongs to it
         self._first_call = 0  # of this batch
         self._below = torch.zeros((), requires_grad=True, device=stage.device)  # the parameters below, for autograd
-        # on the stages below
-        self._held: dict[tuple[int, int], _Held] = {}
-        self._leaves: dict[int, list[torch.Tensor]] = {}  # by call: inputs whose gradients may be asked for
+        self._row_dimensions: dict[int, tuple[int | None, ...]] | None = None
+        """By stack, the dimension of the samples in each tensor behind the last layer; None until it has been seen."""
 
-    # ------------------------------------------------------------------------------------ the last stage
-    def drive(self, batch: Batch, code: Callable[[], T], unread: Collection[str] = ()) -> T:
-        """Run the user's code; inside, each call of the model is served. The other stages `serve` meanwhile.
+    def run(self, batch: Batch, code: Callable[[], T], unread: Collection[str] = ()) -> T:
+        """Run the user's code; inside, each call of the model is served by the other stages (`ServingStage`).
 
         Args:
             batch: the batch that all stages have, prepared.
@@ -202,14 +79,14 @@ class ServedCalls:
         tensors = tensors_of(batch)
         self._own = {id(tensor): (index, version_of(tensor)) for index, tensor in enumerate(tensors)}
         self._batch, self._modes, self._released = batch, None, []
-        self._finds_rows = self._stage.stack.row_dimensions is None
+        self._finds_rows = self._row_dimensions is None
         self._has_failed, self._first_call = False, self._number + 1
         self._keyed, self._unread = KeyedInputs(batch), unread
         with self._overriding():
             result = code()
-        self._order(_End())
-        wait_for(self._pending)
-        self._pending, self._batch, self._own = [], {}, {}
+        self._order(End())
+        self.wait()
+        self._batch, self._own = {}, {}
         self._first_call = self._number + 1  # the stages below have no graphs any more
         return result
 
@@ -221,16 +98,16 @@ class ServedCalls:
             return lambda *args, **kwargs: self._call(name, forward, args, kwargs)
 
         with ExitStack() as undone:
-            undone.callback(setattr, self._runner, "is_served", self._runner.is_served)
+            undone.callback(setattr, self.runner, "is_served", self.runner.is_served)
             undone.callback(setattr, self, "is_driving", False)
-            self._runner.is_served = self.is_driving = True
+            self.runner.is_served = self.is_driving = True
             for name, module in self.modules.items():
                 override = MethodOverride(module, "forward", serving(name, module.forward))
                 undone.callback(override.remove)
             yield
 
     def _call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._runner.is_running:  # inside of a call that is being served
+        if self.runner.is_running:  # inside of a call that is being served
             return forward(*args, **kwargs)
         if self._has_failed:
             raise ValueError(
@@ -252,54 +129,54 @@ class ServedCalls:
         keys = {} if name else self._keys_of(args, kwargs)
         modes = self._changed_modes()
         if modes is not None:
-            self._drops, self._runs_whole = may_drop(self._model), bool(why_whole(self._stage.stack))
-        order = _Forward(
+            self._drops, self._runs_whole = may_drop(self.model), bool(why_whole(self.stage.stack))
+        order = Forward(
             self._number,
             name,
             self._spans(inputs),
             has_gradients,
             tuple(wanted),
             int(torch.randint(2**62, ())) if self._drops else None,
-            _autocast_state(self._stage.device.type),
+            autocast_state(self.stage.device.type),
             modes,
         )
         self._order(order, recursively_apply(self._by_name, {**inputs, **keys}))
-        origin = torch.zeros((), device=self._stage.device)
+        origin = torch.zeros((), device=self.stage.device)
         if wanted:
             origin = _Inputs.apply(self, order.call, *wanted.values())
         if not order.spans:  # one forward, as in one process: the model may count them
             values = self._receive(order, 0, origin)
             with (
-                self._running(order, 0, forward),
-                self._stage.running_to_the_end(values, {**inputs, **keys}),
+                self.running(order, 0, forward),
+                self.stage.running_to_the_end(values, {**inputs, **keys}),
             ):
-                self._runner.begin_call()
-                self._tell_cache(args, dict(kwargs))
+                self.runner.begin_call()
+                self.tell_cache(args, dict(kwargs))
                 return _hiding_the_first(forward(*args, **kwargs))
         ends = [
             self._run_part(order, forward, part, number, origin)
-            for number, part in enumerate(_parts({**inputs, **keys}, order.spans, self._copies))
+            for number, part in enumerate(self.parts({**inputs, **keys}, order.spans))
         ]
-        stack = self._stage.stack
+        stack = self.stage.stack
         with (
-            self._runner.calling_with(CalledWith()),
-            self._runner.to_the_end(stack.num_units, self._joined(ends)),
+            self.runner.calling_with(CalledWith()),
+            self.runner.to_the_end(stack.num_units, self._joined(ends)),
         ):
-            self._runner.begin_call()
+            self.runner.begin_call()
             return _hiding_the_first(forward(*args, **kwargs))
 
     def _run_part(
-        self, order: _Forward, forward: Callable[..., Any], part: Batch, number: int, origin: torch.Tensor
+        self, order: Forward, forward: Callable[..., Any], part: Batch, number: int, origin: torch.Tensor
     ) -> Carry:
         """Run this stage's layers on a micro-batch that arrives from below; returns what follows the last one."""
         values = self._receive(order, number, origin)
-        with self._running(order, number, forward):
-            inputs, start, carry = self._stage.begin(values, part)
-            return self._runner.run(start, self._stage.stop, carry, inputs)
+        with self.running(order, number, forward):
+            inputs, start, carry = self.stage.begin(values, part)
+            return self.runner.run(start, self.stage.stop, carry, inputs)
 
-    def _receive(self, order: _Forward, number: int, origin: torch.Tensor) -> list[torch.Tensor]:
+    def _receive(self, order: Forward, number: int, origin: torch.Tensor) -> list[torch.Tensor]:
         """Receive a micro-batch's values from below, whose gradients go down again."""
-        values = self._messages.receive_values(self._index, self._stage.slots_in, with_gradients=order.has_gradients)
+        values = self.messages.receive_values(self.index, self.stage.slots_in, with_gradients=order.has_gradients)
         through = [index for index, value in enumerate(values) if value.requires_grad]
         if through:
             hidden = (values[index].detach() for index in through)
@@ -316,14 +193,14 @@ class ServedCalls:
         """
         if len(ends) == 1:
             return ends[0]
-        stack, joined = self._stage.stack, {}
-        if stack.row_dimensions is None:
-            stack.row_dimensions = {
+        joined = {}
+        if self._row_dimensions is None:
+            self._row_dimensions = {
                 of: tuple(_row_dimension(values) for values in zip(*(end[of] for end in ends), strict=True))
                 for of in ends[0]
             }
-            self._refuse_unlike(ends, stack.row_dimensions)
-        for of, dimensions in stack.row_dimensions.items():
+            self._refuse_unlike(ends, self._row_dimensions)
+        for of, dimensions in self._row_dimensions.items():
             values = zip(*(end[of] for end in ends), strict=True)
             joined[of] = tuple(
                 parts[0] if dimension is None else torch.cat(parts, dimension)
@@ -338,7 +215,7 @@ class ServedCalls:
                 first = ends[0][of][index]
                 if dimension is None and not all(torch.equal(first, end[of][index]) for end in ends[1:]):
                     raise UnsupportedModelError(
-                        self._model,
+                        self.model,
                         f"its layers return a value of shape {tuple(first.shape)} that has no entry for each sample"
                         " and differs between micro-batches (a sum over them, perhaps).",
                         "Set num_microbatches=1, or pipeline_parallel_size=1.",
@@ -362,14 +239,14 @@ class ServedCalls:
 
     def _keys_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         """The cache keys of a call of the model on the batch's own inputs; those of other inputs are not known."""
-        cache = self._stage.cache
-        called = named_inputs(self._model, args, kwargs)
+        cache = self.stage.cache
+        called = named_inputs(self.model, args, kwargs)
         if KEYS_NAME not in self._batch or cache is None or cache.is_called_otherwise(called):
             return {}
         return {KEYS_NAME: self._batch[KEYS_NAME]} if self._keyed.are(called, self._unread) else {}
 
     def _changed_modes(self) -> Modes | None:
-        modes = Modes.of(self._model)
+        modes = Modes.of(self.model)
         if modes == self._modes:
             return None
         self._modes = modes
@@ -378,18 +255,13 @@ class ServedCalls:
     def _by_name(self, tensor: torch.Tensor) -> Any:
         """The batch's own tensor by its index, if it is unchanged; every other one as it is."""
         index, version = self._own.get(id(tensor), (None, None))
-        return _Own(index) if index is not None and version_of(tensor) == version else tensor
+        return Own(index) if index is not None and version_of(tensor) == version else tensor
 
     def _order(self, order: Any, tensors: Any = ()) -> None:
         released, self._released = self._released, []
-        self._forget_what_has_arrived()
-        self._pending += self._messages.send_tree((order, released, tensors), self._index - 1)
+        self.send((order, released, tensors), self.index - 1)
 
-    def _forget_what_has_arrived(self) -> None:
-        """A gradient cache makes hundreds of calls: what they have sent must not stay until the step is over."""
-        self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
-
-    def send_backward(self, order: _Backward, gradients: Sequence[torch.Tensor]) -> None:
+    def send_backward(self, order: Backward, gradients: Sequence[torch.Tensor]) -> None:
         """Called by autograd: order the backward of a micro-batch."""
         PROGRESS.tick()
         if order.call < self._first_call:
@@ -402,15 +274,15 @@ class ServedCalls:
 
     def modes_of_backward(self) -> Modes | None:
         """Called by autograd: modes other than the last forward's; not all stages below may get this order."""
-        modes = Modes.of(self._model)
+        modes = Modes.of(self.model)
         return None if modes == self._modes else modes
 
     def gradients_of_inputs(self, call: int) -> list[torch.Tensor]:
         """Called by autograd: the gradients of a call's inputs, summed over the stages below."""
-        self._order(_Ask(call))
-        found: list[torch.Tensor] = self._messages.receive_tree(0)
-        for stage in range(1, self._index):
-            found = [one + other for one, other in zip(found, self._messages.receive_tree(stage), strict=True)]
+        self._order(Ask(call))
+        found: list[torch.Tensor] = self.messages.receive_tree(0)
+        for stage in range(1, self.index):
+            found = [one + other for one, other in zip(found, self.messages.receive_tree(stage), strict=True)]
         return found
 
     def release(self, call: int, part: int) -> None:
@@ -418,140 +290,6 @@ class ServedCalls:
         self._released.append((call, part))
 
     # ------------------------------------------------------------------------------------ the stages below
-    def serve(self, batch: Batch) -> None:
-        """Do what the last stage orders, until the user's code there has returned.
-
-        Args:
-            batch: the batch that all stages have.
-        """
-        tensors = tensors_of(batch)
-        modes = Modes.of(self._model)  # what the user's code changes ends with it here
-        while True:
-            order, released, given = self._messages.receive_tree(self._index + 1)
-            PROGRESS.tick()
-            for key in released:
-                self._held.pop(key, None)
-            if not isinstance(order, _Backward) and self._index > 0:
-                self._pending += self._messages.send_tree((order, released, given), self._index - 1)
-            if isinstance(order, _End):
-                break
-            self._forget_what_has_arrived()
-            if isinstance(order, _Ask):
-                self._answer(order)
-            elif isinstance(order, _Forward):
-                inputs = recursively_apply(
-                    lambda own: tensors[own.index], given, test_type=lambda value: isinstance(value, _Own)
-                )
-                self._forward(order, inputs)
-            else:
-                self._backward(order, given)
-        wait_for(self._pending)
-        self._pending = []
-        self._held.clear()
-        self._leaves.clear()
-        modes.set(self._model)
-
-    def _answer(self, order: _Ask) -> None:
-        """Send the gradients that the inputs of a call have got here."""
-        leaves = self._leaves[order.call]
-        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        self._pending += self._messages.send_tree(gradients, self._messages.last)
-
-    def _forward(self, order: _Forward, inputs: Batch) -> None:
-        if order.modes is not None:
-            order.modes.set(self._model)
-        module = self.modules[order.module]
-        if order.wanted:
-            position = itertools.count()
-            leaves: list[torch.Tensor] = []
-
-            def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
-                if next(position) not in order.wanted:
-                    return tensor
-                leaves.append(tensor.detach().requires_grad_())
-                return leaves[-1]
-
-            inputs = recursively_apply(leaf_of, inputs)
-            self._leaves[order.call] = leaves
-        for number, part in enumerate(_parts(inputs, order.spans, self._copies)):
-            held = _Held([])
-            values: list[torch.Tensor] = []
-            if self._index > 0:
-                values = self._messages.receive_values(
-                    self._index, self._stage.slots_in, with_gradients=order.has_gradients
-                )
-                held.received = [value for value in values if value.requires_grad]
-            # views, as in `StageModule`: autocast must not take them for weights
-            values = [value.view_as(value) if value.requires_grad else value for value in values]
-            with self._running(order, number, module.forward), statistics_set_aside(self._stage.counted_elsewhere):
-                outputs = self._stage.carry_on(values, part)
-            slots = self._stage.slots_out
-            outputs = tuple(
-                out if slot.is_used and slot.needs_gradient else out.detach()
-                for slot, out in zip(slots, outputs, strict=True)
-            )
-            held.sent = [out for out in outputs if out.requires_grad]
-            if held.sent:
-                self._held[order.call, number] = held
-            self._pending += self._messages.send_values(Crossing(self._index, slots, outputs))
-
-    def _backward(self, order: _Backward, gradients: Sequence[torch.Tensor]) -> None:
-        held = self._held[order.call, order.part]
-        for leaf in held.received:
-            leaf.grad = None
-        of_forward = Modes.of(self._model)
-        if order.modes is not None:
-            order.modes.set(self._model)
-        if order.only_inputs:
-            leaves = [*held.received, *self._leaves.get(order.call, ())]
-            found = torch.autograd.grad(
-                held.sent, leaves, gradients, retain_graph=order.keeps_graph, allow_unused=True
-            )
-            for leaf, gradient in zip(leaves, found, strict=True):
-                if gradient is not None:
-                    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-        else:
-            torch.autograd.backward(held.sent, gradients, retain_graph=order.keeps_graph)
-        of_forward.set(self._model)
-        down = [torch.zeros_like(x) if x.grad is None else x.grad for x in held.received]
-        if not order.keeps_graph:
-            del self._held[order.call, order.part]
-        if down:
-            self._pending += self._messages.send_tree((order, [], down), self._index - 1)
-
-    # ------------------------------------------------------------------------------------ both
-    @contextmanager
-    def _running(self, order: _Forward, part: int, forward: Callable[..., Any]) -> Iterator[None]:
-        """Inside, the runner runs a micro-batch of a call as the call was made."""
-        PROGRESS.tick()
-        enabled, dtype = order.autocast
-        seed = None if order.seed is None else order.seed + part + SEEDS_APART * self._index
-        with (
-            torch.set_grad_enabled(order.has_gradients),
-            torch.autocast(self._stage.device.type, dtype, enabled=enabled),
-            seeded(seed) if seed is not None else nullcontext(),
-            self._runner.calling_with(CalledWith()),
-            self._runner.calling_through(self._with_positional(forward)),
-        ):
-            yield
-
-    def _with_positional(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Call `forward` on the inputs of an order, some of which were passed by position."""
-
-        def call(**inputs: Any) -> Any:
-            args: list[Any] = []
-            while (name := POSITIONAL.format(len(args))) in inputs:
-                args.append(inputs.pop(name))
-            self._tell_cache(tuple(args), inputs)
-            return forward(*args, **inputs)
-
-        return call
-
-    def _tell_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._stage.cache is not None:
-            self._stage.cache.begin_call(args, kwargs)
 
 
 class _Boundary(torch.autograd.Function):
@@ -584,7 +322,7 @@ class _Boundary(torch.autograd.Function):
         reaches_parameters = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         modes = token.served.modes_of_backward()
-        token.served.send_backward(_Backward(token.call, token.part, not reaches_parameters, keeps, modes), gradients)
+        token.served.send_backward(Backward(token.call, token.part, not reaches_parameters, keeps, modes), gradients)
         origin = gradients[0].new_zeros(()) if ctx.needs_input_grad[1] else None
         return None, origin, None, None, None, *[None] * len(gradients)
 
@@ -615,22 +353,6 @@ class _Inputs(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------------------
-def _modules_around_all(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The modules that contain all layers and can be called, by name: what a user's loss may call."""
-    inside = set(layers)
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if module not in inside and has_own_forward(module) and inside.issubset(module.modules())
-    }
-
-
-def _parts(inputs: Batch, spans: Sequence[tuple[int, int]], copies: bool) -> list[Batch]:
-    """The inputs of each micro-batch; copies, if the model may write into them."""
-    parts = [slice_rows(inputs, start, stop) for start, stop in spans] or [dict(inputs)]
-    return [recursively_apply(lambda tensor: tensor.clone(), part) for part in parts] if copies else parts
-
-
 def _row_dimension(values: Sequence[torch.Tensor]) -> int | None:
     """The dimension along which the values of micro-batches of different sizes differ; None if none does."""
     different = [
@@ -649,7 +371,3 @@ def _hiding_the_first(output: Any) -> Any:
             if isinstance(first, torch.Tensor) and not isinstance(first, Hidden):
                 output[name] = (hidden_like(first, HIDDEN.format("the embeddings"), HIDDEN_REMEDY), *states[1:])
     return output
-
-
-def _autocast_state(device: str) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

@@ -17,8 +17,8 @@ from torch import nn
 
 from ..cache.side_stream import is_apart
 from ..model.elsewhere import computing_with_nan, hide
+from ..model.nested import as_bytes
 from ..model.placeholders import ParameterTable, placeholder, set_values, values_of, with_values
-from .chunks import as_bytes
 from .mesh import ProcessMesh
 from .transfer import CPU, transfer
 
@@ -45,11 +45,20 @@ class WeightState:
     While some parameters are missing, `model.state_dict()` and `model.load_state_dict()` keep working through hooks:
     saving (inside `gathered`) sees every weight on rank 0, and loading takes the parameters that are here and skips
     the others.
+
+    Args:
+        table: the model's parameters, all of which are here.
+        mesh: all processes of the run.
+        device: the device of what this process holds while others hold the rest.
     """
 
-    def __init__(self, table: ParameterTable, mesh: ProcessMesh) -> None:
+    def __init__(self, table: ParameterTable, mesh: ProcessMesh, device: torch.device = CPU) -> None:
         self._table = table
-        self._mesh = mesh
+        self.mesh = mesh
+        self.device = device
+        self._everyone: Holders = dict.fromkeys(table.names, tuple(range(mesh.world_size)))
+        self.holders: Holders = self._everyone
+        """The ranks that hold each parameter."""
         self._trainable = {name: table[name].requires_grad for name in table.names}
         self._missing: set[str] = set()
         self._frozen: set[str] = set()
@@ -60,7 +69,7 @@ class WeightState:
         self._hooks: list[Any] = []
         self._reading = ExitStack()  # while `model.state_dict()` runs
         self._here: tuple[nn.Parameter, ...] = ()
-        self._flags_here: list[bool] = []  # the flags that `keep_only` has left in `_here`
+        self._flags_here: list[bool] = []  # the flags that `keep_held` has left in `_here`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightState:
         """Return self: a copied model (a teacher, for example) has its hooks, which act on the original alone."""
@@ -117,13 +126,12 @@ class WeightState:
         assert self.is_whole
         self._trainable = {name: self._table[name].requires_grad for name in self._table.names}
 
-    def follow_flags(self, holders: Holders, thaws: bool = False) -> bool:
+    def follow_flags(self, thaws: bool = False) -> bool:
         """Adopt the `requires_grad` flags that the user's code has set. Collective over all processes.
 
         The first of the ranks that hold a parameter decides; the flag of a placeholder has no meaning.
 
         Args:
-            holders: the ranks that hold each parameter.
             thaws: whether what is frozen may be trained again; then nothing is frozen any more.
 
         Returns:
@@ -132,7 +140,7 @@ class WeightState:
         Raises:
             ValueError: if parameters that a freeze policy has frozen require a gradient again.
         """
-        flags = self._flags_of_first_holders(holders)
+        flags = self._flags_of_first_holders()
         thawed = [name for name in self._table.names if name in self._frozen and flags[name]]
         if thawed and thaws:
             self._frozen.clear()
@@ -149,29 +157,24 @@ class WeightState:
                     self._table[name].requires_grad_(flags[name])
         return bool(thawed)
 
-    def _flags_of_first_holders(self, holders: Holders) -> dict[str, bool]:
-        mine = [self._table[name].requires_grad for name, ranks in holders.items() if ranks[0] == self._mesh.rank]
-        flags = [iter(theirs) for theirs in self._mesh.gather_objects(mine)]
+    def _flags_of_first_holders(self) -> dict[str, bool]:
+        holders = self.holders
+        mine = [self._table[name].requires_grad for name, ranks in holders.items() if ranks[0] == self.mesh.rank]
+        flags = [iter(theirs) for theirs in self.mesh.gather_objects(mine)]
         return {name: next(flags[ranks[0]]) for name, ranks in holders.items()}
 
     def values_of(self, name: str) -> dict[int, torch.Tensor]:
         """The tensors with the values of a parameter, numbered."""
         return dict(enumerate(values_of(self._table[name])))
 
-    def put(self, name: str, values: Sequence[torch.Tensor]) -> None:
-        """Store the values of a parameter that another process has sent, in the order of `values_of`."""
-        set_values(self._table[name], values)
+    def put(self, name: str, values: Mapping[int, torch.Tensor]) -> None:
+        """Store the values of a parameter that another process has sent, as `values_of` has returned them there."""
+        set_values(self._table[name], values.values())
         self._table[name].requires_grad_(self.is_trainable(name))
         self._missing.discard(name)
 
-    def drop(self, name: str, device: torch.device, holder: int | None = None) -> None:
-        """Free the memory of a parameter, which becomes a placeholder on `device`, and cannot be read.
-
-        Args:
-            name: the parameter's.
-            device: this process's.
-            holder: a rank that holds it, if it is known.
-        """
+    def drop(self, name: str) -> None:
+        """Free the memory of a parameter, which becomes a placeholder, and cannot be read."""
         parameter = self._table[name]
         parameter.requires_grad_(False)  # user code may have set it, also that of a placeholder
         parameter.grad = None
@@ -179,9 +182,9 @@ class WeightState:
             # code that reads a placeholder (a penalty on all weights) must not get a plausible number
             values = values_of(parameter)
             nothing = [float("nan") if value.is_floating_point() else 0 for value in values]
-            set_values(parameter, [placeholder(v, fill, device) for v, fill in zip(values, nothing, strict=True)])
+            set_values(parameter, [placeholder(v, fill, self.device) for v, fill in zip(values, nothing, strict=True)])
             self._missing.add(name)
-        about = f"{name} is held by another process" if holder is None else f"{name} is held by rank {holder}"
+        about = f"{name} is held by rank {self.holders[name][0]}"
         hide(parameter, about, HELD_ELSEWHERE, self.is_trainable(name))
 
     def make_contiguous(self, names: Collection[str]) -> None:
@@ -191,23 +194,23 @@ class WeightState:
             if not all(value.is_contiguous() for value in values):
                 set_values(self._table[name], [value.contiguous() for value in values])
 
-    def keep_only(self, names: Collection[str], device: torch.device, holders: Holders) -> None:
-        """Move these parameters to `device`; free the memory of the others, which become placeholders.
+    def keep_held(self, holders: Holders) -> None:
+        """Move what this process holds to its device; free the memory of the rest, which become placeholders.
 
         Args:
-            names: what this process holds.
-            device: its device.
-            holders: who holds what.
+            holders: who holds what from now on.
         """
         self.onload()
+        self.holders = holders
+        names = {name for name, ranks in holders.items() if self.mesh.rank in ranks}
         model = self._table.model
         for name in self._table.names:
             if name in names:
-                _move(self._table[name], device)
+                _move(self._table[name], self.device)
             else:
-                self.drop(name, device, holders[name][0])
+                self.drop(name)
         for buffer in model.buffers():
-            buffer.data = buffer.data.to(device)
+            buffer.data = buffer.data.to(self.device)
         self._here = tuple(self._table[name] for name in self._table.names if name in names)
         self._flags_here = [parameter.requires_grad for parameter in self._here]
         if not self._hooks:
@@ -279,15 +282,12 @@ class WeightState:
                 self._table[name].requires_grad_(False)
 
     @contextmanager
-    def gathered(
-        self, holders: Holders, folder: Path | None = None, needed: Collection[str] | None = None
-    ) -> Iterator[None]:
+    def gathered(self, folder: Path | None = None, needed: Collection[str] | None = None) -> Iterator[None]:
         """Inside, on rank 0, `model.state_dict()` holds every weight; those of other processes are on the CPU.
 
         Collective over all processes.
 
         Args:
-            holders: who holds what.
             folder: the folder of a temporary file that they are collected in, if there may be no memory for them.
             needed: the parameters that will be read, the same on every process; None: all.
         """
@@ -298,7 +298,7 @@ class WeightState:
             gathered[name] = with_values(self._table[name], iter(values.values()))
 
         wanted = {name: (0,) for name in self._table.names if needed is None or name in needed}
-        transfer(holders, wanted, self._mesh, CPU, self.values_of, store, folder=folder)
+        transfer(self.holders, wanted, self.mesh, CPU, self.values_of, store, folder=folder)
         self._gathered = gathered
         try:
             yield
@@ -316,8 +316,8 @@ class WeightState:
             self._lists_placeholders = False
 
     @contextmanager
-    def whole(self, holders: Holders, device: torch.device) -> Iterator[None]:
-        """Inside, every process has every weight, for computing without gradients; those of others are on `device`.
+    def whole(self) -> Iterator[None]:
+        """Inside, every process has every weight on its device, for computing without gradients.
 
         What this process holds stays as it is, and so does the optimizer's state. Afterwards the other parameters are
         placeholders again. Collective over all processes.
@@ -325,19 +325,19 @@ class WeightState:
         self.onload()
         missing, self._missing = self._missing, set()
         try:
-            self._receive(holders, device)
+            self._receive(self.device)
             yield
         finally:
             for name in missing:
-                self.drop(name, device, holders[name][0])
+                self.drop(name)
 
-    def restore(self, holders: Holders, device: torch.device) -> None:
+    def restore(self, device: torch.device) -> None:
         """Restore every weight on every process, on `device`. Collective over all processes."""
         self.onload()
-        for name, flag in self._flags_of_first_holders(holders).items():
+        for name, flag in self._flags_of_first_holders().items():
             self._trainable[name] = flag or (name in self._frozen and self._trainable[name])
-        self._receive(holders, device)
-        for name in holders:
+        self._receive(device)
+        for name in self._table.names:
             _move(self._table[name], device)
         self._is_whole_again(device)
 
@@ -351,21 +351,20 @@ class WeightState:
         return kept
 
     def put_back(self, weights: Kept) -> None:
-        """Make the model complete again with the weights that it had before `keep_only`. Not collective."""
+        """Make the model complete again with the weights that it had before `keep_held`. Not collective."""
         for name, (values, grad) in weights.items():
             set_values(self._table[name], values)
             self._table[name].grad = grad
         self._is_whole_again(next(iter(weights.values()))[0][0].device)
 
     # ------------------------------------------------------------------------------------ inside
-    def _receive(self, holders: Holders, device: torch.device) -> None:
+    def _receive(self, device: torch.device) -> None:
         """Fill placeholders with the weights that other processes hold. Collective over all processes."""
 
         def store(name: str, values: Mapping[int, torch.Tensor]) -> None:
             set_values(self._table[name], values.values())
 
-        everyone = dict.fromkeys(holders, tuple(range(self._mesh.world_size)))
-        transfer(holders, everyone, self._mesh, device, self.values_of, store)
+        transfer(self.holders, self._everyone, self.mesh, device, self.values_of, store)
 
     def _is_whole_again(self, device: torch.device) -> None:
         for buffer in self._table.model.buffers():
@@ -373,6 +372,7 @@ class WeightState:
         for name in self._table.names:
             self._table[name].requires_grad_(self._trainable[name])
         self._missing, self._frozen, self._here, self._flags_here = set(), set(), (), []
+        self.holders = self._everyone
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

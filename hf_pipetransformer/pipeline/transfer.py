@@ -30,8 +30,8 @@ import torch.distributed as dist
 from ..cache.side_stream import is_apart
 from ..model.checkpoint_files import TensorLike
 from ..model.mapped_weights import tensors_in_file
+from ..model.nested import as_bytes
 from ..resilience.watchdog import PROGRESS
-from . import chunks
 from .devices import synchronise
 from .mesh import ProcessMesh
 
@@ -46,6 +46,9 @@ Values = Mapping[Any, Any]
 CPU = torch.device("cpu")
 PEERS_AT_ONCE = 32
 """Number of processes that one sends to, and receives from, in one batch: NCCL hangs in batches of hundreds."""
+
+CHUNK_BYTES = 2**26
+"""Upper bound, in bytes, for what a process sends and receives of weights or optimizer state at a time."""
 
 
 class Route(NamedTuple):
@@ -179,7 +182,7 @@ def rounds_of(
         ranks = [rank for route in routes[name] for rank in (route.source, *route.destinations)]
         start = 0
         while True:
-            stop = min(start + chunks.CHUNK_BYTES - max(load[rank] for rank in ranks), sizes[name])
+            stop = min(start + CHUNK_BYTES - max(load[rank] for rank in ranks), sizes[name])
             if stop > start or sizes[name] == 0:
                 pieces.append(Piece(name, start, stop))
                 load.update(dict.fromkeys(ranks, stop - start))
@@ -204,7 +207,7 @@ def _run_round(
     for name, start, stop in pieces:
         for route in routes[name]:
             if stop > start and (rank == route.source or rank in route.destinations):
-                by_route.setdefault(route, []).extend(chunks.cut(tensors[name], start, stop))
+                by_route.setdefault(route, []).extend(_cut(tensors[name], start, stop))
     buffers: dict[Route, torch.Tensor] = {}
     operations = []
     for route, views in sorted(by_route.items(), key=lambda item: item[0]):  # both ends have the same order
@@ -234,6 +237,19 @@ def _batches(operations: Sequence[dist.P2POp], rank: int, world_size: int) -> li
         distance = (operation.peer - rank if operation.op is dist.isend else rank - operation.peer) % world_size
         batches.setdefault(distance // PEERS_AT_ONCE, []).append(operation)
     return [batch for _, batch in sorted(batches.items())]
+
+
+def _cut(tensors: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
+    """Flat views of the bytes [start, stop) of tensors in a row; a tensor that is not contiguous is copied first."""
+    parts = []
+    begin = 0
+    for tensor in tensors:
+        end = begin + tensor.nbytes
+        if max(begin, start) < min(end, stop):
+            dense = tensor.detach().contiguous()
+            parts.append(as_bytes(dense)[max(start - begin, 0) : stop - begin])
+        begin = end
+    return parts
 
 
 def _joined(views: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -162,7 +162,7 @@ class GlobalBatch:
         give different results on each stage.
         """
         part = self.current
-        shared = pipeline.share((batch, part.rows, part.global_rows, part.items, self.num_items))
+        shared = pipeline.running.messages.share((batch, part.rows, part.global_rows, part.items, self.num_items))
         batch, rows, global_rows, items, self.num_items = shared
         self.current = BatchSlice(rows, global_rows, items=items)
         return batch

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..pipeline.chunks import as_bytes
+from ..model.nested import as_bytes
 from ..pipeline.mesh import ProcessMesh
 
 TRIES = 16

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from ..cache.content_keys import KEYS_NAME, BatchKeys, KeyingCollator
-from ..data.numbered_batches import KeysApart
+from ..data.loaders import KeysApart
 from ..model.micro_batch import Batch, naming_long_rows
 from ..model.placeholders import num_bytes
 from ..pipeline.devices import device_budget, fits, is_on
@@ -201,10 +201,10 @@ def predict(
 
             batch = prepared(job, inputs, keys)
             result: Prediction
-            if job.overrides_loss and pipeline.can_serve:
-                result = pipeline.predict_served(batch, predict_rows, job.not_in_keys)
+            if job.overrides_loss and pipeline.running.can_serve:
+                result = pipeline.running.predict_served(batch, predict_rows, job.not_in_keys)
             else:
-                result = pipeline.predict(batch, job.called_by_stock(batch), predict_rows)
+                result = pipeline.running.predict(batch, job.called_by_stock(batch), predict_rows)
             return result
         with naming_long_rows(job.model, inputs):
             assert pipeline.stage is not None

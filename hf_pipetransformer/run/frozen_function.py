@@ -21,6 +21,7 @@ from ..cache.cache_probe import SAME
 from ..model.nested import on_device
 from ..model.watched_weights import WatchedWeights, digest_of
 from ..pipeline.elastic_pipeline import ElasticPipeline
+from ..pipeline.prediction import outputs_of_frozen
 
 MOST_NUMBERS = 2**16
 """Maximum number of values of an output, evenly spaced, that are kept for comparisons."""
@@ -67,7 +68,7 @@ class FrozenFunction:
         names = pipeline.stack.owned(0, boundary)
         mine = {name: self._digests.get(name) or digest_of(table[name]) for name in stage.names if name in names}
         buffers = [digest_of(buffer) for buffer in self._watch().buffers]
-        outputs = pipeline.outputs_of_frozen(self._rows, boundary, seed=0) or ()
+        outputs = self._run(boundary, seed=0) or ()
         here = (mine, buffers, [digest_of(output) for output in outputs], [_some_numbers(o) for o in outputs])
         everyone = pipeline.mesh.gather_objects(here)
         for weights, *_ in everyone:
@@ -95,7 +96,7 @@ class FrozenFunction:
         weights_hold = self._watched is None or self._watched.what_changed(settings=False) is None
         self._are_settings_known &= self.looks_same() or not weights_hold
         # with another seed each time, because frozen layers must not depend on random numbers
-        outputs = self._pipeline.outputs_of_frozen(self._rows, self._boundary, seed=self._num_looks)
+        outputs = self._run(self._boundary, seed=self._num_looks)
         outputs_hold = outputs is None or _are_same([_some_numbers(output) for output in outputs], self._outputs)
         self._pipeline.offload_cached_layers()
         votes = self._pipeline.mesh.gather_objects((weights_hold, outputs_hold))
@@ -109,6 +110,10 @@ class FrozenFunction:
         Weights must not be offloaded.
         """
         return self._watched is None or self._watched.what_changed(settings=self._are_settings_known) is None
+
+    def _run(self, boundary: int, seed: int) -> tuple[torch.Tensor, ...] | None:
+        running = self._pipeline.running
+        return outputs_of_frozen(running.stage, running.messages, self._rows, boundary, seed)
 
     def _watch(self) -> WatchedWeights:
         """Watch frozen layers, and modules with frozen parameters of their own."""

@@ -22,14 +22,16 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerState
 
-from ..data.numbered_batches import NumberedLoader, TrainingBatches
+from ..data.loaders import NumberedLoader
+from ..data.numbered_batches import TrainingBatches
 from ..errors import ONE_LINE
 from ..file_formats import freezing_in
 from ..freezing.callback import LayerFreezeCallback, refuse_reentrant_checkpointing
 from ..freezing.policies import agreed_num_frozen
 from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
-from ..pipeline.elastic_pipeline import ElasticPipeline, unwrapped
+from ..pipeline.elastic_pipeline import ElasticPipeline
+from ..pipeline.optimizer_state import unwrapped
 from ..planning.layout import Layout
 from ..planning.planner import Planner
 from ..randomness import generators_kept

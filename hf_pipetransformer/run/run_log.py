@@ -13,7 +13,7 @@ from ..freezing.policies import NeverFreeze, policy_description
 from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epochs
 from ..logs import tell
 from ..model.frozen_prefix import FreezableLayers
-from ..pipeline.elastic_pipeline import Transformation
+from ..pipeline.moves import Transformation
 from ..planning.layout import AUTO, Layout
 from ..planning.planner import Planner
 from ..records.files import BEGINNINGS, SLICES, layout_of, slices_of

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..pipeline.elastic_pipeline import Transformation
+from ..pipeline.moves import Transformation
 from ..planning.layout import Layout
 from ..planning.tables import MIB
 from ..token_slices.slice_timeline import SlicePlan

@@ -185,18 +185,18 @@ class Steps:
         batch, other_inputs = self._prepare(inputs, other_weights)
         following = self.batch.waiting[0] if self.batch.waiting else self._data.next_slice
         if pipeline.stack.runner.takes_batch:
-            pipeline.read_ahead(following.keys if following is not None else None)
+            pipeline.running.read_ahead(following.keys if following is not None else None)
         # 3
         current = self._in_flight = BatchInFlight(
             self._loss, self._setup.reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch
         )
         front = nullcontext() if self._front is None else self._front.step(state, batch)
         with naming_long_rows(self._job.model, batch), front:
-            pipeline.prepare(batch)
+            pipeline.running.prepare(batch)
             current.losses.clear()  # of the profile that may have been run
             if pipeline.is_driven and pipeline.num_stages > 1:
                 unread = self._job.not_in_keys | pipeline.stack.runner.called.kept_back
-                pipeline.drive(batch, partial(current.drive, pipeline), unread)
+                pipeline.step(batch, partial(current.drive, pipeline), unread)
             else:
                 _as_the_user_raised_it(partial(pipeline.step, batch))
         current.release()
@@ -251,7 +251,9 @@ class Steps:
         """
         callback, accelerator, scale = self._job.freeze_callback, self._job.trainer.accelerator, self._loss.scale
         if callback is not None and callback.wants_gradient_norms:
-            callback.observe(self._pipeline.squared_gradient_norms(scale))
+            assert self._pipeline.freezable is not None
+            inside = self._pipeline.freezable.inside
+            callback.observe(self._pipeline.running.gradients.squared_norms(inside, scale))
         unscale = accelerator.unscale_gradients if accelerator.scaler is not None else None
         with phase("update"):
             return self._pipeline.clip_grad_norm(max_norm, unscale, scale)

@@ -14,15 +14,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from ..cache.content_keys import KeyingCollator
 from ..cache.file_store import FileStore
 from ..cache.sharing import current_file, node_name, node_shares
+from ..data.loaders import KeysApart, NumberedLoader
 from ..data.node_order import Order
 from ..data.numbered_batches import (
     GivenBatches,
-    KeysApart,
     NumberedBatches,
-    NumberedLoader,
     TrainingBatches,
     refuse_empty,
 )
+from ..data.sample_order import SampleOrder
 from ..resilience.stop_signal import WorkerStart
 from .job import TrainingJob, whole_stream
 
@@ -58,19 +58,22 @@ def training_loader(
             )
         return stock
     nodes = job.mesh.gather_objects(node_name()) if generations is not None else []  # the node of each rank
+    order = SampleOrder(
+        None if is_iterable else _sampler_of(stock),
+        job.trainer._train_batch_size * args.world_size,
+        seed=args.data_seed if args.data_seed is not None else args.seed,
+        node_shares=node_shares(nodes) if generations is not None else (1,),
+        agree=partial(_order_of_first, job),
+        # several processes would draw different numbers, and the order must not depend on the layout
+        draws_as_stock=args.world_size == 1,
+    )
     return NumberedLoader(
         NumberedBatches(
             dataset,
-            None if is_iterable else _sampler_of(stock),
+            order,
             stock.collate_fn,
-            job.trainer._train_batch_size * args.world_size,
             drop_last=args.dataloader_drop_last,
-            seed=args.data_seed if args.data_seed is not None else args.seed,
             keyed=partial(keying_collator, job) if generations is not None else None,
-            node_shares=node_shares(nodes) if generations is not None else (1,),
-            agree=partial(_order_of_first, job),
-            # several processes would draw different numbers, and the order must not depend on the layout
-            draws_as_stock=args.world_size == 1,
             num_workers=args.dataloader_num_workers,
             pin_memory=stock.pin_memory,
             worker_init_fn=WorkerStart(stock.worker_init_fn),

@@ -19,7 +19,7 @@ from model_zoo import MODELS, without_dropout
 
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.model.nested import on_device
-from hf_pipetransformer.pipeline import chunks
+from hf_pipetransformer.pipeline import transfer
 from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
 from hf_pipetransformer.pipeline.holders import holders_under
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
@@ -55,7 +55,7 @@ class OnTheDevice:
         fake_device.register(library)
         dist.init_process_group("gloo")
         fake_groups.register()
-        chunks.CHUNK_BYTES = CHUNK_BYTES
+        transfer.CHUNK_BYTES = CHUNK_BYTES
         self.world_size = world_size
         device = torch.device("fake:0")
         sample = on_device(MODELS["bert-classification"].batch(2), device)
@@ -83,7 +83,7 @@ class OnTheDevice:
 
     def transform(self, stages: int) -> Memory:
         rank, plan = self.pipeline.mesh.rank, self.plan(stages)
-        holders = self.pipeline.holders(), holders_under(plan, self.stack)
+        holders = self.pipeline.weights.holders, holders_under(plan, self.stack)
         largest: dict[Any, int] = {}
         for name in self.stack.table.names:
             flow = holders[0][name], holders[1][name]
@@ -113,16 +113,15 @@ def gather(rank: int, world_size: int, library: Path) -> tuple[dict[str, int], i
     table, synchronised = pipeline.stack.table, 0
     weights = {name: table[name].detach() for name in table.names if pipeline.weights.is_here(name)}
     state = [v for name in weights for v in pipeline.optimizer_state.state_of(name).values() if v.dim()]
-    holders = pipeline.holders()
 
     def synchronize(*_: Any) -> None:
         nonlocal synchronised
         synchronised += 1
 
     with mock.patch.object(torch.accelerator, "synchronize", synchronize), fake_device.counting() as counted:
-        with pipeline.weights.gathered(holders):
+        with pipeline.weights.gathered():
             sent = case.model.state_dict() if rank == 0 else {}
-        with pipeline.optimizer_state.gathered(holders):
+        with pipeline.optimizer_state.gathered():
             pass
     assert all(value.device.type == ("fake" if name in weights else "cpu") for name, value in sent.items())
     assert CHUNK_BYTES * (synchronised - 2) <= sum(tensor.nbytes for tensor in (*weights.values(), *state))

@@ -24,11 +24,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from hf_pipetransformer.data.numbered_batches import (
-    BatchSlice,
-    NumberedBatches,
-    NumberedLoader,
-)
+from hf_pipetransformer.data.loaders import NumberedLoader
+from hf_pipetransformer.data.numbered_batches import BatchSlice, NumberedBatches
+from hf_pipetransformer.data.sample_order import SampleOrder
 
 WORLD = 4
 GLOBAL_BATCH = 16
@@ -113,7 +111,8 @@ def make_loader(dataset: Dataset, collator: Callable = list, shuffle: bool = Tru
     sampler = None
     if not isinstance(dataset, IterableDataset):
         sampler = SeedableRandomSampler(dataset, data_seed=3) if shuffle else SequentialSampler(dataset)
-    return NumberedLoader(NumberedBatches(dataset, sampler, collator, GLOBAL_BATCH, **options))
+    order = SampleOrder(sampler, GLOBAL_BATCH, **{n: options.pop(n) for n in ("seed", "agree") if n in options})
+    return NumberedLoader(NumberedBatches(dataset, order, collator, **options))
 
 
 def one_epoch(loaders: list[NumberedLoader], epoch: int, stages_at: StagesAt, skip: int = 0) -> list[list[int]]:
@@ -185,9 +184,8 @@ def test_an_epoch_that_was_begun_on_two_nodes_ends_in_their_order() -> None:
     """Whatever the nodes and the batches are now; the next epoch has the order of its own nodes."""
 
     def batches(shares: tuple[int, ...], rows: int) -> NumberedBatches:
-        return NumberedBatches(
-            Numbers(64), SeedableRandomSampler(Numbers(64), data_seed=3), list, rows, node_shares=shares
-        )
+        sampler = SeedableRandomSampler(Numbers(64), data_seed=3)
+        return NumberedBatches(Numbers(64), SampleOrder(sampler, rows, node_shares=shares), list)
 
     before, undisturbed, after = batches((2, 2), 16), batches((2, 2), 16), batches((1,), 8)
     seen = [row for number in range(2) for row in before[number]]
@@ -197,7 +195,7 @@ def test_an_epoch_that_was_begun_on_two_nodes_ends_in_their_order() -> None:
     for own in (after, fresh := batches((1,), 8)):
         own.set_epoch(1)
     assert [after[number] for number in range(8)] == [fresh[number] for number in range(8)]
-    assert after.arrangement == ((1,), 8)
+    assert after.memory["shares"] == (1,) and after.memory["rows"] == 8
 
 
 @pytest.mark.parametrize(("dataset", "options"), [(Numbers, {"persistent_workers": True}), (Stream, {})])
@@ -242,7 +240,8 @@ def test_an_order_that_depends_on_the_number_of_processes_is_told(has_a_seed, ca
 
     def lines(draws_as_stock: bool) -> list[str]:
         sampler = SeedableRandomSampler(data, data_seed=3) if has_a_seed else RandomSampler(data)
-        loader = NumberedLoader(NumberedBatches(data, sampler, list, GLOBAL_BATCH, draws_as_stock=draws_as_stock))
+        order = SampleOrder(sampler, GLOBAL_BATCH, draws_as_stock=draws_as_stock)
+        loader = NumberedLoader(NumberedBatches(data, order, list))
         caplog.clear()
         with caplog.at_level("INFO", "hf_pipetransformer"):
             for epoch in range(2):
@@ -264,7 +263,8 @@ def test_passes_whose_epoch_nobody_sets(reads_to_the_end):
     data = Numbers(83)
 
     def passes(sampler: Callable[[], Sampler]) -> list[list[int]]:
-        loaders = [NumberedLoader(NumberedBatches(data, sampler(), list, GLOBAL_BATCH, seed=1)) for _ in range(2)]
+        orders = [SampleOrder(sampler(), GLOBAL_BATCH, seed=1) for _ in range(2)]
+        loaders = [NumberedLoader(NumberedBatches(data, order, list)) for order in orders]
         found = []
         for _ in range(3):
             orders = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.model.mapped_weights import FileMappings
 from hf_pipetransformer.model.placeholders import ParameterTable
-from hf_pipetransformer.pipeline import chunks
+from hf_pipetransformer.pipeline import transfer
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.pipeline.moves import Distribution, move
 from hf_pipetransformer.pipeline.optimizer_state import OptimizerState
@@ -77,13 +76,13 @@ def go_round(rank: int, mesh: ProcessMesh, fused: bool) -> int:
     def here(holders: Holders) -> set[str]:
         return {name for name in table.names if rank in holders[name]}
 
-    weights.keep_only(here(LAYOUTS[0]), CPU, LAYOUTS[0])
+    weights.keep_held(LAYOUTS[0])
     state.keep_what_is_here()
     received = 0
     ways = [Distribution(layout, layout) for layout in LAYOUTS]
     ways += [Distribution(layout, {name: ranks[-1:] for name, ranks in layout.items()}) for layout in LAYOUTS]
-    for before, after in itertools.pairwise([*ways, ways[0]]):
-        received += move(before, after, weights, state, mesh, CPU)
+    for after in [*ways[1:], ways[0]]:
+        received += move(after, weights, state)
         for name in table.names:
             assert weights.is_here(name) == (name in here(after.weights))
             size = table[name].nbytes if weights.is_here(name) else table[name].itemsize
@@ -96,7 +95,7 @@ def go_round(rank: int, mesh: ProcessMesh, fused: bool) -> int:
         for name in here(after.states):
             values = expected[name][1]
             assert all(torch.equal(state.state_of(name)[key], values[key]) for key in values)
-        with state.gathered(after.weights), weights.gathered(after.weights):
+        with state.gathered(), weights.gathered():
             saved, model = state.optimizer.state_dict()["state"], table.model.state_dict()
         for number, name in enumerate(table.names if rank == 0 else ()):
             assert torch.equal(model[name], expected[name][0])
@@ -109,9 +108,8 @@ def in_a_file(rank: int, mesh: ProcessMesh, folder: Path) -> None:
     """Rank 0 has no memory for what it saves."""
     _, weights, state = trained(rank, mesh)
     expected = {name: value.clone() for name, value in weights.table.model.state_dict().items()}
-    names = {name for name in weights.table.names if rank in LAYOUTS[0][name]}
-    weights.keep_only(names, CPU, LAYOUTS[0])
-    with state.gathered(LAYOUTS[0], folder), weights.gathered(LAYOUTS[0], folder):
+    weights.keep_held(LAYOUTS[0])
+    with state.gathered(folder), weights.gathered(folder):
         model = weights.table.model.state_dict()
         if rank == 0:
             assert all(torch.equal(model[name], value) for name, value in expected.items())
@@ -123,7 +121,7 @@ def in_a_file(rank: int, mesh: ProcessMesh, folder: Path) -> None:
         (folder / "file").touch()
     with (
         pytest.raises(FileExistsError if rank == 0 else PeerFailedError),
-        weights.gathered(LAYOUTS[0], folder / "file"),
+        weights.gathered(folder / "file"),
     ):
         raise AssertionError("there is no folder")
 
@@ -140,7 +138,7 @@ def states_alone(rank: int, mesh: ProcessMesh) -> None:
     state = OptimizerState(optimizer, table, weights, mesh)
     before = state.holders()
     assert before == LAYOUTS[0]
-    received = move(Distribution({}, before), Distribution({}, LAYOUTS[1]), weights, state, mesh, CPU)
+    received = move(Distribution(weights.holders, LAYOUTS[1]), weights, state)
     for name in table.names:
         is_here = rank in LAYOUTS[1][name]
         assert bool(state.state_of(name)) == is_here
@@ -153,7 +151,7 @@ def move_all(rank: int, world_size: int, limits: list[int], folder: Path) -> Non
     dist.init_process_group("gloo")
     mesh = ProcessMesh(timedelta(seconds=60))
     for limit in limits:
-        chunks.CHUNK_BYTES = limit
+        transfer.CHUNK_BYTES = limit
         assert go_round(rank, mesh, fused=limit == 50)
     states_alone(rank, mesh)
     in_a_file(rank, mesh, folder)
@@ -180,7 +178,7 @@ def test_every_byte_travels_once_in_rounds_of_a_bounded_size(ranks: Any, limit: 
     routes = routes_between(before, after)
     sizes = {item: data.draw(st.sampled_from([0, 1, 50, 700])) for item in routes}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CHUNK_BYTES", limit)
+        patch.setattr(transfer, "CHUNK_BYTES", limit)
         rounds = list(rounds_of(in_proportion(before, after, sizes), routes, sizes))
     for pieces in rounds:
         for rank in range(4):

@@ -66,7 +66,7 @@ class Case:
         pipeline.train()
         if pipeline.num_replicas > 1:  # each has a half of the rows, and the replicas' gradients are averaged
             rows = slice_rows(rows, 2 * pipeline.replica_index, 2 * pipeline.replica_index + 2)
-        pipeline.step(pipeline.share(rows))
+        pipeline.step(pipeline.running.messages.share(rows))
         assert pipeline.stage is not None
         return {name: gradient * pipeline.num_replicas for name, gradient in pipeline.stage.gradients().items()}
 

@@ -14,7 +14,8 @@ from training_data import PadCollator, TrainingData
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.pipeline.shared_batch import BatchChannel
+from hf_pipetransformer.pipeline.messages import PipelineMessages
+from hf_pipetransformer.planning.placement import Placement
 from hf_pipetransformer.run.batches import GlobalBatch
 
 KIND = "text-classification"
@@ -134,13 +135,13 @@ def test_all_stages_train_on_one_batch_whatever_draws(tmp_path):
 def pass_through(rank, world_size, values):
     torch.distributed.init_process_group("gloo")
     group = torch.distributed.new_group([0, 1])
-    channel = BatchChannel(0, group, group, torch.device("cpu"))
-    received = [channel.share(value if rank == 0 else None) for value in values]
+    messages = PipelineMessages((1, 0), 1 - rank, group, group, torch.device("cpu"), Placement(2))
+    received = [messages.share(value if rank == 0 else None) for value in values]
     other = received[0]["n"]["b"]
     version = other._version
     received[0]["a"].add_(0)
     with pytest.raises(ValueError, match="cannot be sent"):
-        channel.share({"f": lambda: 0} if rank == 0 else None)
+        messages.share({"f": lambda: 0} if rank == 0 else None)
     return received, other._version - version
 
 

@@ -49,7 +49,7 @@ class Spread:
         self.holders = {n: tuple(r for r in range(stages) if n in self.parts[r]) for n in self.table.names}
 
     def keep_mine(self) -> None:
-        self.weights.keep_only(self.mine, CPU, self.holders)
+        self.weights.keep_held(self.holders)
 
     def groups(self) -> list[dict]:
         """As the Trainer makes them: vectors without weight decay, frozen parameters left out."""
@@ -124,7 +124,7 @@ def gather_and_restore(rank, world_size, dtype, frozen):
     flags = {name: spread.table[name].requires_grad for name in spread.table.names}
     spread.keep_mine()
     kept = {name: spread.table[name] for name in spread.table.names}
-    with spread.weights.gathered(spread.holders):
+    with spread.weights.gathered():
         state_dict = spread.model.state_dict()
         if rank == 0:
             assert_equal_states(state_dict, original)
@@ -132,7 +132,7 @@ def gather_and_restore(rank, world_size, dtype, frozen):
     with pytest.raises(ValueError, match="split over the pipeline stages"):
         spread.model.state_dict()
 
-    spread.weights.restore(spread.holders, CPU)
+    spread.weights.restore(CPU)
     assert spread.weights.is_whole
     assert_equal_states(spread.model.state_dict(), original)
     assert spread.model.lm_head.weight is spread.model.model.embed_tokens.weight
@@ -164,7 +164,7 @@ def differ(rank):
 
 @contextmanager
 def gathered(spread: Spread, state: OptimizerState):
-    with state.gathered(spread.holders), spread.weights.gathered(spread.holders):
+    with state.gathered(), spread.weights.gathered():
         yield
 
 
@@ -262,7 +262,7 @@ def test_parameters_outside_of_the_model_keep_their_places():
     spread.step(optimizer, 0)
     state = OptimizerState(optimizer, spread.table, spread.weights, spread.mesh)
     spread.keep_mine()
-    with state.gathered(spread.holders):
+    with state.gathered():
         saved = optimizer.state_dict()
     assert_equal_optimizer_states(saved, reference.state_dict())
     fresh.load_state_dict(copy.deepcopy(saved))  # as the stock Trainer would resume

@@ -36,6 +36,10 @@ WORLD = 2
 SMALL_SHARDS = "8KB"
 
 
+def elsewhere(model: nn.Module) -> list[str]:
+    return sorted(name for name, p in model.named_parameters() if getattr(p, "is_elsewhere", False))
+
+
 def bert_without_head(folder: Path) -> None:
     MODELS["bert-classification"].build().bert.save_pretrained(folder)
 
@@ -122,7 +126,7 @@ def train(rank: int, world_size: int, case: str, folder: Path, lazily: bool) -> 
         "evaluated": after["eval_loss"],
         "before": before["eval_loss"] if before is not None else None,
         "mapped": len(mapped),
-        "missing": sorted(pipeline.missing_parameters) if pipeline.is_placed else [],
+        "missing": elsewhere(trainer.model),
         "mapped_after": sorted(FileMappings().places_in(dict(trainer.model.named_parameters()))),
     }
 
@@ -270,7 +274,7 @@ def misused(rank: int, world_size: int, folder: Path) -> list[str]:
         trainer.train()
     trainer.make_model_whole()
     trainer.train()
-    missing = sorted(trainer.pipeline.missing_parameters) if trainer.pipeline.is_placed else []
+    missing = elsewhere(trainer.model)
     trainer.args.ddp_timeout = 1
     if rank == 0:
         for name, call in (

@@ -1,0 +1,111 @@
+"""What the loops iterate over: batches by their numbers in a training, batches without cache keys in an evaluation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Sampler
+
+from ..cache.content_keys import BatchKeys
+from .numbered_batches import NumberedBatches
+
+
+class _Numbers(Sampler[list[int]]):
+    """Yields [0], [1], ...; Accelerate's `skip_first_batches` finds this sampler and skips numbers."""
+
+    def __init__(self, batches: NumberedBatches) -> None:
+        self._batches = batches
+        self.batch_size = batches.global_batch_size  # as on one process; callbacks read these attributes
+        self.sampler = batches.order.sampler
+        self.drop_last = batches.drop_last
+
+    def __len__(self) -> int:
+        if self._batches.num_batches is None:
+            raise TypeError("the number of batches of an IterableDataset is not known")
+        return self._batches.num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        known = None if self._batches.is_iterable else self._batches.num_batches  # an iterable itself signals its end
+        return ([number] for number in (itertools.count() if known is None else range(known)))
+
+    def set_epoch(self, epoch: int) -> None:
+        self._batches.set_epoch(epoch)
+
+
+class NumberedLoader(DataLoader[Any]):
+    """The loader that the Trainer iterates over: batch after batch of `NumberedBatches`.
+
+    The attributes of Accelerate's loader that callbacks read have the values of a single process with the global
+    batch. Only `dataset` differs: it returns batches by their numbers, and the user's samples are in
+    `dataset.dataset`.
+    """
+
+    dataset: NumberedBatches
+
+    def __init__(self, batches: NumberedBatches) -> None:
+        super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_the_only_one)
+        if batches.is_iterable:  # the sampler that PyTorch gives the loader of an iterable dataset
+            vars(self)["sampler"] = DataLoader(batches.dataset).sampler
+        self._epoch_read: int | None = None  # to its end, and not set since
+        self._has_begun = False  # since the epoch was set
+
+    def __iter__(self) -> Any:
+        if self.collate_fn is not _the_only_one:  # a callback has set another collator, for samples
+            self.dataset.use_collator(self.collate_fn)
+            self.collate_fn = _the_only_one
+        if self._epoch_read == self.dataset.epoch:
+            # the loop has not set it (it reads a user's wrapper), and would get the same order again
+            self.set_epoch(self.dataset.epoch + 1)
+        elif self._has_begun:  # the loop knows the length, and has not asked for more than the last batch
+            self.dataset.begin_again()
+        self._has_begun = True
+        return self._one_epoch(super().__iter__())
+
+    def _one_epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        yield from batches
+        self._epoch_read = self.dataset.epoch
+
+    @property
+    def total_batch_size(self) -> int:
+        """Number of samples in a batch, over all processes."""
+        return self.dataset.global_batch_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch_read, self._has_begun = None, False
+        self.dataset.set_epoch(epoch)
+
+
+class KeysApart:
+    """An evaluation loader that takes keys for the activation cache out of its batches, and keeps them here.
+
+    So any code that gets the batch, for example a user's `prediction_step`, can pass it to a model.
+
+    Args:
+        loader: the loader whose batches may have keys; it also provides all other attributes.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.keys: BatchKeys | None = None
+        """Keys of the latest batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for keyed in self._loader:
+            batch, self.keys = BatchKeys.taken_out_of(keyed)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _the_only_one(batches: list[Any]) -> Any:
+    return batches[0]

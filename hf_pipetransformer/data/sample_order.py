@@ -1,0 +1,118 @@
+"""The order in which an epoch reads the samples: drawn once, the same on every process and in a resumed job."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import SequentialSampler
+
+from ..logs import log_once
+from ..randomness import global_states, seeded, set_global_states
+from .node_order import Order, order_by_node
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 2**20
+"""Number of indices that are taken from a sampler at once."""
+SEED = "seed"
+"""Key of an order that is drawn from a seed, and not from the state of the global generators."""
+
+
+class SampleOrder:
+    """Draws the order of each epoch.
+
+    Args:
+        sampler: order of a map-style dataset's samples; None for an iterable, which has its own.
+        batch_size: number of samples in one batch, over all pipelines.
+        seed: seed of all random numbers that are drawn while data is read.
+        node_shares: number of processes on each node, if samples must stay with a node.
+        agree: returns rank 0's value on every process; collective.
+        draws_as_stock: let a sampler without its own generator draw from the global ones in their current state; then
+            the order is the stock Trainer's. Otherwise the order depends only on seed and epoch, whatever else has
+            been drawn.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[int] | None,
+        batch_size: int,
+        seed: int = 0,
+        node_shares: Sequence[int] = (1,),
+        agree: Callable[[Order], Order] = lambda order: order,
+        draws_as_stock: bool = False,
+    ) -> None:
+        self.sampler, self.batch_size, self.seed = sampler, batch_size, seed
+        self._node_shares = tuple(node_shares)
+        self._agree, self._draws_as_stock = agree, draws_as_stock
+        self._kept: dict[int, tuple[Sequence[int], int]] = {}  # epoch -> `arrangement` of an epoch another job began
+        self._kept_draws: dict[int, Mapping[str, Any]] = {}  # epoch -> what that job drew the epoch's order from
+        self._drawn_from: Mapping[str, Any] = {}  # for the current order: a seed, or states of the global generators
+
+    def arrangement(self, epoch: int) -> tuple[Sequence[int], int]:
+        """The nodes' shares and the global batch size by which the samples of an epoch are arranged."""
+        return self._kept.get(epoch, (self._node_shares, self.batch_size))
+
+    def memory(self, epoch: int) -> dict[str, Any]:
+        """The state that determines the order of the current epoch, for a checkpoint, as plain values for JSON."""
+        shares, rows = self.arrangement(epoch)
+        return {"shares": shares, "rows": rows, "drawn_from": self._drawn_from}
+
+    def keep(self, epoch: int, shares: Sequence[int], rows: int, drawn_from: Mapping[str, Any] | None = None) -> None:
+        """Finish an epoch that another job began, possibly on other nodes, in the order that it had there.
+
+        Args:
+            epoch: number of the epoch.
+            shares: as in `memory`.
+            rows: as in `memory`.
+            drawn_from: as in `memory`; None for older checkpoints, which do not contain it.
+        """
+        self._kept = {epoch: (tuple(shares), rows)}
+        # older checkpoints do not contain it: there, the order was always drawn from the seed
+        self._kept_draws = {epoch: {SEED: self.seed + epoch} if drawn_from is None else drawn_from}
+
+    def of_epoch(self, epoch: int, num_samples: int) -> Order:
+        """Draw the order of an epoch. Collective over all processes."""
+        return order_by_node(self._agree(self._draw(epoch)), *self.arrangement(epoch), num_samples, self.seed)
+
+    def _draw(self, epoch: int) -> Order:
+        """Draw the sampler's order, and record what it was drawn from."""
+        assert self.sampler is not None
+        is_first = not self._drawn_from
+        self._drawn_from = self._kept_draws.get(epoch, {SEED: self.seed + epoch})
+        if epoch not in self._kept_draws and self._draws_as_stock:
+            before = global_states()
+            order = _drawn(self.sampler)
+            after = global_states()
+            self._drawn_from = {name: state for name, state in before.items() if state != after[name]}
+            return order
+        with seeded(self._drawn_from.get(SEED, 0)):
+            set_global_states(self._drawn_from)
+            before = global_states()
+            order = _drawn(self.sampler)
+            if is_first and not self._draws_as_stock and global_states() != before:
+                log_once(
+                    logger,
+                    logging.INFO,
+                    "The sampler (%s) draws from the global random generators. On several processes they are seeded"
+                    " with seed + epoch for it, so the order of the samples is not that of one process.",
+                    type(self.sampler).__name__,
+                )
+            return order
+
+
+def _drawn(sampler: Iterable[int]) -> Order:
+    """The order of a sampler, as an array if it is of integers."""
+    if type(sampler) is SequentialSampler:
+        return range(len(sampler))
+    indices, arrays = iter(sampler), [np.empty(0, dtype=np.int64)]
+    while chunk := list(itertools.islice(indices, CHUNK)):
+        try:
+            arrays.append(np.fromiter(map(operator.index, chunk), dtype=np.int64, count=len(chunk)))
+        except TypeError:  # keys of the user's dataset
+            return [*np.concatenate(arrays).tolist(), *chunk, *indices]
+    return np.concatenate(arrays)
