@@ -43,11 +43,12 @@ from .run.adapter_files import names_saved
 from .run.batches import BatchesInEpoch
 from .run.checkpointing import CheckpointWrite, exporting_state
 from .run.consistency import check_same_size
-from .run.cutting import CutModel, find_units
-from .run.job import Processes, TrainingJob, refuse_distributed_model
+from .run.cutting import CutModel, find_layers_to_freeze, find_units
+from .run.job import TrainingJob, refuse_distributed_model
 from .run.lazy_model import is_lazy, map_from, refuse_meta, saving_shards
 from .run.model_card import add_to_card
 from .run.planner import make_planner
+from .run.probing import SampleCollator
 from .run.recorder import RunRecorder
 from .run.resuming import (
     checkpoint_to_resume,
@@ -56,8 +57,6 @@ from .run.resuming import (
     translating_names,
 )
 from .run.run import PipelineRun
-from .run.samples import SampleCollator
-from .run.sharded_layers import find_layers_to_freeze
 from .training_args import PipeTransformerTrainingArguments, naming_lost_arguments
 
 logger = logging.getLogger(__name__)
@@ -91,7 +90,7 @@ class PipeTransformerTrainer(Trainer):
 
     args: PipeTransformerTrainingArguments
     model: nn.Module
-    _processes: Processes | None = None
+    _job: TrainingJob
     _cut_model: CutModel | None = None
     _pipeline_run: PipelineRun | None = None
     _checkpoint_write: CheckpointWrite | None = None
@@ -125,6 +124,7 @@ class PipeTransformerTrainer(Trainer):
             refuse_meta(model)  # several processes agree on it when the model is needed, so that all refuse it
         if args.uses_pipeline:
             refuse_distributed_model(model)
+        self._job = TrainingJob(self)
         # by name: a trainer of another library may have other arguments in between
         make = super().__init__
         with naming_lost_arguments(args):
@@ -149,13 +149,6 @@ class PipeTransformerTrainer(Trainer):
     def _is_fsdp2(self) -> bool:
         """Whether Accelerate will shard the model by FSDP2, which it does on accelerators alone."""
         return self.is_fsdp_enabled and bool(self.accelerator.is_fsdp2)
-
-    @property
-    def _job(self) -> TrainingJob:
-        """What the parts of a run ask of this trainer. Asking for its `mesh` is collective the first time."""
-        if self._processes is None:
-            self._processes = Processes()
-        return TrainingJob(self, self._processes, partial(Trainer._prepare_inputs, self))
 
     @property
     def _placed(self) -> ElasticPipeline | None:
@@ -406,7 +399,7 @@ class PipeTransformerTrainer(Trainer):
             evaluation.move_whole_to_device(job)
             return nullcontext()
         rows, collate_fn = job.rows_of_loader(dataloader)
-        cut = self._find_units(rows, job.collator(collate_fn))
+        cut = self._find_units(rows, SampleCollator(job, collate_fn))
         planner = make_planner(self.args, cut.unit_costs, job.mesh)
         return evaluation.placed(cut.pipeline, planner.first)
 
@@ -482,14 +475,13 @@ class PipeTransformerTrainer(Trainer):
         """Collective over all processes."""
         if self._is_stock:
             return super()._save_checkpoint(model, trial)
-        run, cut = self._pipeline_run, self._cut_model
+        run = self._pipeline_run
         if run is not None:
             run.meet("saves a checkpoint (control.should_save)")  # a callback may have set it on some processes only
         write = CheckpointWrite(
             self._job,
             Path(self._get_output_dir(trial)),
             memory=run.memory if run is not None else lambda: {"step": self.state.global_step},
-            add_files=cut.write_times if cut is not None else lambda checkpoint: None,
             upload=super()._push_from_checkpoint,
         )
         self._checkpoint_write = write

@@ -9,7 +9,7 @@ weights, one unit's activations and one unit's gradients.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -87,21 +87,6 @@ class ModelTimes:
     head: PartTimes
     update_seconds_per_byte: float = 0.0
     reduce_seconds_per_byte: float = 0.0
-
-    @classmethod
-    def of_plain(cls, values: Mapping[str, Any]) -> ModelTimes:
-        """Create the times from the result of `dataclasses.asdict`, which may have passed through JSON.
-
-        Raises:
-            KeyError, TypeError: if `values` has another structure.
-        """
-
-        def part(lines: Mapping[str, Any]) -> PartTimes:
-            return PartTimes(Seconds(**lines["forward"]), Seconds(**lines["backward"]))
-
-        units = tuple(part(unit) for unit in values["units"])
-        parts = {"prologue": part(values["prologue"]), "units": units, "head": part(values["head"])}
-        return cls(**{**values, **parts})
 
 
 def measure_times(stack: LayerStack, batch: Batch, reduce_seconds_per_byte: float = 0.0) -> ModelTimes:

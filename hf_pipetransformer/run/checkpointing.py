@@ -100,7 +100,6 @@ class CheckpointWrite:
         folder: the folder in which the checkpoint is created.
         memory: returns the state to store besides the stock Trainer's, in plain values for JSON. Collective over all
             processes.
-        add_files: writes additional files into a folder, on rank 0.
         upload: the stock method that uploads a checkpoint, called with its folder.
     """
 
@@ -109,13 +108,12 @@ class CheckpointWrite:
         job: TrainingJob,
         folder: Path,
         memory: Callable[[], dict[str, Any]],
-        add_files: Callable[[Path], None],
         upload: Callable[[str], None],
     ) -> None:
         self.phase = WritePhase.GATHERING
         self.final = folder / f"{PREFIX_CHECKPOINT_DIR}-{job.trainer.state.global_step}"
         self._job, self._folder = job, folder
-        self._memory, self._add_files, self._upload = memory, add_files, upload
+        self._memory, self._upload = memory, upload
         self._error: Exception | None = None  # of this process
         self._uploads = False
 
@@ -223,7 +221,6 @@ class CheckpointWrite:
         written, state = self._folder / SAVING / self.final.name, self._job.trainer.state
         if self._job.args.should_save:
             state.save_to_json(str(written / STATE))
-            self._add_files(written)
             publish(written, self.final)
             self.phase = WritePhase.PUBLISHED
             best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None

@@ -50,9 +50,9 @@ from .loss import TrainersLoss
 from .optimizer_probe import probe_coupling
 from .planner import make_planner
 from .preemption import Moment, Preemption
+from .probing import SampleCollator
 from .resuming import recall, refuse_best_model_that_some_lack
 from .run_log import RunLog
-from .samples import SampleCollator
 from .setup import Setup, find_reduction, find_windows, is_driven, say_how_loss_adds_up
 from .steps import Doubt, Steps
 from .training_data import store_file
@@ -311,7 +311,7 @@ class PipelineRun(TrainerCallback):
         rows: list[Any] = []
         collate: SampleCollator | None = None
         if job.is_probed:
-            rows, collate = data.sample_rows(COST_SAMPLE_ROWS), job.collator(data.collate_fn, data.is_shared)
+            rows, collate = data.sample_rows(COST_SAMPLE_ROWS), SampleCollator(job, data.collate_fn, data.is_shared)
         with generators_kept(trainer, job.model):
             self._cut = self._find_units(rows, collate)
             setup = self._set_up(self._cut, rows, collate)
@@ -324,7 +324,7 @@ class PipelineRun(TrainerCallback):
             job.mesh,
             setup.times,
             is_driven=pipeline.is_driven,
-            autocasts=job.autocasts,
+            autocasts=job.mixed_precision in ("bf16", "fp16"),
         )
         say_how_loss_adds_up(job, setup.reduction, planner)
         coupling = None
@@ -423,7 +423,7 @@ class PipelineRun(TrainerCallback):
             assert collate is not None
             windows = find_windows(self._loss, reduction, pipeline.stack, rows, collate)
             pipeline.slicing = Slicing(job.args.token_slices, windows, self.log.sliced)
-        times = time_model(job, cut, rows, collate, self._checkpoint)
+        times = time_model(job, cut, rows, collate)
         return Setup(reduction, times)
 
     @property
@@ -542,9 +542,7 @@ class PipelineRun(TrainerCallback):
         A newly made plan might differ, because the sequence of freezes that led to it is not recorded.
         """
         layout = kept.get("layout")
-        if layout is None or layout["where"] != self._measured_on:
-            return None
-        return self.planner.again(layout, num_frozen)
+        return None if layout is None else self.planner.again(layout, num_frozen)
 
     # ------------------------------------------------------------------------------------ between two steps
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
@@ -637,17 +635,8 @@ class PipelineRun(TrainerCallback):
             **memory,
             "owes_evaluation": self.preemption.will_owe_evaluation,
             "order": self.data.memory,
-            "layout": {
-                "where": self._measured_on,
-                **self.planner.facts_of(plan),
-            },
+            "layout": self.planner.facts_of(plan),
         }
-
-    @property
-    def _measured_on(self) -> dict[str, Any]:
-        """The conditions under which the times behind the plan were measured."""
-        timing = self._cut.timing if self._cut is not None else None
-        return dict(timing.measured_on) if timing is not None else {}
 
     def prepare_for_best(self) -> None:
         """Prepare for loading the best model, which overwrites the last weights. Collective over all processes."""

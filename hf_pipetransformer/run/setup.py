@@ -35,8 +35,7 @@ from ..token_slices.slicing_probe import informative_samples, probe_slicing, wit
 from .cutting import SAMPLE_ROWS
 from .job import TrainingJob
 from .loss import TrainersLoss
-from .probed_once import found_by_each
-from .samples import SampleCollator
+from .probing import SampleCollator, found_by_each
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ def find_reduction(
             )
 
     # results may differ between processes by rounding, or by what a collator draws
-    found = found_by_each(job.mesh, job.is_probed_once(collate), read)
+    found = found_by_each(job.mesh, collate.is_probed_once, read)
     stack.unreached |= frozenset(stack.table.names) - frozenset.intersection(*(theirs.reached for theirs in found))
     return found[0].reduction
 
