@@ -18,6 +18,7 @@ from training_runs import Run, pipeline_trainer
 from hf_pipetransformer.cache.file_store import FileStore
 from hf_pipetransformer.cache.sharing import current_file, node_name
 from hf_pipetransformer.model.checkpoint_files import tensors_in, weight_files
+from hf_pipetransformer.records import model_card
 from hf_pipetransformer.records.files import EVENTS, METRICS
 from hf_pipetransformer.records.history import read_trainings
 from hf_pipetransformer.report import report
@@ -31,7 +32,6 @@ from hf_pipetransformer.resilience.checkpoint_folders import (
     rotate,
     validate,
 )
-from hf_pipetransformer.run import model_card
 
 RUN = Run(epochs=4, samples=48).with_options(save_strategy="steps", save_steps=3, save_total_limit=1)
 FOLDERS = (

@@ -33,15 +33,17 @@ from ..model.placeholders import ParameterTable, num_bytes
 from ..model.refusals import refuse_overlapping_weights, refuse_weights_with_state
 from ..model.training_check import check_training
 from ..model.units import CalledWith
-from ..pipeline.devices import fits, is_on
+from ..pipeline.devices import fits, is_on, memory_budget
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh, can_be_sent
 from ..pipeline.stage import StageModule
 from ..pipeline.state import synchronise
 from ..planning.costs import UnitCost, cost_of_whole, measure_costs
 from ..planning.layout import AUTO
+from ..planning.planner import Planner, Request
 from ..planning.unit_times import ModelTimes, measure_times, slowest
 from ..randomness import global_state_kept
+from ..training_args import PipeTransformerTrainingArguments
 from .consistency import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
 from .lazy_model import agree_on_laziness, weights_in_checkpoint
@@ -60,7 +62,7 @@ class CutModel:
     """A model with the units into which it can be split.
 
     Attributes:
-        pipeline: runs the model, as a whole or by a plan.
+        pipeline: runs the model, as a whole or in a layout.
         unit_costs: the cost of each unit.
         times: the times of the units; None if they could not be measured, or before `time_model`.
         is_timed: whether they have been measured. They never are again: a second training decides by them as well.
@@ -312,6 +314,45 @@ def _wrap_replicas(
     if handler is not None:
         handler.register_comm_hook(module)
     return module
+
+
+def make_planner(
+    args: PipeTransformerTrainingArguments,
+    unit_costs: Sequence[UnitCost],
+    mesh: ProcessMesh,
+    times: ModelTimes | None = None,
+    *,
+    is_driven: bool = False,
+    autocasts: bool = False,
+) -> Planner:
+    """Make the planner, the same on every process. Collective over all processes.
+
+    Args:
+        args: the training arguments.
+        unit_costs: the costs of the model's units.
+        mesh: the processes.
+        times: measured times, the same on every process; None if nothing was measured.
+        is_driven: whether the loss drives the pipeline.
+        autocasts: whether autocast computes in 16 bits, and keeps copies of weights.
+    """
+    budgets = mesh.gather_objects(memory_budget(args.device, args.world_size))
+    return Planner(
+        unit_costs=tuple(unit_costs),
+        times=times,
+        memory_budget_bytes=min((budget for budget in budgets if budget is not None), default=None),
+        autocasts=autocasts,
+        world_size=mesh.world_size,
+        request=Request(
+            args.pipeline_parallel_size,
+            args.per_device_train_batch_size,
+            args.elastic,
+            args.schedule_to_plan,
+            args.num_microbatches,
+            args.replica_sharding,
+            args.num_virtual_stages,
+            is_driven,
+        ),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------

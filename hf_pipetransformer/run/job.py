@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +27,8 @@ from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from ..training_args import PipeTransformerTrainingArguments
 from .collectives import among_last_stages
+
+logger = logging.getLogger(__name__)
 
 COST_SAMPLE_ROWS = 16
 """Maximum number of samples that are drawn; the longest of them sets the length for measuring the units' costs."""
@@ -63,6 +66,14 @@ class TrainingJob:
         args = self.trainer.args
         assert isinstance(args, PipeTransformerTrainingArguments)
         return args
+
+    def ignore_average_tokens(self) -> None:
+        """Unset an argument that is always unset, if the user has set it after the arguments were created."""
+        if self.args.average_tokens_across_devices:
+            self.args.average_tokens_across_devices = False  # items are counted over all processes already
+            logger.warning(
+                "average_tokens_across_devices=True has no effect: the loss is always computed over the global batch."
+            )
 
     @property
     def model(self) -> nn.Module:
@@ -155,9 +166,9 @@ class TrainingJob:
         return NOT_IN_KEYS | frozenset(self.trainer.label_names or ())
 
     @property
-    def sums_nothing_up(self) -> bool:
-        """Whether a step computes a single loss, apart from the micro-batches of a pipeline."""
-        return self.mesh.world_size == 1 and self.args.gradient_accumulation_steps == 1
+    def sums_up(self) -> bool:
+        """Whether a step computes several losses, apart from the micro-batches of a pipeline."""
+        return self.mesh.world_size > 1 or self.args.gradient_accumulation_steps > 1
 
     @property
     def is_probed(self) -> bool:
@@ -165,7 +176,7 @@ class TrainingJob:
 
         It is not if one process trains the model without stages, freezing or gradient accumulation.
         """
-        return not self.sums_nothing_up or self.args.uses_pipeline or self.freeze_callback is not None
+        return self.sums_up or self.args.uses_pipeline or self.freeze_callback is not None
 
     @property
     def takes_any_loader(self) -> bool:
