@@ -255,7 +255,6 @@ PREVIOUS_NORMS = {"previous?": Maybe([NUMBER])}
 """What the policy "autofreeze" keeps."""
 
 _LAYOUT = {
-    "where": OBJECT,
     "asked": [ANYTHING],
     "stages": SIZE,
     "units?": SIZE,
@@ -277,16 +276,3 @@ _ORDER = Both(
 _MEMORY = {"step": COUNT, "owes_evaluation?": FLAG, "order?": Maybe(_ORDER), "layout?": _LAYOUT}
 _PIPELINE_STATE = Maybe({"attributes": {"memory": Maybe(_MEMORY)}})
 TRAINER_STATE = {"global_step?": COUNT, "stateful_callbacks?": Maybe(OBJECT)}
-
-_PASS = {"fixed": NUMBER, "per_row": NUMBER}
-_PART = {"forward": _PASS, "backward": _PASS}
-UNIT_TIMES = {
-    "measured": OBJECT,
-    "times": {
-        "prologue": _PART,
-        "units": [_PART],
-        "head": _PART,
-        "update_seconds_per_byte?": NUMBER,
-        "reduce_seconds_per_byte?": NUMBER,
-    },
-}

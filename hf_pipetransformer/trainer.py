@@ -4,7 +4,7 @@
       get_train_dataloader    numbered batches, of which this pipeline takes its slice
       create_optimizer        splits the model into stages: PipelineRun.place
       get_batch_samples       the one safe point: carries out a proposed freeze; counts the global batch's items
-      training_step           Steps.step -> ElasticPipeline.step -> compute_loss on the last stage
+      training_step           PipelineRun.step -> Steps.step -> ElasticPipeline.step -> compute_loss on the last stage
       clip_grad_norm_         the accelerator's method is replaced: the norm over all stages
       evaluate                the stock methods, over gathered samples
       save                    `CheckpointWrite`, around the stock method, over gathered weights
@@ -34,20 +34,17 @@ from .data.loaders import KeysApart, NumberedLoader
 from .errors import UnsupportedModelError, calling_code, refuse_wrong_order
 from .freezing.by_arguments import FreezingByArguments
 from .freezing.policies import FreezePolicy
-from .model.elsewhere import computing_with_nan
 from .model.micro_batch import naming_long_rows
 from .pipeline.elastic_pipeline import ElasticPipeline, unwrapped_model
+from .records.model_card import add_to_card
 from .resilience.watchdog import PROGRESS, phase
 from .run import evaluation, training_data
-from .run.adapter_files import names_saved
 from .run.batches import BatchesInEpoch
-from .run.checkpointing import CheckpointWrite, exporting_state
-from .run.consistency import check_same_size
-from .run.cutting import CutModel, find_units
-from .run.job import Processes, TrainingJob, refuse_distributed_model
+from .run.checkpointing import CheckpointWrite, exporting_state, gathered_weights
+from .run.cutting import CutModel, find_layers_to_freeze, find_units
+from .run.job import TrainingJob, refuse_distributed_model
 from .run.lazy_model import is_lazy, map_from, refuse_meta, saving_shards
-from .run.model_card import add_to_card
-from .run.planner import make_planner
+from .run.probing import SampleCollator
 from .run.recorder import RunRecorder
 from .run.resuming import (
     checkpoint_to_resume,
@@ -56,8 +53,6 @@ from .run.resuming import (
     translating_names,
 )
 from .run.run import PipelineRun
-from .run.samples import SampleCollator
-from .run.sharded_layers import find_layers_to_freeze
 from .training_args import PipeTransformerTrainingArguments, naming_lost_arguments
 
 logger = logging.getLogger(__name__)
@@ -91,7 +86,7 @@ class PipeTransformerTrainer(Trainer):
 
     args: PipeTransformerTrainingArguments
     model: nn.Module
-    _processes: Processes | None = None
+    _job: TrainingJob
     _cut_model: CutModel | None = None
     _pipeline_run: PipelineRun | None = None
     _checkpoint_write: CheckpointWrite | None = None
@@ -126,6 +121,7 @@ class PipeTransformerTrainer(Trainer):
         if args.uses_pipeline:
             args.refuse_impossible_layout(model)
             refuse_distributed_model(model)
+        self._job = TrainingJob(self)
         # by name: a trainer of another library may have other arguments in between
         make = super().__init__
         with naming_lost_arguments(args):
@@ -147,18 +143,6 @@ class PipeTransformerTrainer(Trainer):
         return self.args.leaves_model_to_trainer or self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     @property
-    def _is_fsdp2(self) -> bool:
-        """Whether Accelerate will shard the model by FSDP2, which it does on accelerators alone."""
-        return self.is_fsdp_enabled and bool(self.accelerator.is_fsdp2)
-
-    @property
-    def _job(self) -> TrainingJob:
-        """What the parts of a run ask of this trainer. Asking for its `mesh` is collective the first time."""
-        if self._processes is None:
-            self._processes = Processes()
-        return TrainingJob(self, self._processes, partial(Trainer._prepare_inputs, self))
-
-    @property
     def _placed(self) -> ElasticPipeline | None:
         """The pipeline while it is placed, i.e. while each process holds its stage; otherwise None."""
         return self.pipeline if self.pipeline is not None and self.pipeline.is_placed else None
@@ -173,6 +157,12 @@ class PipeTransformerTrainer(Trainer):
                 cut.pipeline.detach_optimizer()  # the optimizer may continue with the new pipeline
             cut = self._cut_model = find_units(job, rows, collate)
         return cut
+
+    @property
+    def _counts_samples(self) -> bool:
+        """Whether this process counts samples: of a pipeline, whose stages see the same, only the last stage does."""
+        stage = self._placed.stage if self._placed is not None else None
+        return stage is None or stage.has_last_unit
 
     # ------------------------------------------------------------------------------------ life cycle
     def create_accelerator_and_postprocess(self) -> None:
@@ -203,6 +193,7 @@ class PipeTransformerTrainer(Trainer):
                 with RunRecorder(self.args).recording(self):
                     folder, is_sharded = self.args.output_dir, self.is_fsdp_enabled
                     return train(stock_checkpoint_to_resume(folder, resume_from_checkpoint, is_sharded))
+            self._job.ignore_average_tokens()
             checkpoint = checkpoint_to_resume(self._job, resume_from_checkpoint)
             resumed = Path(checkpoint) if isinstance(checkpoint, str) else None
             with PipelineRun(self._job, self._find_units, resumed, ignore_keys_for_eval) as self._pipeline_run:
@@ -255,7 +246,7 @@ class PipeTransformerTrainer(Trainer):
         run = self._pipeline_run
         if run is not None and training:
             return run.wrap()
-        if training and self._is_fsdp2:
+        if training and self.is_fsdp_enabled and self.accelerator.is_fsdp2:  # on accelerators alone
             find_layers_to_freeze(self._job, self._loader_of_loop)
         return self._placed or super()._wrap_model(model, training, dataloader)
 
@@ -287,7 +278,7 @@ class PipeTransformerTrainer(Trainer):
         return *numbers, in_epoch, max_steps
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        loader: Any = super().get_eval_dataloader(eval_dataset)
+        loader = super().get_eval_dataloader(eval_dataset)
         return loader if self._is_stock else training_data.evaluation_loader(self._job, loader)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
@@ -312,18 +303,9 @@ class PipeTransformerTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------ steps
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        run = self._pipeline_run
-        return super().training_step(model, inputs, num_items_in_batch) if run is None else run.steps.step(inputs)
-
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
-        if not self._is_stock and self.args.average_tokens_across_devices:
-            # the arguments unset it when they are created, so it was set later; items are already counted over all
-            # processes
-            self.args.average_tokens_across_devices = False
-            logger.warning(
-                "average_tokens_across_devices=True has no effect: the loss is always computed over the global batch."
-            )
-        return super().compute_loss(model, inputs, *positional, **keywords)
+        if self._pipeline_run is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        return self._pipeline_run.step(inputs)
 
     def _clip_grad_norm_over_stages(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         if norm_type != 2:
@@ -332,7 +314,7 @@ class PipeTransformerTrainer(Trainer):
                 " Use norm_type=2."
             )
         assert self._pipeline_run is not None
-        return self._pipeline_run.steps.clip(max_norm)
+        return self._pipeline_run.clip(max_norm)
 
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, trial: Any, *positional: Any, **keywords: Any
@@ -344,7 +326,8 @@ class PipeTransformerTrainer(Trainer):
         self._pipeline_run.arrive()
         PROGRESS.begin_round(f"is at the end of step {self.state.global_step}")  # the stock method gathers the loss
         PROGRESS.enter("log")
-        self._pipeline_run.preemption.log_save_evaluate(stock)
+        preemption = self._pipeline_run.preemption
+        preemption.stop_after(stock) if preemption.is_agreed else stock()
 
     def store_flos(self) -> None:
         if self._pipeline_run is not None:
@@ -352,12 +335,10 @@ class PipeTransformerTrainer(Trainer):
         super().store_flos()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        # all stages of a pipeline see the same samples, so only the last one counts them
-        counts = self._placed is None or self._placed.computes_loss
-        return super().floating_point_ops(inputs) if counts else 0
+        return super().floating_point_ops(inputs) if self._counts_samples else 0
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        if self._placed is not None and not self._placed.computes_loss:
+        if not self._counts_samples:
             inputs = {k: v[:0] for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
         super()._track_num_input_tokens(inputs)
 
@@ -370,46 +351,25 @@ class PipeTransformerTrainer(Trainer):
         *positional: Any,
         **keywords: Any,
     ) -> EvalLoopOutput:
-        def stock(loader: Any) -> EvalLoopOutput:
-            return evaluate(loader, description, prediction_loss_only, *positional, **keywords)
-
         evaluate: Any = super().evaluation_loop
         if self._is_stock:
-            return stock(dataloader)
+            return evaluate(dataloader, description, prediction_loss_only, *positional, **keywords)
+        self._job.ignore_average_tokens()
         self._expect_all(EVALUATIONS.get(description, "evaluation_loop"))
         generates = self._job.generates(prediction_loss_only)
         if self._placed is not None:
-            run, before = self._pipeline_run, self._evaluated_loader
-            cache, front = (run.cache, run.front) if run is not None else (None, None)
-            prefix = str(keywords.get("metric_key_prefix", "eval"))
-            with evaluation.in_training(
-                self._job, self._placed, cache, front, dataloader, generates, prefix
-            ) as loader:
-                self._evaluated_loader = loader
-                try:
-                    return stock(loader)
-                finally:
-                    self._evaluated_loader = before
-        dataset = getattr(dataloader, "dataset", None)  # a loader that the user made may be any iterable
-        if dataset is not None:
-            check_same_size(self._job.mesh, dataset)
-        with self._placing_for_evaluation(dataloader, generates) if self.args.uses_pipeline else nullcontext():
-            # its workers may have been started while the cache was in use, and then add keys to the batches
-            return stock(KeysApart(dataloader))
-
-    def _placing_for_evaluation(self, dataloader: Any, generates: bool) -> AbstractContextManager[None]:
-        """Split the model into stages inside the context, outside of training. Collective over all processes.
-
-        A model that generates stays whole.
-        """
-        job = self._job
-        if generates:
-            evaluation.move_whole_to_device(job)
-            return nullcontext()
-        rows, collate_fn = job.rows_of_loader(dataloader)
-        cut = self._find_units(rows, job.collator(collate_fn))
-        planner = make_planner(self.args, cut.unit_costs, job.mesh)
-        return evaluation.placed(cut.pipeline, planner.first)
+            run, prefix = self._pipeline_run, str(keywords.get("metric_key_prefix", "eval"))
+            caches = (run.cache, run.front) if run is not None else (None, None)
+            around = evaluation.in_training(self._job, self._placed, *caches, dataloader, generates, prefix)
+        else:
+            around = evaluation.outside_training(self._job, self._find_units, dataloader, generates)
+        before = self._evaluated_loader
+        with around as loader:
+            self._evaluated_loader = loader
+            try:
+                return evaluate(loader, description, prediction_loss_only, *positional, **keywords)
+            finally:
+                self._evaluated_loader = before
 
     def prediction_step(
         self,
@@ -419,8 +379,8 @@ class PipeTransformerTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         **keywords: Any,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        stock: Any = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, **keywords)
-        stock = partial(stock, ignore_keys=ignore_keys)
+        keywords |= {"prediction_loss_only": prediction_loss_only, "ignore_keys": ignore_keys}
+        stock: Any = partial(super().prediction_step, **keywords)
         if self._placed is None:
             with naming_long_rows(self.model, inputs):
                 return stock(model, inputs)
@@ -442,13 +402,8 @@ class PipeTransformerTrainer(Trainer):
         if pipeline is None:
             return super().save_model(output_dir, _internal_call)
         self._expect_all("save_model")
-        pipeline.synchronise_buffers()
-        spill = Path(output_dir or self.args.output_dir or ".") if pipeline.is_lazy else None
-        needed = self._job.mesh.of_first(names_saved(self, self.model, pipeline.weights))
-        gathered = pipeline.weights.gathered(spill, needed)
-        # PEFT's own way of saving asks modules for their keys; others must not read what is not here
-        reading = computing_with_nan() if hasattr(self.model, "peft_config") else nullcontext()
-        with gathered, self._keeping_errors(), saving_shards(self.model), reading:
+        gathered = gathered_weights(self._job, pipeline, Path(output_dir or self.args.output_dir or "."))
+        with gathered, self._keeping_errors(), saving_shards(self.model, pipeline.is_lazy):
             super().save_model(output_dir, _internal_call)
 
     def _expect_all(self, method: str) -> None:
@@ -476,21 +431,19 @@ class PipeTransformerTrainer(Trainer):
 
     def _keeping_errors(self) -> AbstractContextManager[None]:
         """In a checkpoint, an error inside is deferred until all processes exchange errors."""
-        write = self._checkpoint_write
-        return write.keeping_errors() if write is not None else nullcontext()
+        return self._checkpoint_write.keeping_errors() if self._checkpoint_write is not None else nullcontext()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Collective over all processes."""
         if self._is_stock:
             return super()._save_checkpoint(model, trial)
-        run, cut = self._pipeline_run, self._cut_model
+        run = self._pipeline_run
         if run is not None:
             run.meet("saves a checkpoint (control.should_save)")  # a callback may have set it on some processes only
         write = CheckpointWrite(
             self._job,
             Path(self._get_output_dir(trial)),
             memory=run.memory if run is not None else lambda: {"step": self.state.global_step},
-            add_files=cut.write_times if cut is not None else lambda checkpoint: None,
             upload=super()._push_from_checkpoint,
         )
         self._checkpoint_write = write

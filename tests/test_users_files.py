@@ -18,6 +18,7 @@ from training_runs import Run, pipeline_trainer
 from hf_pipetransformer.cache.file_store import FileStore
 from hf_pipetransformer.cache.sharing import current_file, node_name
 from hf_pipetransformer.model.checkpoint_files import tensors_in, weight_files
+from hf_pipetransformer.records import model_card
 from hf_pipetransformer.records.files import EVENTS, METRICS
 from hf_pipetransformer.records.history import read_trainings
 from hf_pipetransformer.report import report
@@ -31,7 +32,6 @@ from hf_pipetransformer.resilience.checkpoint_folders import (
     rotate,
     validate,
 )
-from hf_pipetransformer.run import model_card
 
 RUN = Run(epochs=4, samples=48).with_options(save_strategy="steps", save_steps=3, save_total_limit=1)
 FOLDERS = (
@@ -222,7 +222,7 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "memory.order.rows is": lambda s: pipeline_state(s)["memory"]["order"].update(rows=0),
     "memory.order.shares": lambda s: pipeline_state(s)["memory"]["order"].update(shares=[]),
     "memory.layout is": lambda s: pipeline_state(s)["memory"].update(layout=3),
-    "memory.layout.where is missing": lambda s: pipeline_state(s)["memory"]["layout"].pop("where"),
+    "memory.layout.bounds is missing": lambda s: pipeline_state(s)["memory"]["layout"].pop("bounds"),
     "memory.layout.asked is missing": lambda s: pipeline_state(s)["memory"]["layout"].pop("asked"),
     "memory.layout.stages is 0": lambda s: pipeline_state(s)["memory"]["layout"].update(stages=0),
     "memory.layout.bounds is": lambda s: pipeline_state(s)["memory"]["layout"].update(bounds=[]),
@@ -416,13 +416,11 @@ def test_a_store_that_is_kept_is_no_training_own(tmp_path: Path) -> None:
     assert current_file(tmp_path, "out", ["a"]).parent != current_file(None, str(tmp_path), ["a"]).parent
 
 
-def test_a_taken_name_is_refused_before_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("checkpoint-3", "checkpoint-4"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "optimizer.pt").write_text("mine")
+def test_a_taken_name_is_refused_when_a_checkpoint_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "optimizer.pt").write_text("mine")
     trainer = pipeline_trainer(RUN.with_options(save_strategy="steps", save_steps=2), 1, str(tmp_path))
-    steps = []
-    trainer.training_step = lambda *args: steps.append(1)
     with pytest.raises(ValueError, match="checkpoint-4 exists, but is not a checkpoint"):
         trainer.train()
-    assert not steps and (tmp_path / "checkpoint-4" / "optimizer.pt").read_text() == "mine"
+    assert latest_valid(tmp_path)[0] == tmp_path / "checkpoint-2"
+    assert (tmp_path / "checkpoint-4" / "optimizer.pt").read_text() == "mine"

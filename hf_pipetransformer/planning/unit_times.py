@@ -8,7 +8,7 @@ a few times without a graph, which needs no more memory than the weights. A back
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -83,21 +83,6 @@ class ModelTimes:
     head: PartTimes
     update_seconds_per_byte: float = 0.0
     reduce_seconds_per_byte: float = 0.0
-
-    @classmethod
-    def of_plain(cls, values: Mapping[str, Any]) -> ModelTimes:
-        """Create the times from the result of `dataclasses.asdict`, which may have passed through JSON.
-
-        Raises:
-            KeyError, TypeError: if `values` has another structure.
-        """
-
-        def part(lines: Mapping[str, Any]) -> PartTimes:
-            return PartTimes(Seconds(**lines["forward"]), Seconds(**lines["backward"]))
-
-        units = tuple(part(unit) for unit in values["units"])
-        parts = {"prologue": part(values["prologue"]), "units": units, "head": part(values["head"])}
-        return cls(**{**values, **parts})
 
 
 def measure_times(stack: LayerStack, batch: Batch) -> ModelTimes:

@@ -70,24 +70,14 @@ def step_of(checkpoint: str | Path | None) -> int:
     return int(match[1]) if match is not None else 0
 
 
-def taken_names(folder: Path) -> list[str]:
-    """The names of checkpoints that something else has than a checkpoint of the Trainer, or an empty folder."""
-    names = (path.name for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
-    return sorted(name for name in names if CHECKPOINT.fullmatch(name) and _is_taken(folder / name))
-
-
-def _is_taken(final: Path) -> bool:
-    is_free = not os.path.lexists(final) or (not final.is_symlink() and final.is_dir() and not any(final.iterdir()))
-    return not is_free and not is_trainers(final)
-
-
 def refuse_taken(final: Path) -> None:
-    """Refuse a checkpoint's name that is among `taken_names`.
+    """Refuse a checkpoint's name that something else has than a checkpoint of the Trainer, or an empty folder.
 
     Raises:
-        NotOursError: it is.
+        NotOursError: something has.
     """
-    if _is_taken(final):
+    is_free = not os.path.lexists(final) or (not final.is_symlink() and final.is_dir() and not any(final.iterdir()))
+    if not is_free and not is_trainers(final):
         raise NotOursError(
             f"{final} exists, but is not a checkpoint of the Trainer (a folder with {STATE}), so it is not replaced."
             " Move it away and resume from the checkpoint before it, or choose another output_dir."

@@ -29,13 +29,15 @@ def prepared(job: TrainingJob, inputs: Mapping[str, Any], keys: BatchKeys | None
         inputs: the current inputs; methods that the user has overridden may have changed them.
         keys: the keys of the samples; None if they have none or none are needed.
     """
-    are_same = keys is not None and keys.inputs.are(inputs, job.not_in_keys)
+    trainer: Any = job.trainer
+    if keys is None:
+        return dict(with_name(trainer._prepare_inputs(inputs)))
+    are_same = keys.inputs.are(inputs, job.not_in_keys)
     moved = job.to_device(inputs)
     given = KeyedInputs(with_name(moved))
-    batch = dict(with_name(job.trainer._prepare_inputs(moved)))
-    if keys is not None:
-        are_same = are_same and given.are(batch, job.not_in_keys)
-        batch[KEYS_NAME] = keys.tensor if are_same else keys.blank().tensor
+    batch = dict(with_name(trainer._prepare_inputs(moved)))
+    are_same = are_same and given.are(batch, job.not_in_keys)
+    batch[KEYS_NAME] = keys.tensor if are_same else keys.blank().tensor
     return batch
 
 
@@ -66,14 +68,12 @@ class GlobalBatch:
 
     Attributes:
         num_items: number of items that the loss counts in it.
-        num_rows: number of samples.
         current: this pipeline's slice of the batch that `training_step` runs.
         waiting: this pipeline's slices of the batches that were read and not yet run.
     """
 
     def __init__(self) -> None:
         self.num_items: int | float = 1
-        self.num_rows = 0
         self.current = BatchSlice(0, 0)
         self.waiting: deque[BatchSlice] = deque()
         self._latest_tensors: tuple[torch.Tensor, ...] = ()  # on which training_step was last called
@@ -121,12 +121,11 @@ class GlobalBatch:
                 )
             part = replace(part, items=reduction.count(dict(with_name(batch))) if part.rows else 0)
             self.waiting.append(part)
-            self.num_rows += part.global_rows
             items += part.items
         self.num_items = items
         return taken
 
-    def count_over_replicas(self, pipeline: ElasticPipeline, reduction: LossReduction) -> None:
+    def count_over_replicas(self, pipeline: ElasticPipeline) -> None:
         """Count the items of all pipelines, each once. Collective over all processes if there are replicas."""
         if pipeline.num_replicas > 1:
             mine = self.num_items if pipeline.computes_loss else 0

@@ -33,8 +33,8 @@ from ..planning.unit_times import ModelTimes
 from ..randomness import seeded
 from ..training_args import CACHE_DTYPES
 from .cache_control import HARDLY_ANY, AutoCache
-from .calls_of_loss import calls_of_loss
 from .job import TrainingJob
+from .probing import SampleCollator, calls_of_loss
 
 SAMPLES_TO_PROBE = 32
 """Number of samples from which those are chosen that probe whether frozen layers can be cached.
@@ -112,7 +112,7 @@ def make_cache(
     """
     args, trainer, runner = job.args, job.trainer, pipeline.stack.runner
     assert pipeline.freezable is not None
-    collate: Callable[[Sequence[Any]], Batch] = job.collator(data.collate_fn)
+    collate: Callable[[Sequence[Any]], Batch] = SampleCollator(job, data.collate_fn)
     not_in_keys = job.not_in_keys | runner.called.kept_back
 
     def loss_of_batch(batch: Batch) -> torch.Tensor:

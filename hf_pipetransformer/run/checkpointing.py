@@ -11,18 +11,25 @@ An error on one process, such as a full disk, is raised on all processes.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+from transformers.utils import is_peft_available
 
+from ..model.elsewhere import computing_with_nan
+from ..pipeline.elastic_pipeline import ElasticPipeline
+from ..pipeline.state import WeightState
 from ..resilience.checkpoint_folders import (
     MANIFEST,
     SAVING,
@@ -100,7 +107,6 @@ class CheckpointWrite:
         folder: the folder in which the checkpoint is created.
         memory: returns the state to store besides the stock Trainer's, in plain values for JSON. Collective over all
             processes.
-        add_files: writes additional files into a folder, on rank 0.
         upload: the stock method that uploads a checkpoint, called with its folder.
     """
 
@@ -109,13 +115,12 @@ class CheckpointWrite:
         job: TrainingJob,
         folder: Path,
         memory: Callable[[], dict[str, Any]],
-        add_files: Callable[[Path], None],
         upload: Callable[[str], None],
     ) -> None:
         self.phase = WritePhase.GATHERING
         self.final = folder / f"{PREFIX_CHECKPOINT_DIR}-{job.trainer.state.global_step}"
         self._job, self._folder = job, folder
-        self._memory, self._add_files, self._upload = memory, add_files, upload
+        self._memory, self._upload = memory, upload
         self._error: Exception | None = None  # of this process
         self._uploads = False
 
@@ -223,7 +228,6 @@ class CheckpointWrite:
         written, state = self._folder / SAVING / self.final.name, self._job.trainer.state
         if self._job.args.should_save:
             state.save_to_json(str(written / STATE))
-            self._add_files(written)
             publish(written, self.final)
             self.phase = WritePhase.PUBLISHED
             best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
@@ -267,3 +271,84 @@ def _inode(path: Path) -> int | None:
     with suppress(OSError):
         return path.stat().st_ino
     return None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The weights in a checkpoint
+# ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def gathered_weights(job: TrainingJob, pipeline: ElasticPipeline, folder: Path) -> Iterator[None]:
+    """Inside, rank 0 has all weights and buffers that `Trainer.save_model` writes. Collective over all processes.
+
+    Args:
+        job: the training job.
+        pipeline: the placed model.
+        folder: where it is saved.
+    """
+    pipeline.synchronise_buffers()
+    needed: frozenset[str] | None = None
+    reading: AbstractContextManager[Any] = nullcontext()
+    if hasattr(job.model, "peft_config"):
+        mine = names_saved(job.trainer, job.model, pipeline.weights) if is_peft_available() else None
+        needed = job.mesh.of_first(mine)
+        # PEFT's own way of saving asks modules for their keys; others must not read what is not here
+        reading = computing_with_nan()
+    with pipeline.weights.gathered(folder if pipeline.is_lazy else None, needed), reading:
+        yield
+
+
+def names_saved(trainer: Trainer, model: nn.Module, weights: WeightState) -> frozenset[str] | None:
+    """Return the names of the parameters that `Trainer.save_model` writes here, or more of them. Not collective.
+
+    A checkpoint of adapters then does not send a base model, which may be a thousand times as large, to rank 0.
+
+    Args:
+        trainer: the trainer that saves.
+        model: its model.
+        weights: the model's weights.
+
+    Returns:
+        The names; None if all may be written: the model has no adapters, or user code saves it, or the adapters' files
+        hold something that is computed from weights, or that user code has given another name.
+    """
+    from peft import PeftModel
+
+    saves_as_usual = _is_method(trainer._save, Trainer._save)
+    if not (saves_as_usual and isinstance(model, PeftModel)):
+        return None
+    if not _is_method(model.save_pretrained, PeftModel.save_pretrained):
+        return None
+    with weights.listing_placeholders():
+        state = model.state_dict()
+    parameter_of = {alias: name for name, aliases in weights.table.aliases.items() for alias in aliases}
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}  # which all processes have
+    key_of = {id(tensor): key for key, tensor in state.items()}
+    names: set[str] = set()
+    for adapter in model.peft_config:
+        for tensor in _written(model, state, adapter):
+            key = key_of.get(id(tensor), "")
+            if key in parameter_of:
+                names.add(parameter_of[key])
+            elif key not in buffers:
+                return None
+    return frozenset(names)
+
+
+def _written(model: Any, state: Mapping[str, torch.Tensor], adapter: str) -> list[torch.Tensor]:
+    """The tensors that PEFT chooses for an adapter's file, with the embeddings, which it may add."""
+    from peft import get_peft_model_state_dict
+
+    # PEFT asks modules that are saved as a whole for their keys
+    with warnings.catch_warnings(), computing_with_nan():
+        warnings.simplefilter("ignore")
+        chosen = get_peft_model_state_dict(
+            model, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=True
+        )
+    return list(chosen.values())
+
+
+def _is_method(bound: Any, function: Any) -> bool:
+    """Whether an object has this method, and user code has not replaced it on its class or on itself."""
+    return getattr(bound, "__func__", None) is function

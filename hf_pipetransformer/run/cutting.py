@@ -5,20 +5,19 @@ The units are found once and kept as long as the model, so a second `train()` sp
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UnsupportedModelError, is_out_of_memory
-from ..file_formats import UNIT_TIMES, read_json
+from ..freezing.plain_trainer import FoundLayers
 from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack, StackDescription
@@ -29,27 +28,26 @@ from ..model.micro_batch import (
     refuse_unnamed,
     refuse_without_tensors,
     slice_rows,
-    with_name,
 )
 from ..model.placeholders import ParameterTable, num_bytes
 from ..model.refusals import refuse_overlapping_weights, refuse_weights_with_state
 from ..model.training_check import check_training
 from ..model.units import CalledWith
-from ..pipeline.devices import fits, is_on, name_of_device
+from ..pipeline.devices import fits, is_on, memory_budget
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh, can_be_sent
 from ..pipeline.stage import StageModule
 from ..pipeline.state import synchronise
 from ..planning.costs import UnitCost, cost_of_whole, measure_costs
 from ..planning.layout import AUTO
+from ..planning.planner import Planner, Request
 from ..planning.unit_times import ModelTimes, measure_times, slowest
-from ..randomness import generators_kept, global_state_kept, seeded
-from .calls_of_loss import how_called, inputs_of
+from ..randomness import global_state_kept
+from ..training_args import PipeTransformerTrainingArguments
 from .consistency import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
 from .lazy_model import agree_on_laziness, weights_in_checkpoint
-from .probed_once import found_by_each
-from .samples import SampleCollator
+from .probing import SampleCollator, found_by_each, how_called, inputs_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,27 +55,6 @@ SAMPLE_ROWS = 2
 """Number of samples on which the model's units are found."""
 MOST_ROWS_TO_TIME = 8
 """Maximum number of samples on which the model's units are timed; the time grows in proportion to it."""
-TIMES = "part_times.json"
-"""File in a checkpoint with the times of the model's units, measured when training began."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Times that are measured once for a model and never again, because other times could give other plans.
-
-    Attributes:
-        times: times of the model's units; None if they could not be measured.
-        measured_on: everything that the times depend on, in plain values for JSON.
-    """
-
-    times: ModelTimes | None
-    measured_on: Mapping[str, Any]
-
-    def write(self, checkpoint: Path) -> None:
-        """Write the times into a checkpoint, for the job that resumes from it."""
-        if self.times is not None:
-            content = {"measured": self.measured_on, "times": asdict(self.times)}
-            (checkpoint / TIMES).write_text(json.dumps(content), encoding="utf-8")
 
 
 @dataclass
@@ -85,14 +62,16 @@ class CutModel:
     """A model with the units into which it can be split.
 
     Attributes:
-        pipeline: runs the model, as a whole or by a plan.
+        pipeline: runs the model, as a whole or in a layout.
         unit_costs: the cost of each unit.
-        timing: the times of the units; None until `time_model` has been called.
+        times: the times of the units; None if they could not be measured, or before `time_model`.
+        is_timed: whether they have been measured. They never are again: a second training decides by them as well.
     """
 
     pipeline: ElasticPipeline
     unit_costs: tuple[UnitCost, ...]
-    timing: Timing | None = None
+    times: ModelTimes | None = None
+    is_timed: bool = False
 
     def serves(self, job: TrainingJob) -> bool:
         """Whether it belongs to the job's model and provides everything the job needs.
@@ -105,11 +84,6 @@ class CutModel:
             and (self.pipeline.freezable is not None or job.freeze_callback is None)
             and (bool(self.pipeline.stack.units) or not _needs_units(job))
         )
-
-    def write_times(self, checkpoint: Path) -> None:
-        """Write the measured times into a checkpoint, if there are any."""
-        if self.timing is not None:
-            self.timing.write(checkpoint)
 
     @property
     def stays_distributed(self) -> bool:
@@ -189,7 +163,9 @@ def _find(
     sample: Batch = {}
     if _needs_units(job) or mesh.world_size > 1:
         assert collate is not None
-        sample = _sample_alike(job, rows[: min(SAMPLE_ROWS, job.rows_at_once)], collate)
+        few = rows[: min(SAMPLE_ROWS, job.rows_at_once)]
+        sample = collate(few)
+        check_same_everywhere(mesh, model, *((sample, few) if collate.is_shared else ({},)))
     if _needs_units(job):
         try:
             return _find_layers(job, rows, collate, sample)
@@ -219,7 +195,7 @@ def _find_layers(
         called = how_called(job, sample)
     probe = partial(_take_apart, job, called, sample, padded)
     apart: _TakenApart | None = None
-    if job.is_probed_once(collate):
+    if collate.is_probed_once:
         # None if its layers return objects that cannot be sent to other processes
         apart = found_by_each(mesh, True, lambda: found if can_be_sent(found := probe()) else None)[0]
     if apart is None:
@@ -256,25 +232,6 @@ def _needs_units(job: TrainingJob) -> bool:
     """Whether the model's layers are needed: to split it, to freeze it, or to predict the memory that it takes."""
     predicts = job.args.replica_sharding == AUTO and job.mesh.world_size > 1
     return job.args.uses_pipeline or job.freeze_callback is not None or predicts
-
-
-def _sample_alike(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator) -> Batch:
-    """Collate these samples, and check that all processes have the same model and, if it is shared, the same batch.
-
-    Collective over all processes.
-    """
-    sample = collate(rows)
-    if not collate.is_shared:
-        check_same_everywhere(job.mesh, job.model, {})
-        return sample
-
-    def draw() -> Batch:
-        with seeded(job.args.seed):  # the collator draws the same from the global generators on every process
-            return dict(with_name(collate.collate_fn(list(rows))))
-
-    with generators_kept(collate.collate_fn):
-        check_same_everywhere(job.mesh, job.model, sample, draw, rows)
-    return sample
 
 
 @dataclass(frozen=True)
@@ -359,74 +316,77 @@ def _wrap_replicas(
     return module
 
 
+def make_planner(
+    args: PipeTransformerTrainingArguments,
+    unit_costs: Sequence[UnitCost],
+    mesh: ProcessMesh,
+    times: ModelTimes | None = None,
+    *,
+    is_driven: bool = False,
+    autocasts: bool = False,
+) -> Planner:
+    """Make the planner, the same on every process. Collective over all processes.
+
+    Args:
+        args: the training arguments.
+        unit_costs: the costs of the model's units.
+        mesh: the processes.
+        times: measured times, the same on every process; None if nothing was measured.
+        is_driven: whether the loss drives the pipeline.
+        autocasts: whether autocast computes in 16 bits, and keeps copies of weights.
+    """
+    budgets = mesh.gather_objects(memory_budget(args.device, args.world_size))
+    return Planner(
+        unit_costs=tuple(unit_costs),
+        times=times,
+        memory_budget_bytes=min((budget for budget in budgets if budget is not None), default=None),
+        autocasts=autocasts,
+        world_size=mesh.world_size,
+        request=Request(
+            args.pipeline_parallel_size,
+            args.per_device_train_batch_size,
+            args.elastic,
+            args.pipeline_schedule,
+            args.num_microbatches,
+            args.replica_sharding,
+            args.num_virtual_stages,
+            is_driven,
+        ),
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Times
 # ---------------------------------------------------------------------------------------------------------
 
 
 def time_model(
-    job: TrainingJob, cut: CutModel, rows: Sequence[Any], collate: SampleCollator | None, checkpoint: Path | None
+    job: TrainingJob, cut: CutModel, rows: Sequence[Any], collate: SampleCollator | None
 ) -> ModelTimes | None:
     """Measure the times of the model's units: for predictions, and to decide whether the cache is faster.
 
-    Collective over all processes. Times differ from run to run
-    and so may the decisions, so nothing is measured with `full_determinism`. A resumed training keeps the times
-    measured when it began, and therefore its plans. A model that was loaded lazily is not timed either.
+    Collective over all processes. Times differ from run to run, and so may the decisions, so nothing is measured with
+    `full_determinism`. A model that was loaded lazily is not timed either.
 
     Args:
         job: the training job.
-        cut: the complete model; it stores the times.
+        cut: the complete model; it keeps the times.
         rows: samples.
         collate: collates these samples.
-        checkpoint: the checkpoint to resume from, if any.
     """
     if cut.pipeline.is_lazy or cut.pipeline.stack.fails_on_parts:
         return None  # reading the weights from the files would be measured; times follow from parts of a batch
     if job.args.full_determinism or not (job.args.uses_pipeline or job.may_cache):
         return None
-    if cut.timing is None:
+    if not cut.is_timed:
         assert collate is not None
         batch = collate(rows[: min(job.args.per_device_train_batch_size, MOST_ROWS_TO_TIME)])
-        # those of process 0: hosts may differ, and all processes must arrive at the same plan
-        measured_on = job.mesh.of_first(_what_is_measured(job, cut, batch))
-        times = job.mesh.of_first(_read_times(cut, measured_on, checkpoint))
-        if times is None:
-            with job.trainer.compute_loss_context_manager():
-                runner = cut.pipeline.stack.runner
-                if not runner.takes_batch:
-                    batch = inputs_of(job, runner.called, batch)
-                times = _time_parts(cut.pipeline, batch, job.device)
-        cut.timing = Timing(times, measured_on)
-    return cut.timing.times
-
-
-def _read_times(cut: CutModel, measured_on: Mapping[str, Any], checkpoint: Path | None) -> ModelTimes | None:
-    """Return the times in the checkpoint to resume from; None if it has none for this machine and job."""
-    if checkpoint is None:
-        return None
-    try:
-        content = read_json(checkpoint / TIMES, UNIT_TIMES)
-        times = ModelTimes.of_plain(content["times"])
-        is_of_this = content["measured"] == measured_on and len(times.units) == len(cut.unit_costs)
-    except (OSError, ValueError, TypeError):
-        return None
-    return times if is_of_this else None
-
-
-def _what_is_measured(job: TrainingJob, cut: CutModel, batch: Batch) -> dict[str, Any]:
-    """Return everything that times depend on, in plain values for JSON. If it changes they are measured again."""
-    model = job.model
-    return {
-        "device": name_of_device(job.device),
-        "processes": job.args.world_size,
-        "threads": torch.get_num_threads(),
-        "inputs": {name: list(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)},
-        "trainable_bytes": [unit.trainable_bytes for unit in cut.unit_costs],
-        "checkpointing": sum(bool(getattr(module, "gradient_checkpointing", False)) for module in model.modules()),
-        "attention": str(getattr(getattr(model, "config", None), "_attn_implementation", None)),
-        "precision": job.mixed_precision,
-        "torch": torch.__version__,
-    }
+        with job.trainer.compute_loss_context_manager():
+            runner = cut.pipeline.stack.runner
+            if not runner.takes_batch:
+                batch = inputs_of(job, runner.called, batch)
+            cut.times, cut.is_timed = _time_parts(cut.pipeline, batch, job.device), True
+    return cut.times
 
 
 def _time_parts(pipeline: ElasticPipeline, batch: Batch, device: torch.device) -> ModelTimes | None:
@@ -447,3 +407,41 @@ def _time_parts(pipeline: ElasticPipeline, batch: Batch, device: torch.device) -
     everyone = mesh.gather_objects(times)
     measured = [theirs for theirs in everyone if theirs is not None]
     return slowest(measured) if len(measured) == len(everyone) else None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A model that FSDP shards
+# ---------------------------------------------------------------------------------------------------------
+
+
+def find_layers_to_freeze(job: TrainingJob, dataloader: Any) -> None:
+    """Tell the trainer's freeze callback the layers of a model that FSDP2 will shard. Collective over all processes.
+
+    Layers are found by running them one at a time, with parameters exchanged for placeholders. A sharded model cannot
+    do that; but which parameters freeze with which layer is known by name, and names stay what they are.
+
+    Nothing is done without such a callback. In a second training, for which the model is sharded already, the callback
+    has kept what it was told in the first.
+
+    Args:
+        job: the training job.
+        dataloader: the loader of the training data, of which two samples are taken.
+
+    Raises:
+        UnsupportedModelError: no layers can be found.
+    """
+    callback = job.freeze_callback
+    if callback is None or isinstance(job.model, FSDPModule):
+        return
+    rows, collate_fn = job.rows_of_loader(dataloader)
+    probe = partial(_find_sharded, job, rows[:SAMPLE_ROWS], SampleCollator(job, collate_fn))
+    callback.sharded_layers = found_by_each(job.mesh, True, probe)[0]
+
+
+def _find_sharded(job: TrainingJob, rows: list[Any], collate: SampleCollator) -> FoundLayers:
+    sample = collate(rows)
+    with global_state_kept(), left_as_found(job.model):
+        called = how_called(job, sample)
+        inputs = inputs_of(job, called, sample)
+        stack = LayerStack.discover(job.model, inputs, called)
+        return FoundLayers(stack.describe(), FreezableLayers.of(stack, inputs))

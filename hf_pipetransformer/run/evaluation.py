@@ -1,7 +1,7 @@
 """Evaluation and prediction: the stock loops, over a placed pipeline.
 
-evaluation_loop     `in_training`   during training: uses the plan in force and the cache
-                    `placed`        otherwise: places the model for this evaluation, and puts it back
+evaluation_loop     `in_training`   during training: uses the layout in force and the cache
+                    `outside_training`  otherwise: places the model for this evaluation, and puts it back
   prediction_step   `predict`       runs each process's own samples through the stages, and returns the results to it
 
 Generating calls the model once for each token. So an evaluation that generates (`predict_with_generate`) needs the
@@ -11,7 +11,7 @@ there (`move_whole_to_device`). Each process then generates for its own samples,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -32,23 +32,43 @@ from ..resilience.watchdog import phase
 from .batches import prepared
 from .cache_control import AutoCache
 from .collectives import among_last_stages
+from .consistency import check_same_size
+from .cutting import CutModel, make_planner
 from .front_cache import FrontCache
 from .job import TrainingJob
 from .lazy_model import is_lazy
+from .probing import SampleCollator
 from .training_data import keying_collator
+
+FindUnits = Callable[[Sequence[Any], SampleCollator | None], CutModel]
+"""Finds the units of the trainer's model, or returns those found before. Collective over all processes."""
 
 
 @contextmanager
-def placed(pipeline: ElasticPipeline, plan: Layout) -> Iterator[None]:
-    """Place a complete model inside the context, and make it complete again afterwards.
+def outside_training(job: TrainingJob, find_units: FindUnits, dataloader: Any, generates: bool) -> Iterator[KeysApart]:
+    """Inside the context, the complete model is split into stages, if there are several.
 
-    Collective over all processes.
+    A model that generates stays whole. Collective over all processes.
+
+    Yields:
+        The loader. Its workers may have been started while a cache was in use, and then add keys to the batches.
     """
-    pipeline.place(plan, keep_weights_aside=True)
+    dataset = getattr(dataloader, "dataset", None)  # a loader that the user made may be any iterable
+    if dataset is not None:
+        check_same_size(job.mesh, dataset)
+    loader = KeysApart(dataloader)
+    if not job.args.uses_pipeline or generates:
+        if job.args.uses_pipeline:
+            move_whole_to_device(job)
+        yield loader
+        return
+    rows, collate_fn = job.rows_of_loader(dataloader)
+    cut = find_units(rows, SampleCollator(job, collate_fn))
+    cut.pipeline.place(make_planner(job.args, cut.unit_costs, job.mesh).first, keep_weights_aside=True)
     try:
-        yield
+        yield loader
     finally:
-        pipeline.put_back()
+        cut.pipeline.put_back()
 
 
 @contextmanager
@@ -84,7 +104,7 @@ def move_whole_to_device(job: TrainingJob) -> None:
         job.model.to(job.device)
 
 
-def refuse_generation_that_does_not_fit(job: TrainingJob, costs: CostModel, plan: Layout) -> None:
+def refuse_generation_that_does_not_fit(job: TrainingJob, costs: CostModel, layout: Layout) -> None:
     """Refuse evaluations that generate during training if a device cannot hold the whole model beside its stage.
 
     On the CPU it always can, because the model was created there. What a step needs for activations is counted as
@@ -96,11 +116,11 @@ def refuse_generation_that_does_not_fit(job: TrainingJob, costs: CostModel, plan
     args = job.args
     # without metrics to compute, the stock evaluate() asks for the loss only
     is_asked = job.generates(prediction_loss_only=True if job.trainer.compute_metrics is None else None)
-    if not is_asked or args.eval_strategy == "no" or plan.pipeline_parallel_size == 1:
+    if not is_asked or args.eval_strategy == "no" or layout.pipeline_parallel_size == 1:
         return
     if is_lazy(job.model):
         raise _generates_lazily(job.model)
-    needed = costs.largest_bytes_with_whole_model(plan, sum(map(num_bytes, job.model.parameters())))
+    needed = costs.largest_bytes_with_whole_model(layout, sum(map(num_bytes, job.model.parameters())))
     budget = device_budget(job.device)
     if job.mesh.any(budget is not None and needed > budget):
         raise _too_large(job, needed, "of a device while it also holds the training state of its stage")

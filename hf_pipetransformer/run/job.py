@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,64 +27,53 @@ from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from ..training_args import PipeTransformerTrainingArguments
 from .collectives import among_last_stages
-from .lazy_model import is_lazy
-from .samples import SampleCollator
+
+logger = logging.getLogger(__name__)
 
 COST_SAMPLE_ROWS = 16
 """Maximum number of samples that are drawn; the longest of them sets the length for measuring the units' costs."""
 STOCK_PACKAGES = ("transformers", "hf_pipetransformer")
 
 
-class Processes:
-    """The processes of a trainer. They are connected when `mesh` is first asked for, by all of them.
+class TrainingJob:
+    """A trainer with its processes. Every property but `mesh` is read off the trainer at the time of access.
 
-    What one process alone may do (ask for a loader, for one) must not ask for it.
+    Args:
+        trainer: the user's trainer, of which only what every `transformers.Trainer` has is used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
         self._mesh: ProcessMesh | None = None
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """The groups of all processes. Collective over all processes the first time.
+
+        What one process alone may do (ask for a loader, for one) must not ask for it.
+        """
+        if self._mesh is None:
+            self._mesh = ProcessMesh(timedelta(seconds=self.args.ddp_timeout), self.device)
+        return self._mesh
 
     @property
     def is_connected(self) -> bool:
         """Whether `mesh` has been asked for."""
         return self._mesh is not None
 
-    def connect(self, timeout: float, device: torch.device) -> ProcessMesh:
-        """The groups of all processes. Collective over all processes the first time.
-
-        Args:
-            timeout: bound on every collective, in seconds.
-            device: the device that this process trains on.
-        """
-        if self._mesh is None:
-            self._mesh = ProcessMesh(timedelta(seconds=timeout), device)
-        return self._mesh
-
-
-@dataclass(frozen=True)
-class TrainingJob:
-    """A trainer with its processes. Every property is read off the trainer at the time of access.
-
-    Attributes:
-        trainer: the user's trainer, of which only what every `transformers.Trainer` has is used.
-        processes: the processes of the trainer.
-        stock_prepare_inputs: the `_prepare_inputs` of `transformers.Trainer`, whatever a subclass does in addition.
-    """
-
-    trainer: Trainer
-    processes: Processes
-    stock_prepare_inputs: Callable[[Any], dict[str, Any]]
-
-    @property
-    def mesh(self) -> ProcessMesh:
-        """The groups of all processes. Collective over all processes the first time."""
-        return self.processes.connect(self.args.ddp_timeout, self.device)
-
     @property
     def args(self) -> PipeTransformerTrainingArguments:
         args = self.trainer.args
         assert isinstance(args, PipeTransformerTrainingArguments)
         return args
+
+    def ignore_average_tokens(self) -> None:
+        """Unset an argument that is always unset, if the user has set it after the arguments were created."""
+        if self.args.average_tokens_across_devices:
+            self.args.average_tokens_across_devices = False  # items are counted over all processes already
+            logger.warning(
+                "average_tokens_across_devices=True has no effect: the loss is always computed over the global batch."
+            )
 
     @property
     def model(self) -> nn.Module:
@@ -116,11 +105,6 @@ class TrainingJob:
         """How the stock `compute_loss` and `prediction_step` call the model on a batch."""
         takes_labels = self.trainer.label_smoother is not None or self.trainer.compute_loss_func is not None
         return CalledWith(frozenset({"labels"} & batch.keys()) if takes_labels else frozenset())
-
-    @property
-    def autocasts(self) -> bool:
-        """Whether `torch.autocast` computes in 16 bits."""
-        return self.mixed_precision in ("bf16", "fp16")
 
     @property
     def freeze_callback(self) -> LayerFreezeCallback | None:
@@ -182,9 +166,9 @@ class TrainingJob:
         return NOT_IN_KEYS | frozenset(self.trainer.label_names or ())
 
     @property
-    def sums_nothing_up(self) -> bool:
-        """Whether a step computes a single loss, apart from the micro-batches of a pipeline."""
-        return self.mesh.world_size == 1 and self.args.gradient_accumulation_steps == 1
+    def sums_up(self) -> bool:
+        """Whether a step computes several losses, apart from the micro-batches of a pipeline."""
+        return self.mesh.world_size > 1 or self.args.gradient_accumulation_steps > 1
 
     @property
     def is_probed(self) -> bool:
@@ -192,14 +176,7 @@ class TrainingJob:
 
         It is not if one process trains the model without stages, freezing or gradient accumulation.
         """
-        return not self.sums_nothing_up or self.args.uses_pipeline or self.freeze_callback is not None
-
-    def is_probed_once(self, collate: SampleCollator) -> bool:
-        """Whether process 0 finds out for all processes what is probed on these samples (`probed_once`).
-
-        Not with one stage: the loss may then contain collectives of all processes.
-        """
-        return is_lazy(self.model) and collate.is_shared and self.args.uses_pipeline
+        return self.sums_up or self.args.uses_pipeline or self.freeze_callback is not None
 
     @property
     def takes_any_loader(self) -> bool:
@@ -227,7 +204,8 @@ class TrainingJob:
 
     def to_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Apply the stock `_prepare_inputs` to a batch, without what a user's override does in addition."""
-        return self.stock_prepare_inputs(inputs)
+        prepared: dict[str, Any] = Trainer._prepare_inputs(self.trainer, inputs)  # type: ignore[arg-type]
+        return prepared
 
     def on_models_device(self, inputs: Batch) -> Batch:
         """Move prepared inputs to where the whole model is, for a probe. It may be on the CPU because it is large."""
@@ -246,10 +224,6 @@ class TrainingJob:
                 return
             with among_last_stages(self.trainer.accelerator, last_stages):
                 yield
-
-    def collator(self, collate_fn: Callable[[list[Any]], Any], is_shared: bool = True) -> SampleCollator:
-        """Return a collator for probing a few samples, which are the same on all processes if `is_shared` is set."""
-        return SampleCollator(collate_fn, self.model, self.args.seed, self.rows_at_once, is_shared)
 
     def rows_of_loader(self, dataloader: Any) -> tuple[list[Any], Any]:
         """Return samples of a loader on which the model's units are found, and the function that collates them.

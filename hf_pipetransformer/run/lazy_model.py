@@ -354,12 +354,12 @@ def _stored_for(model: PreTrainedModel, checkpoint: Path) -> dict[str, torch.Ten
 
 
 @contextmanager
-def saving_shards(model: Any) -> Iterator[None]:
+def saving_shards(model: Any, lazy: bool) -> Iterator[None]:
     """Inside, `save_pretrained` of a lazily loaded model writes files of `MAX_SHARD_SIZE`. No effect on others.
 
     The process that writes has the pages of one file in memory at a time, and the stock size is 50 GB.
     """
-    if not (is_lazy(model) and isinstance(model, PreTrainedModel)):
+    if not (lazy and isinstance(model, PreTrainedModel)):
         yield
         return
     stock: Any = model.save_pretrained

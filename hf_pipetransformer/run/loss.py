@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..cache.content_keys import KEYS_NAME, NOT_OF_STATES, KeyedInputs, added_settings, named_inputs
@@ -26,30 +24,21 @@ from ..token_slices.kv_slices import slice_cache_in
 from .job import TrainingJob
 
 
-@dataclass(frozen=True)
 class TrainersLoss:
-    """The loss as the trainer computes it, user-defined or not, and its properties.
+    """The loss as the trainer computes it, user-defined or not, and its properties, as they are before the first step.
+
+    Args:
+        job: the training job.
 
     Attributes:
-        job: the training job.
+        label_names: names of the inputs that are labels.
+        shifts_labels: whether position i predicts label i + 1.
+        is_stock: whether it is the loss of a transformers model, which ignores labels of -100.
     """
 
-    job: TrainingJob
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """Names of the inputs that are labels."""
-        return tuple(dict.fromkeys(("labels", *(self.job.trainer.label_names or ()))))
-
-    @property
-    def shifts_labels(self) -> bool:
-        """Whether position i predicts label i + 1."""
-        return bool(getattr(self.job.trainer, "_loss_shifts_labels", False))
-
-    @property
-    def is_stock(self) -> bool:
-        """Whether it is the loss of a transformers model, which ignores labels of -100."""
-        model: Any = self.job.model
+    def __init__(self, job: TrainingJob) -> None:
+        trainer = job.trainer
+        model: Any = job.model
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         is_stock_model = (
             type(model).__module__.startswith("transformers.")
@@ -57,7 +46,17 @@ class TrainersLoss:
             and not model._forward_hooks
             and getattr(model, "_loss_function", None) is None  # set by the user
         )
-        return is_stock_model and not self.job.overrides_loss and self.job.trainer.compute_loss_func is None
+        self.job, self.model = job, job.model
+        self.label_names = tuple(dict.fromkeys(("labels", *(trainer.label_names or ()))))
+        self.shifts_labels = bool(getattr(trainer, "_loss_shifts_labels", False))
+        self.is_stock = is_stock_model and not job.overrides_loss and trainer.compute_loss_func is None
+        self._num_hooks = len(self.model._forward_pre_hooks)
+
+    @property
+    def may_exchange_inputs(self) -> bool:
+        """Whether the model may be called on other inputs than the batch's: by a stock loss only with later hooks."""
+        installed = 1  # of the runner, on a placed model
+        return not self.is_stock or len(self.model._forward_pre_hooks) > self._num_hooks + installed
 
     @property
     def is_exact(self) -> bool:
@@ -123,7 +122,7 @@ class TrainersLoss:
             }
         trainer = self.job.trainer
         asked: Any = num_items if self.passes_items(batch) else None
-        with self.job.computing_loss():
+        with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, as_the_user_made_it(inputs), num_items_in_batch=asked)
         assert isinstance(loss, torch.Tensor)
         return loss.mean() * weight
@@ -137,7 +136,6 @@ class BatchInFlight:
         reduction: how the losses of parts add up.
         part: numbers of samples and items in the slice, and of samples in the global batch.
         num_items: number of items that the loss counts in the optimizer step's batch, over all replicas.
-        num_rows: number of samples of that batch.
         batch: the prepared slice.
     """
 
@@ -147,11 +145,9 @@ class BatchInFlight:
         reduction: LossReduction,
         part: BatchSlice,
         num_items: int | float,
-        num_rows: int,
         batch: Batch,
     ) -> None:
         self.part = part
-        self.num_rows = num_rows
         self.losses: list[torch.Tensor] = []
         """The loss of each micro-batch, on the last stage."""
         self.exchanges_inputs = False
@@ -185,10 +181,9 @@ class BatchInFlight:
         The calls of the model in it are served by all stages. The replicas' losses are averaged, by their samples.
         """
         inputs = {name: value for name, value in self._batch.items() if name != KEYS_NAME}
+        part = self._of_whole(inputs)
         if not self.part.rows:  # a sample that does not count; the loss may gather something from all replicas
-            self._of_whole(inputs, pipeline.last_stages)
             return
-        part = self._of_whole(inputs, pipeline.last_stages)
         self.losses.append(part.detach())
         pipeline.weights.refreeze()
         (part * (pipeline.num_replicas * self._loss.scale)).backward()
@@ -209,23 +204,21 @@ class BatchInFlight:
         items = self._num_items if scale == 1.0 else self._num_items / scale
         return self._loss.of_part(self._reduction, pipeline.model, batch, items, bool(self.part.rows), count)
 
-    def _of_whole(self, batch: Batch, last_stages: dist.ProcessGroup | None = None) -> torch.Tensor:
+    def _of_whole(self, batch: Batch) -> torch.Tensor:
         """Return what a loss of this pipeline's whole slice contributes; the replicas' are averaged, by their samples.
 
-        Accumulated batches count as in the stock Trainer. (For models that ignore `num_items_in_batch` it would add
-        their losses up; a transformers model's are averaged here.)
+        Accumulated batches count as in the stock Trainer.
         """
-        job, trainer = self._loss.job, self._loss.job.trainer
-        share = self.part.rows / (self.num_rows if self._loss.is_stock else self.part.global_rows or 1)
+        trainer = self._loss.job.trainer
+        share = self.part.rows / (self.part.global_rows or 1)
         # a loss that divides by the number of items of all replicas is added up, and one that does not is averaged
         items: Any = self._num_items if share == 1 else self._num_items * share
-        asked = items if self._loss.passes_items(batch) else None
-        if asked is not None and not self._loss.is_stock:
-            asked = torch.tensor(asked)  # a tensor as from the stock Trainer; on the CPU, so that nothing is copied
-        with job.computing_loss(last_stages):
-            loss = trainer.compute_loss(job.model, as_the_user_made_it(batch), num_items_in_batch=asked)
+        # a tensor as from the stock Trainer; on the CPU, so that nothing is copied
+        asked = torch.tensor(items) if self._loss.passes_items(batch) else None
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(self._loss.model, as_the_user_made_it(batch), num_items_in_batch=asked)
         assert isinstance(loss, torch.Tensor)
-        if not self._loss.is_stock and not self._loss.is_scaled_for_accumulation(asked):
+        if not self._loss.is_scaled_for_accumulation(asked):
             loss = loss / trainer.current_gradient_accumulation_steps
         return loss.mean() * share
 
@@ -263,7 +256,7 @@ class BatchInFlight:
         The earlier stages call the model themselves and do not see what a `compute_loss` does to the inputs, whose
         losses of parts the user has declared to add up.
         """
-        if pipeline.num_stages == 1 or self._loss.is_stock:
+        if pipeline.num_stages == 1 or not self._loss.may_exchange_inputs:
             yield
             return
         model, ignored = pipeline.model, self._loss.job.not_in_keys

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..model.layer_stack import LayerStack
+from ..pipeline.elastic_pipeline import unwrapped
+from ..planning.layout import Layout
 from ..randomness import seeded
+from .job import TrainingJob
 
 INDEPENDENT = ("torch.optim.", "transformers.optimization", "bitsandbytes.")
 """Modules whose optimizers are known to update each parameter by its own gradient; they are not probed."""
@@ -30,6 +34,41 @@ INDEPENDENT_IF_UNTRIED = (
 """Modules of other choices of `TrainingArguments.optim` that are accepted if they cannot be probed on the CPU."""
 GRADIENT_SCALES = (1.0, 100.0, 0.01, 1e4, 1.0)
 """Scale of the gradients in each step, chosen so that a bound on their norm is reached."""
+
+
+def coupling_of(job: TrainingJob, stack: LayerStack, optimizer: torch.optim.Optimizer, layout: Layout) -> str | None:
+    """Return why an optimizer cannot be divided among stages or replicas, and the remedy, or None.
+
+    Collective over all processes.
+
+    Args:
+        job: the training job.
+        stack: the model's units.
+        optimizer: the optimizer, with or without Accelerate's wrapper.
+        layout: one of this training's layouts, all of which divide the same among replicas.
+    """
+    optimizer, sharding, why = unwrapped(optimizer), layout.replica_sharding, None
+    if sharding != "none":
+        if callable(getattr(optimizer, "eval", None)):  # a schedule-free optimizer
+            why = "it changes all weights before and after each evaluation (its eval method)"
+        units = {id(stack.table[name]): number for number, name in enumerate(stack.table.names)}
+    else:
+        units = {id(stack.table[n]): k for k in reversed(range(stack.num_units)) for n in stack.owners[k]}
+    if why is None and (job.args.uses_pipeline or sharding != "none"):
+        why = probe_coupling(optimizer, units)
+    found = next((theirs for theirs in job.mesh.gather_objects(why) if theirs is not None), None)
+    if found is None:
+        return None
+    if sharding != "none":
+        return (
+            f"{type(optimizer).__name__}: {found}, but with replica_sharding={sharding!r} each replica updates only"
+            " its own part of the parameters. Use an optimizer that updates each parameter from its own gradient"
+            " alone, such as optim='adamw_torch', or set replica_sharding='none'."
+        )
+    return (
+        f"{type(optimizer).__name__}: {found}, but each stage of a pipeline holds only its own parameters. Use an"
+        " optimizer that updates each parameter from its own gradient alone, or set pipeline_parallel_size=1."
+    )
 
 
 def probe_coupling(optimizer: torch.optim.Optimizer, unit_of: Mapping[int, int]) -> str | None:

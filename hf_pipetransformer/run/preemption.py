@@ -59,14 +59,12 @@ class Preemption:
         self._ignored_keys = ignored_keys
 
     # ------------------------------------------------------------------------------------ leaving
-    def log_save_evaluate(self, stock: Callable[[], None]) -> None:
-        """Call the stock `_maybe_log_save_evaluate`; after a stop request, save a checkpoint and exit instead.
+    def stop_after(self, stock: Callable[[], None]) -> None:
+        """After a stop request, call the stock `_maybe_log_save_evaluate` to save a checkpoint, and exit.
 
         At the last step of an epoch, or if the loop ends here anyway, saving and exiting wait for the epoch's end.
         """
         control = self._job.trainer.control
-        if not self.is_agreed:
-            return stock()
         stops = control.should_training_stop or control.should_epoch_stop
         # the epoch ends right after this call, and callbacks must see its end
         waits = self._is_epochs_last_step or (self.moment is Moment.WITHIN_EPOCH and stops)

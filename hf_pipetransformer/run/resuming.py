@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import FSDP_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
-from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import (
     ADAPTER_SAFE_WEIGHTS_NAME,
     ADAPTER_WEIGHTS_NAME,
@@ -31,14 +31,10 @@ from transformers.utils import (
 from ..file_formats import memory_in
 from ..resilience.checkpoint_folders import (
     MANIFEST,
-    STATE,
     latest_valid,
-    refuse_taken,
     remove_incomplete,
     restore_replaced,
     saving_folder,
-    step_of,
-    taken_names,
     validate,
 )
 from .job import TrainingJob
@@ -108,34 +104,7 @@ def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | b
             choice = wanted, _choose(folder, wanted)
     # other nodes may have another disk, or see new files late
     wanted, chosen = job.mesh.gather_objects(choice)[0] or (None, None)
-    _refuse_taken_names(job, step_of(chosen))
     return chosen if chosen is not None or wanted == LAST else wanted  # the stock Trainer raises that there is none
-
-
-def _refuse_taken_names(job: TrainingJob, step: int) -> None:
-    """Refuse folders that are no checkpoints, but have the names of checkpoints that will be saved.
-
-    Collective over all processes.
-
-    Raises:
-        NotOursError: saving every `save_steps` steps comes to such a name. Otherwise it is a warning.
-    """
-    args = job.args
-    every = int(args.save_steps) if args.save_strategy == SaveStrategy.STEPS and args.save_steps >= 1 else 0
-    with job.mesh.failing_together():
-        folder = Path(args.output_dir or ".")
-        for name in taken_names(folder) if args.should_save else []:
-            number = step_of(name)
-            if number <= step or 0 < args.max_steps < number:
-                continue
-            if every and number % every == 0:
-                refuse_taken(folder / name)
-            logger.warning(
-                "%s in output_dir is not a checkpoint of the Trainer (a folder with %s). Move it away: training ends"
-                " if it has to save a checkpoint at this step.",
-                name,
-                STATE,
-            )
 
 
 def _choose(folder: Path, wanted: str | bool) -> str | None:

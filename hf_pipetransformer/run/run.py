@@ -1,7 +1,7 @@
 """One `train()` of a pipeline: an object that exists from its beginning to its end.
 
     STEP         get_batch_samples -> take: adapt, then the batches of a step, counted over the replicas
-                 training_step -> Steps.step (steps.py)
+                 training_step -> step -> Steps.step (steps.py)
     TRANSFORM    adapt: the cache's decision, an agreed freeze -> Planner.next -> ElasticPipeline.transform
     CHECKPOINT   CheckpointWrite calls `memory`
 
@@ -25,39 +25,37 @@ from transformers import TrainerCallback, TrainerState
 from ..data.loaders import NumberedLoader
 from ..data.numbered_batches import TrainingBatches
 from ..errors import ONE_LINE
-from ..file_formats import freezing_in
-from ..freezing.callback import LayerFreezeCallback, refuse_reentrant_checkpointing
+from ..freezing.callback import LayerFreezeCallback
 from ..freezing.policies import agreed_num_frozen
 from ..logs import log_once
-from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.optimizer_state import unwrapped
 from ..planning.layout import Layout
 from ..planning.planner import Planner
 from ..randomness import generators_kept
 from ..resilience.exit import SECONDS, note_training
-from ..resilience.watchdog import PROGRESS, Watchdog
+from ..resilience.watchdog import PROGRESS, Watchdog, phase
 from ..token_slices.token_schedule import Slicing
 from .batches import BatchesInEpoch
 from .cache_control import OTHER_INPUTS, AutoCache
 from .cache_setup import UnusableFolderError, check_folder, make_cache
 from .checkpointing import exporting_state
 from .consistency import check_same_size
-from .cutting import CutModel, time_model
-from .evaluation import refuse_generation_that_does_not_fit
+from .cutting import CutModel, make_planner, time_model
+from .evaluation import FindUnits, refuse_generation_that_does_not_fit
 from .front_cache import FrontCache
 from .job import COST_SAMPLE_ROWS, TrainingJob
 from .lazy_model import warn_of_unsaved
 from .loss import TrainersLoss
-from .optimizer_probe import probe_coupling
-from .planner import make_planner
+from .optimizer_probe import coupling_of
 from .preemption import Moment, Preemption
+from .probing import SampleCollator
 from .resuming import recall, refuse_best_model_that_some_lack
 from .run_log import RunLog
-from .samples import SampleCollator
-from .setup import Setup, find_reduction, find_windows, is_driven, say_how_loss_adds_up
+from .setup import find_reduction, find_windows, is_driven, say_how_loss_adds_up
 from .steps import Doubt, Steps
 from .training_data import store_file
+from .users_freezing import UsersFreezing, attach_freezing
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +71,6 @@ STEP_EVENTS = (
     "on_log",
 )
 
-FindUnits = Callable[[Sequence[Any], SampleCollator | None], CutModel]
-"""Finds the units of the trainer's model, or returns those found before. Collective over all processes."""
-
 
 class PipelineRun(TrainerCallback):
     """State and decisions of one `train()`, as a context manager to be entered around it.
@@ -88,6 +83,9 @@ class PipelineRun(TrainerCallback):
         checkpoint: the folder of the checkpoint to resume from; None if training starts from the beginning.
         ignored_keys: keys of the model's outputs that evaluations ignore (`ignore_keys_for_eval`).
     """
+
+    planner: Planner
+    steps: Steps
 
     def __init__(
         self, job: TrainingJob, find_units: FindUnits, checkpoint: Path | None, ignored_keys: list[str] | None
@@ -103,19 +101,17 @@ class PipelineRun(TrainerCallback):
         self.cache: AutoCache | None = None
         self.front: FrontCache | None = None
         """The cache of what the user has frozen, without a freeze policy and with one stage."""
-        self._follows_freezing = False  # without a policy: layers that the user has frozen
-        self._num_followed, self._followed = 0, frozenset[str]()  # their number, and the names of what is frozen
+        self._users_freezing: UsersFreezing | None = None
         self.why_not_cached: str | None = None
         """Why there is no cache although the arguments allow one."""
+        self._freeze_callback: LayerFreezeCallback | None = None
+        self._is_begun = False  # whether a step of this `train()` has begun
         self.num_epochs_begun = 0
         self.watchdog: Watchdog | None = None
         self.batches_in_epoch = BatchesInEpoch()
         """What the loop takes for the number of batches in an epoch."""
         self._job, self._find_units, self._checkpoint = job, find_units, checkpoint
-        self._loss = TrainersLoss(job)
-        self._planner: Planner | None = None
         self._cut: CutModel | None = None
-        self._steps: Steps | None = None
         self._entered = ExitStack()
 
     # ------------------------------------------------------------------------------------ begin and end
@@ -149,6 +145,8 @@ class PipelineRun(TrainerCallback):
             self._tell_of_interruption(error)
         has_failed = kind is not None and issubclass(kind, Exception)
         note_training(has_failed)
+        if self._users_freezing is not None:
+            self._users_freezing.forget()
         if kind is None:
             self.log.conclude()
         if self.cache is not None:
@@ -198,7 +196,7 @@ class PipelineRun(TrainerCallback):
             yield
             self.arrive()  # the last callbacks have run
         except RuntimeError as error:
-            if WRITTEN_TO_PLACEHOLDER not in str(error) or self._cut is None or not self.pipeline.is_placed:
+            if WRITTEN_TO_PLACEHOLDER not in str(error) or not self.is_placed:
                 raise
             raise ValueError(
                 "A callback, or your training_step or loss, wrote to parameters of the model or to their gradients,"
@@ -212,15 +210,9 @@ class PipelineRun(TrainerCallback):
         return self._cut.pipeline
 
     @property
-    def steps(self) -> Steps:
-        """The object that runs the training steps."""
-        assert self._steps is not None, "place() first"
-        return self._steps
-
-    @property
-    def planner(self) -> Planner:
-        assert self._planner is not None, "place() first"
-        return self._planner
+    def is_placed(self) -> bool:
+        """Whether each process has its part of the model."""
+        return self._cut is not None and self._cut.pipeline.is_placed
 
     def meet(self, doing: str) -> bool:
         """Begin with all processes what all of them must do (`Watchdog.meet`). Returns whether they watch one another.
@@ -255,9 +247,7 @@ class PipelineRun(TrainerCallback):
         if trainer.optimizer is None:
             with pipeline.weights.as_on_one_process():
                 optimizer = make_optimizer()
-            if _divides_optimizer(pipeline.current_plan):
-                self._refuse_coupling(self._coupling_of(optimizer))
-            self.pipeline.attach_optimizer(optimizer)
+            self._attach(optimizer)
         assert trainer.optimizer is not None
         return trainer.optimizer
 
@@ -269,7 +259,7 @@ class PipelineRun(TrainerCallback):
                 stages.
         """
         optimizer = self._job.trainer.optimizer
-        if self._cut is None or not self.pipeline.is_placed:
+        if not self.is_placed:
             if optimizer is None:
                 raise ValueError(
                     "The overridden create_optimizer has not set an optimizer. Assign self.optimizer in it, or call"
@@ -284,9 +274,7 @@ class PipelineRun(TrainerCallback):
                     " for the pipeline stages. Create your optimizer over the whole model without calling super(), or"
                     " pass it as optimizers=(optimizer, None)."
                 )
-            if _divides_optimizer(pipeline.current_plan):
-                self._refuse_coupling(self._coupling_of(optimizer))
-            self.pipeline.attach_optimizer(optimizer)
+            self._attach(optimizer)
         if optimizer is not None and self._job.mesh.world_size > 1:
             pipeline.adopt_outside()
             if pipeline.serves_callbacks:  # before a step: the stages that serve must not be ahead of those that call
@@ -294,11 +282,29 @@ class PipelineRun(TrainerCallback):
                 self._entered.callback(step.remove)
         return pipeline
 
+    def _attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let a new optimizer update the placed model. Collective over all processes."""
+        pipeline, layout = self.pipeline, self.pipeline.current_plan
+        self._refuse_coupling(coupling_of(self._job, pipeline.stack, optimizer, layout), layout)
+        pipeline.attach_optimizer(optimizer)
+
+    def _refuse_coupling(self, coupling: str | None, layout: Layout) -> None:
+        """Refuse an optimizer that cannot be divided among stages or replicas, if the layout does so.
+
+        Raises:
+            ValueError: it is refused. Every process raises it.
+        """
+        if coupling is not None and (layout.pipeline_parallel_size > 1 or layout.shards_optimizer):
+            assert self._cut is not None
+            self._cut.finish()
+            self._job.trainer.optimizer = None
+            raise ValueError(coupling)
+
     def place(self) -> ElasticPipeline:
         """Determine how to split the model and place it. An existing optimizer is attached to the pipeline.
 
         1. Set up: find the units, probe the loss and the slices, measure times.
-        2. Plan: as the arguments ask, or the plan of the job that is resumed.
+        2. Plan: as the arguments ask, or the layout of the job that is resumed.
         3. Cache: probe which outputs may be cached.
         4. Freeze: restore the layers that a resumed job had frozen.
         5. Place the model, and continue from the state of the resumed job.
@@ -313,75 +319,74 @@ class PipelineRun(TrainerCallback):
         rows: list[Any] = []
         collate: SampleCollator | None = None
         if job.is_probed:
-            rows, collate = data.sample_rows(COST_SAMPLE_ROWS), job.collator(data.collate_fn, data.is_shared)
+            rows, collate = data.sample_rows(COST_SAMPLE_ROWS), SampleCollator(job, data.collate_fn, data.is_shared)
         with generators_kept(trainer, job.model):
             self._cut = self._find_units(rows, collate)
-            setup = self._set_up(self._cut, rows, collate)
+            loss = TrainersLoss(job)
+            reduction = find_reduction(loss, self.pipeline.stack, data, collate)
+            self.pipeline.slicing = None
+            if job.args.slices_tokens:
+                assert collate is not None
+                windows = find_windows(loss, reduction, self.pipeline.stack, rows, collate)
+                self.pipeline.slicing = Slicing(job.args.token_slices, windows, self.log.sliced)
+            times = time_model(job, self._cut, rows, collate)
         pipeline = self._cut.pipeline
-        pipeline.is_driven = is_driven(job, setup.reduction)
+        pipeline.is_driven = is_driven(job, reduction)
         # 2
-        self._planner = planner = make_planner(
+        self.planner = planner = make_planner(
             job.args,
             self._cut.unit_costs,
             job.mesh,
-            setup.times,
+            times,
             is_driven=pipeline.is_driven,
-            autocasts=job.autocasts,
+            autocasts=job.mixed_precision in ("bf16", "fp16"),
         )
-        say_how_loss_adds_up(job, setup.reduction, planner)
+        say_how_loss_adds_up(job, reduction, planner)
         coupling = None
         if trainer.optimizer is not None and not pipeline.updates_with(trainer.optimizer):
-            coupling = self._coupling_of(trainer.optimizer)
-            self.pipeline.attach_optimizer(trainer.optimizer)
+            coupling = coupling_of(job, pipeline.stack, trainer.optimizer, planner.first)
+            pipeline.attach_optimizer(trainer.optimizer)
         kept = recall(job)
         self.preemption.owes_evaluation = bool(kept.get("owes_evaluation"))
         # 3
-        most = self._follow_freezing(pipeline.freezable)
+        if job.freeze_callback is None and job.args.uses_pipeline and self.generations is not None:
+            self._users_freezing = UsersFreezing.find(job, pipeline)
+        most = self._users_freezing.count if self._users_freezing is not None else None
         if job.may_cache and job.freeze_callback is not None:
             assert self.generations is not None
             self.why_not_cached = self._why_not_for_calls() or self._trouble_with_folder()
             if self.why_not_cached is None:
                 with generators_kept(trainer, job.model):
-                    self.cache = make_cache(job, pipeline, data, setup.times, self.generations, most)
+                    self.cache = make_cache(job, pipeline, data, times, self.generations, most)
         # 4
-        num_frozen = self._attach_freezing(pipeline.freezable)
-        again = self._plan_of_interrupted_job(kept, num_frozen)
-        plan = again or planner.first
+        num_frozen = attach_freezing(job, pipeline.freezable, self._users_freezing)
+        # a newly made layout might differ, because the sequence of freezes that led to it is not recorded
+        again = planner.again(kept["layout"], num_frozen) if kept.get("layout") is not None else None
+        layout = again or planner.first
         if again is None:
             self.log.first_chosen(planner)
-        if plan.num_frozen_layers < num_frozen:
-            plan = planner.next(plan, num_frozen, plan.num_cached_layers)
-        refuse_generation_that_does_not_fit(job, planner, plan)
+        if layout.num_frozen_layers < num_frozen:
+            layout = planner.next(layout, num_frozen, layout.num_cached_layers)
+        refuse_generation_that_does_not_fit(job, planner, layout)
         # 5
         watches_steps = any(job.mesh.gather_objects(watch_steps(job.users_callbacks)))
         calls = bool(job.users_callbacks) or job.overrides("prediction_step")
         pipeline.serves_callbacks = any(job.mesh.gather_objects(calls))
         pipeline.offloads = job.device.type != "cpu" and not watches_steps
-        if _divides_optimizer(plan):
-            self._refuse_coupling(coupling)
+        self._refuse_coupling(coupling, layout)
         if job.may_cache_front:
             self.front = FrontCache(job, data.dataset, store_file(job))
-        self._steps = Steps(
-            job,
-            pipeline,
-            setup,
-            data,
-            self.cache,
-            self.preemption,
-            self.log.recorder,
-            watches_steps,
-            self.front,
-            self._thaw if self._follows_freezing else None,
-        )
-        pipeline.place(plan, self._steps.loss_of)
-        self.log.begin(planner, plan)
-        data.reslice(plan.data_parallel_size, pipeline.replica_index)
+        self._freeze_callback = job.freeze_callback
+        self.steps = Steps(job, pipeline, loss, reduction, data, self.cache, self.front, watches_steps)
+        pipeline.place(layout, self.steps.loss_of)
+        self.log.begin(planner, layout)
+        data.reslice(layout.data_parallel_size, pipeline.replica_index)
         if kept.get("order") and trainer.state.epoch % 1:
             data.keep_order(int(trainer.state.epoch), **kept["order"])
-        if self.cache is not None and plan.num_frozen_layers:
-            if plan.num_cached_layers:
-                self.cache.resume(plan.num_cached_layers)
-            self.cache.freeze(plan.num_frozen_layers)
+        if self.cache is not None and layout.num_frozen_layers:
+            if layout.num_cached_layers:
+                self.cache.resume(layout.num_cached_layers)
+            self.cache.freeze(layout.num_frozen_layers)
         return pipeline
 
     def _why_not_for_calls(self) -> str | None:
@@ -416,138 +421,6 @@ class PipelineRun(TrainerCallback):
             return str(error)
         return None
 
-    def _set_up(self, cut: CutModel, rows: Sequence[Any], collate: SampleCollator | None) -> Setup:
-        job, pipeline, data = self._job, cut.pipeline, self.data
-        assert data is not None
-        reduction = find_reduction(self._loss, pipeline.stack, data, collate)
-        pipeline.slicing = None
-        if job.args.slices_tokens:
-            assert collate is not None
-            windows = find_windows(self._loss, reduction, pipeline.stack, rows, collate)
-            pipeline.slicing = Slicing(job.args.token_slices, windows, self.log.sliced)
-        times = time_model(job, cut, rows, collate, self._checkpoint)
-        return Setup(reduction, times)
-
-    @property
-    def _sharding(self) -> str:
-        """What the replicas of a stage divide in this training."""
-        return self.planner.first.replica_sharding
-
-    def _coupling_of(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """Return why an optimizer cannot be divided among stages or replicas, or None.
-
-        Collective over all processes.
-        """
-        why = None
-        args, stack = self._job.args, self.pipeline.stack
-        if self._sharding != "none":
-            why = _why_not_to_shard(unwrapped(optimizer))
-            units = {id(stack.table[name]): number for number, name in enumerate(stack.table.names)}
-        else:
-            units = {id(stack.table[n]): k for k in reversed(range(stack.num_units)) for n in stack.owners[k]}
-        if why is None and (args.uses_pipeline or self._sharding != "none"):
-            why = probe_coupling(unwrapped(optimizer), units)
-        found = next((theirs for theirs in self._job.mesh.gather_objects(why) if theirs is not None), None)
-        return None if found is None else f"{type(optimizer).__name__}: {found}"
-
-    def _refuse_coupling(self, coupling: str | None) -> None:
-        """Refuse an optimizer that cannot be divided among stages or replicas.
-
-        Raises:
-            ValueError: `coupling` is not None. Every process raises it.
-        """
-        if coupling is None:
-            return
-        assert self._cut is not None
-        self._cut.finish()
-        self._job.trainer.optimizer = None
-        sharding = self._sharding
-        if sharding != "none":
-            raise ValueError(
-                f"{coupling}, but with replica_sharding={sharding!r} each replica updates only its own part of the"
-                " parameters. Use an optimizer that updates each parameter from its own gradient alone, such as"
-                " optim='adamw_torch', or set replica_sharding='none'."
-            )
-        raise ValueError(
-            f"{coupling}, but each stage of a pipeline holds only its own parameters. Use an optimizer that"
-            " updates each parameter from its own gradient alone, or set pipeline_parallel_size=1."
-        )
-
-    def _follow_freezing(self, freezable: FreezableLayers | None) -> int | None:
-        """Treat the lowest layers, if the user has frozen them, as a schedule would that freezes them at once.
-
-        Collective over all processes.
-
-        Returns:
-            Their number; None if nothing is done.
-        """
-        job = self._job
-        if job.freeze_callback is not None or not job.args.uses_pipeline or self.generations is None:
-            return None
-        mine = freezable.frozen_by_user if freezable is not None and job.may_follow_freezing else 0
-        count: int = min(job.mesh.gather_objects(mine))
-        if not count:
-            return None
-        assert freezable is not None
-        frozen = [name for name in freezable.frozen(count) if not self.pipeline.stack.table[name].requires_grad]
-        self._num_followed, self._follows_freezing = count, True
-        self._followed = frozenset.intersection(*map(frozenset, job.mesh.gather_objects(frozen)))
-        callback = LayerFreezeCallback({"name": "schedule", "schedule": {0: count}})
-        self._job.trainer.add_callback(callback)
-        self._entered.callback(self._forget_freezing)
-        return count
-
-    def _thaw(self) -> None:
-        """Follow the user's code, which trains layers again that were frozen."""
-        if self._job.trainer.is_world_process_zero():
-            logger.info("Layers that were frozen are trained again: nothing counts as frozen any more.")
-        if self.cache is not None:
-            self.cache.disable("layers that were frozen are trained again")
-        states: Any = self._job.trainer.state.stateful_callbacks
-        states.pop(LayerFreezeCallback.__name__, None)
-        self._forget_freezing()
-
-    def _forget_freezing(self) -> None:
-        callback = self._job.freeze_callback
-        if self._follows_freezing and callback is not None:
-            self._job.trainer.remove_callback(callback)
-        self._follows_freezing = False
-
-    def _attach_freezing(self, freezable: FreezableLayers | None) -> int:
-        """Pass the model's layers to the freeze callback. Returns how many of them a resumed job had frozen."""
-        callback = self._job.freeze_callback
-        if callback is None:
-            return 0
-        refuse_reentrant_checkpointing(self._job.args)
-        assert freezable is not None
-        state = self._job.trainer.state
-        if self._follows_freezing:  # the flags say what is frozen, and not the checkpoint
-            states: Any = state.stateful_callbacks or {}  # from JSON: callback name -> its state
-            memory = freezing_in(states, type(callback).__name__)
-            if memory is not None:
-                memory["num_frozen"] = min(memory["num_frozen"], self._num_followed)
-        callback.attach(freezable.num_layers, freezable.max_frozen, state, freezable.outside_alone)
-        with_the_first = [k for k, names in enumerate(freezable.inside) if freezable.frozen(1) & set(names)]
-        if len(with_the_first) > 1:
-            log_once(
-                logger,
-                logging.WARNING,
-                "Layers %s of %s share parameters with its first layer and are frozen together with it.",
-                ", ".join(map(str, with_the_first[1:])),
-                type(self._job.model).__name__,
-            )
-        return callback.num_frozen
-
-    def _plan_of_interrupted_job(self, kept: dict[str, Any], num_frozen: int) -> Layout | None:
-        """Return the plan in force when the checkpoint was written, if everything it depends on is unchanged.
-
-        A newly made plan might differ, because the sequence of freezes that led to it is not recorded.
-        """
-        layout = kept.get("layout")
-        if layout is None or layout["where"] != self._measured_on:
-            return None
-        return self.planner.again(layout, num_frozen)
-
     # ------------------------------------------------------------------------------------ between two steps
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
         """Return the batches of the next optimizer step and the number of items. Collective over all processes.
@@ -562,32 +435,72 @@ class PipelineRun(TrainerCallback):
             self.adapt()
         PROGRESS.enter("data")
         taken = self.steps.take(batches, num_batches)
-        self.batches_in_epoch.accumulated = self._job.args.gradient_accumulation_steps
+        self.batches_in_epoch.accumulated = self._job.trainer.args.gradient_accumulation_steps
         self.batches_in_epoch.rest = len(taken[0]) % num_batches
         PROGRESS.enter("callbacks")
         return taken
+
+    def step(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Run forward and backward of a batch, and return its loss: `Steps.step`. Collective over all processes."""
+        self.arrive()
+        PROGRESS.begin_round(f"is in step {self._job.trainer.state.global_step + 1}")
+        PROGRESS.enter("step")
+        self._follow_flags()
+        loss, votes = self.steps.step(inputs, self.preemption.signal.is_asked)
+        self.preemption.is_agreed = votes.stop
+        self.log.recorder.count_batch(*self.steps.counted, loss)
+        PROGRESS.enter("callbacks")
+        return loss
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip gradients by their norm over all stages. Collective over the pipeline.
+
+        A freeze policy that needs gradient norms gets them before clipping.
+        """
+        callback, accelerator = self._freeze_callback, self._job.trainer.accelerator
+        scaler = accelerator.scaler
+        scale = scaler.get_scale() if scaler is not None else 1.0
+        if callback is not None and callback.wants_gradient_norms:
+            assert self.pipeline.freezable is not None
+            inside = self.pipeline.freezable.inside
+            callback.observe(self.pipeline.running.gradients.squared_norms(inside, scale))
+        with phase("update"):
+            return self.pipeline.clip_grad_norm(
+                max_norm, accelerator.unscale_gradients if scaler is not None else None, scale
+            )
+
+    def _follow_flags(self) -> None:
+        """Train what the user's code has left trainable; if that were layers that it had frozen, nothing is frozen."""
+        users = self._users_freezing
+        has_thawed = self.steps.follow_flags(thaws=users is not None)
+        if users is None or not (has_thawed or any(map(self.pipeline.weights.is_trainable, users.names))):
+            return
+        users.thaw()
+        self._users_freezing = self._freeze_callback = None
+        if self.cache is not None:
+            self.cache.disable("layers that were frozen are trained again")
 
     def adapt(self) -> None:
         """Carry out what the freeze policy and the cache have decided.
 
         Collective over all processes in steps where one of them makes a decision.
         """
-        if self._follows_freezing:
-            self.steps.follow_flags()  # the user may train layers again, also before any counts as frozen
-            if self._follows_freezing and any(map(self.pipeline.weights.is_trainable, self._followed)):
-                self._thaw()
-        callback, pipeline, cache = self._job.freeze_callback, self.pipeline, self.cache
+        if self._users_freezing is not None:
+            self._follow_flags()  # the user may train layers again, also before any counts as frozen
+        callback, cache = self._freeze_callback, self.cache
         if cache is not None:
             self._update(cache)
-        plan = pipeline.current_plan
-        num_frozen = plan.num_frozen_layers
         proposal = callback.take_proposal() if callback is not None else None
+        if proposal is None and cache is None:
+            return
+        layout = self.pipeline.current_plan
+        num_frozen = layout.num_frozen_layers
         if proposal is not None:
-            num_frozen = max(num_frozen, agreed_num_frozen(pipeline.mesh.gather_objects(proposal)))
-        if cache is not None and num_frozen > plan.num_frozen_layers:
+            num_frozen = max(num_frozen, agreed_num_frozen(self._job.mesh.gather_objects(proposal)))
+        if cache is not None and num_frozen > layout.num_frozen_layers:
             cache.check_weights()  # the next generation will be named after the weights as they are now
         num_cached = cache.num_cached if cache is not None else 0
-        if (num_frozen, plan.most_cached(num_cached)) != (plan.num_frozen_layers, plan.num_cached_layers):
+        if (num_frozen, layout.most_cached(num_cached)) != (layout.num_frozen_layers, layout.num_cached_layers):
             self.change_layout(num_frozen, num_cached)
         if proposal is not None:
             assert callback is not None
@@ -598,14 +511,17 @@ class PipelineRun(TrainerCallback):
 
         Collective over all processes, between two steps.
         """
-        pipeline, data, plan = self.pipeline, self.data, self.pipeline.current_plan
+        pipeline, data, before = self.pipeline, self.data, self.pipeline.current_plan
         assert data is not None
-        new = self.planner.next(plan, num_frozen, num_cached)
-        if num_frozen == plan.num_frozen_layers and new.pipeline_parallel_size == plan.pipeline_parallel_size == 1:
-            pipeline.replace_plan(new)  # nothing moves: the cached units are run or skipped in place
-            self.log.cached(new)
+        layout = self.planner.next(before, num_frozen, num_cached)
+        if (
+            num_frozen == before.num_frozen_layers
+            and layout.pipeline_parallel_size == before.pipeline_parallel_size == 1
+        ):
+            pipeline.replace_plan(layout)  # nothing moves: the cached units are run or skipped in place
+            self.log.cached(layout)
         else:
-            change = pipeline.transform(new)
+            change = pipeline.transform(layout)
             data.reslice(pipeline.num_replicas, pipeline.replica_index)
             self.log.transformed(change, pipeline.freezable)
         if self.cache is not None:
@@ -631,25 +547,14 @@ class PipelineRun(TrainerCallback):
     def memory(self) -> dict[str, Any]:
         """Return what a checkpoint stores at this point, in plain values for JSON. Collective over all processes."""
         memory: dict[str, Any] = {"step": self._job.trainer.state.global_step}
-        pipeline = self._cut.pipeline if self._cut is not None and self._cut.pipeline.is_placed else None
-        if pipeline is None or self.data is None:
+        if not self.is_placed or self.data is None:
             return memory
-        plan = pipeline.current_plan
         return {
             **memory,
             "owes_evaluation": self.preemption.will_owe_evaluation,
             "order": self.data.memory,
-            "layout": {
-                "where": self._measured_on,
-                **self.planner.facts_of(plan),
-            },
+            "layout": self.planner.facts_of(self.pipeline.current_plan),
         }
-
-    @property
-    def _measured_on(self) -> dict[str, Any]:
-        """The conditions under which the times behind the plan were measured."""
-        timing = self._cut.timing if self._cut is not None else None
-        return dict(timing.measured_on) if timing is not None else {}
 
     def prepare_for_best(self) -> None:
         """Prepare for loading the best model, which overwrites the last weights. Collective over all processes."""
@@ -676,7 +581,7 @@ class PipelineRun(TrainerCallback):
         if self.pipeline.is_lazy and self._job.trainer.is_world_process_zero():
             warn_of_unsaved(args)
         self.log.announce(self.cache, self.why_not_cached)
-        if self._checkpoint is None and not self._follows_freezing:
+        if self._checkpoint is None and self._users_freezing is None:
             self.log.say_what_freezing_costs(self.pipeline.freezable, self.cache is not None)
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
@@ -684,8 +589,10 @@ class PipelineRun(TrainerCallback):
         self.steps.doubts |= Doubt.FLAGS
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.log.show_layout()
-        self.preemption.evaluate_what_is_owed()  # at this point the random states are those of the checkpoint
+        if not self._is_begun:
+            self._is_begun = True
+            self.log.show_layout()
+            self.preemption.evaluate_what_is_owed()  # at this point the random states are those of the checkpoint
         self.preemption.moment = Moment.WITHIN_EPOCH
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
@@ -697,11 +604,7 @@ class PipelineRun(TrainerCallback):
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         self._show_weights()
 
-    def on_predict(self, *_: Any, **__: Any) -> None:
-        self._show_weights()
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        self._show_weights()
+    on_predict = on_save = on_evaluate
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.arrive()
@@ -709,8 +612,8 @@ class PipelineRun(TrainerCallback):
         PROGRESS.enter("end")
         self.preemption.leave_if_asked()
         self._check_cached_weights()
-        if self._steps is not None and self.pipeline.is_placed and self.pipeline.num_stages > 1:
-            self._steps.look_for_nan("Training has ended")
+        if self.is_placed and self.pipeline.num_stages > 1:
+            self.steps.look_for_nan("Training has ended")
         self.log.end(self.cache)
         if self.front is not None:
             self.front.release()  # before what else has replaced the layers' forward
@@ -724,9 +627,9 @@ class PipelineRun(TrainerCallback):
 
         The weights of cached layers may be offloaded from the device.
         """
-        if self._steps is not None and self.pipeline.is_placed:
+        if self.is_placed:
             self.pipeline.weights.onload()
-            self._steps.doubts |= Doubt.WEIGHTS | Doubt.FLAGS
+            self.steps.doubts |= Doubt.WEIGHTS | Doubt.FLAGS
 
 
 def watch_steps(callbacks: Sequence[Any]) -> bool:
@@ -736,15 +639,3 @@ def watch_steps(callbacks: Sequence[Any]) -> bool:
     return any(
         getattr(getattr(c, n, None), "__func__", None) is not method for c in callbacks for n, method in stock.items()
     )
-
-
-def _divides_optimizer(plan: Layout) -> bool:
-    """Whether each process updates only a part of the model."""
-    return plan.pipeline_parallel_size > 1 or plan.shards_optimizer
-
-
-def _why_not_to_shard(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return why the replicas cannot divide an optimizer's state, whatever its updates depend on; None if they can."""
-    if callable(getattr(optimizer, "eval", None)):  # a schedule-free optimizer
-        return "it changes all weights before and after each evaluation (its eval method)"
-    return None

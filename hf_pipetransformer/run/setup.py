@@ -5,7 +5,7 @@
     3. slices   find_windows           whether sequences can be split along their tokens, if that is requested
     4. times    cutting.time_model     seconds of each unit, if a decision depends on them
 
-`PipelineRun.place` continues from there with the plan, the cache and the stages.
+`PipelineRun.place` continues from there with the layout, the cache and the stages.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from ..data.numbered_batches import TrainingBatches
 from ..errors import UnsupportedModelError
@@ -27,34 +29,20 @@ from ..model.micro_batch import Batch, batch_rows, naming_long_rows
 from ..model.placeholders import evaluation_mode
 from ..planning.planner import Planner
 from ..planning.tables import MIB
-from ..planning.unit_times import ModelTimes
 from ..randomness import seeded
 from ..token_slices.kv_slices import Windows
 from ..token_slices.slices import sequence_length
 from ..token_slices.slicing_probe import informative_samples, probe_slicing, without_autocast
+from .collectives import among_last_stages
 from .cutting import SAMPLE_ROWS
 from .job import TrainingJob
 from .loss import TrainersLoss
-from .probed_once import found_by_each
-from .samples import SampleCollator
+from .probing import SampleCollator, found_by_each
 
 logger = logging.getLogger(__name__)
 
 LOSS_SAMPLE_ROWS = 4
 """Maximum number of samples on which the loss reduction is determined."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The results of the setup.
-
-    Attributes:
-        reduction: how the losses of parts combine to the loss of the whole batch.
-        times: times of the model's units, the same on every process; None if not measured.
-    """
-
-    reduction: LossReduction
-    times: ModelTimes | None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -79,7 +67,7 @@ def find_reduction(
     """
     job = loss.job
     plain = unexamined(loss.shifts_labels)
-    if job.sums_nothing_up and not job.args.uses_pipeline:
+    if not job.sums_up and not job.args.uses_pipeline:
         return plain  # nothing is added up
     if not loss.is_stock:
         stack.unreached |= frozenset(stack.table.names)  # it may reach any parameter, or none
@@ -109,7 +97,7 @@ def find_reduction(
             )
 
     # results may differ between processes by rounding, or by what a collator draws
-    found = found_by_each(job.mesh, job.is_probed_once(collate), read)
+    found = found_by_each(job.mesh, collate.is_probed_once, read)
     stack.unreached |= frozenset(stack.table.names) - frozenset.intersection(*(theirs.reached for theirs in found))
     return found[0].reduction
 
@@ -159,13 +147,17 @@ def find_windows(
     num_items = max(reduction.count(sample), 1)
     is_exact = loss.is_exact  # in half precision rounding is larger than an error in a small gradient
 
+    def loss_of(part: Batch) -> torch.Tensor:
+        with among_last_stages(job.trainer.accelerator, None):
+            return loss.of_part(reduction, job.model, part, num_items)
+
     def probe() -> Windows:
         try:
             with without_autocast() if is_exact else nullcontext():
                 return probe_slicing(
                     stack,
                     sample,
-                    lambda part: loss.of_part(reduction, job.model, part, num_items),
+                    loss_of,
                     loss_tolerance=1e-3 if is_exact else 1e-2,
                     gradient_tolerance=1e-3 if is_exact else 1e-1,
                 )
@@ -184,7 +176,8 @@ def find_windows(
     return replace(found[0], separates_documents=all(theirs.separates_documents for theirs in found))
 
 
-# What the loss allows of a plan
+# ---------------------------------------------------------------------------------------------------------
+# What the loss allows of a layout
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -194,7 +187,7 @@ def is_driven(job: TrainingJob, reduction: LossReduction) -> bool:
 
 
 def say_how_loss_adds_up(job: TrainingJob, reduction: LossReduction, planner: Planner) -> None:
-    """Say in one line what a loss that is not known to add up means for the first plan."""
+    """Say in one line what a loss that is not known to add up means for the first layout."""
     name = type(job.model).__name__
     parts = planner.first.data_parallel_size * job.args.gradient_accumulation_steps
     averaged = ""

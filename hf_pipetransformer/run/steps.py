@@ -1,8 +1,7 @@
-"""The training steps of a run: what happens in each `training_step`, whichever plan is in force.
+"""The training steps of a run: what happens in each `training_step`, whichever layout is in force.
 
 take     takes the batches of an optimizer step, and counts them over the replicas
-step     1 flags    2 batch    3 forward and backward    4 votes
-clip     clips by the gradient norm over all stages
+step     1 batch    2 forward and backward    3 votes
 """
 
 from __future__ import annotations
@@ -24,18 +23,17 @@ from ..cache.content_keys import KEYS_NAME, NO_KEYS, without_keys
 from ..data.numbered_batches import TrainingBatches
 from ..errors import users_error
 from ..model.frozen_prefix import frozen_modules
+from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, naming_long_rows
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh
-from ..resilience.watchdog import PROGRESS, phase
+from ..resilience.watchdog import PROGRESS
 from .batches import GlobalBatch, prepared
 from .cache_control import AutoCache
+from .collectives import among_last_stages
 from .front_cache import FrontCache
 from .job import TrainingJob
 from .loss import BatchInFlight, TrainersLoss, raise_for_exchanged_inputs
-from .preemption import Preemption
-from .recorder import RunRecorder
-from .setup import Setup
 from .training_data import refuse_different_numbers
 
 logger = logging.getLogger(__name__)
@@ -112,15 +110,12 @@ class Steps:
     Args:
         job: the training job.
         pipeline: the model.
-        setup: the results of the setup before the first step.
+        loss: the trainer's loss.
+        reduction: how the losses of parts add up.
         data: the training batches.
         cache: the cache of frozen layers' outputs, if there is one.
-        preemption: is notified when all processes know that training must end.
-        recorder: is notified of each batch.
-        watches_steps: whether one of the user's callbacks, on some process, may read weights at each step.
         front: the cache of what the user has frozen, if there is one.
-        on_thaw: called on all processes when layers that the user had frozen are trained again; None if layers are
-            frozen by a policy, and must stay so.
+        watches_steps: whether one of the user's callbacks, on some process, may read weights at each step.
 
     Attributes:
         batch: the batch of the current optimizer step.
@@ -131,96 +126,103 @@ class Steps:
         self,
         job: TrainingJob,
         pipeline: ElasticPipeline,
-        setup: Setup,
+        loss: TrainersLoss,
+        reduction: LossReduction,
         data: TrainingBatches,
         cache: AutoCache | None,
-        preemption: Preemption,
-        recorder: RunRecorder,
+        front: FrontCache | None,
         watches_steps: bool,
-        front: FrontCache | None = None,
-        on_thaw: Callable[[], None] | None = None,
     ) -> None:
         self.batch = GlobalBatch()
         self.doubts = Doubt.NONE
-        self._job, self._pipeline, self._setup = job, pipeline, setup
-        self._data, self._cache = data, cache
-        self._preemption, self._recorder = preemption, recorder
-        self._watches_steps, self._front, self._on_thaw = watches_steps, front, on_thaw
-        self._loss = TrainersLoss(job)
+        self._job, self._trainer, self._model = job, job.trainer, job.model
+        self._args, self._mesh = job.args, job.mesh
+        self._pipeline, self._loss, self._reduction = pipeline, loss, reduction
+        self._data, self._cache, self._front, self._watches_steps = data, cache, front, watches_steps
+        self._takes_others = job.takes_any_loader
+        # a stock loss calls no collective
+        self._has_collectives = job.args.uses_pipeline and not loss.is_stock
         self._in_flight: BatchInFlight | None = None
         self._has_looked_for_nan = False
 
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
         """Return the batches of the next optimizer step and the number of items. Collective over all processes."""
         self.batch = GlobalBatch()
-        taken = self.batch.read(batches, num_batches, self._data, self._setup.reduction, self._job.takes_any_loader)
-        if not self._data.is_shared and self._job.mesh.world_size > 1:
-            refuse_different_numbers(self._job, len(taken), f" at step {self._job.trainer.state.global_step + 1}")
-        self.batch.count_over_replicas(self._pipeline, self._setup.reduction)
+        taken = self.batch.read(batches, num_batches, self._data, self._reduction, self._takes_others)
+        if not self._data.is_shared and self._mesh.world_size > 1:
+            refuse_different_numbers(self._job, len(taken), f" at step {self._trainer.state.global_step + 1}")
+        self.batch.count_over_replicas(self._pipeline)
         return taken, self.batch.num_items
 
-    def step(self, inputs: dict[str, Any]) -> torch.Tensor:
+    def step(self, inputs: dict[str, Any], stop: bool) -> tuple[torch.Tensor, StepVotes]:
         """Run forward and backward of this pipeline's slice of a batch. Collective over all processes.
 
-        1. Apply the `requires_grad` flags that callbacks have changed.
-        2. Prepare the batch, with the keys of its samples; all stages use the batch of the last stage. Begin to read
+        1. Prepare the batch, with the keys of its samples; all stages use the batch of the last stage. Begin to read
            what the next batch needs from the cache.
-        3. Run the pipeline's step; the last stage computes the loss.
-        4. Reduce the loss and the votes over all processes.
+        2. Run the pipeline's step; the last stage computes the loss.
+        3. Reduce the loss and the votes over all processes.
+
+        Args:
+            inputs: the batch on which `training_step` was called.
+            stop: whether this process has received SIGTERM.
 
         Returns:
-            The loss of the global batch, the same on every process.
+            The loss of the global batch, and what any process has observed: the same on every process.
         """
-        pipeline, cache, state = self._pipeline, self._cache, self._job.trainer.state
-        pipeline.arrive()
-        PROGRESS.begin_round(f"is in step {state.global_step + 1}")
-        PROGRESS.enter("step")
-        # 1
-        self.follow_flags()
+        pipeline, cache, state = self._pipeline, self._cache, self._trainer.state
         self._switch_to_training()
-        # 2
+        # 1
         self.batch.begin(inputs, pipeline)
         # if a callback has changed frozen weights since the last step, the stored outputs no longer belong to them
         other_weights = self._watches_steps and cache is not None and not cache.weights_look_same()
         batch, other_inputs = self._prepare(inputs, other_weights)
-        following = self.batch.waiting[0] if self.batch.waiting else self._data.next_slice
-        if pipeline.stack.runner.takes_batch:
-            pipeline.running.read_ahead(following.keys if following is not None else None)
-        # 3
+        # 2
         current = self._in_flight = BatchInFlight(
-            self._loss, self._setup.reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch
+            self._loss, self._reduction, self.batch.current, self.batch.num_items, batch
         )
         front = nullcontext() if self._front is None else self._front.step(state, batch)
-        with naming_long_rows(self._job.model, batch), front:
+        with naming_long_rows(self._model, batch), front:
             pipeline.running.prepare(batch)
             current.losses.clear()  # of the profile that may have been run
-            if pipeline.is_driven and pipeline.num_stages > 1:
-                unread = self._job.not_in_keys | pipeline.stack.runner.called.kept_back
-                pipeline.step(batch, partial(current.drive, pipeline), unread)
-            else:
-                _as_the_user_raised_it(partial(pipeline.step, batch))
+            self._run(current, batch)
         current.release()
-        empty_every = self._job.args.torch_empty_cache_steps
+        empty_every = self._args.torch_empty_cache_steps
         if empty_every is not None and state.global_step % empty_every == 0:
             clear_device_cache()
-        # 4
+        # 3
+        control = self._trainer.control
         mine = StepVotes(
-            stop=self._preemption.signal.is_asked,
+            stop=stop,
             other_inputs=other_inputs or (pipeline.cache is not None and pipeline.cache.met_other_inputs),
             other_weights=other_weights,
             exchanged_inputs=current.exchanges_inputs,
             other_flags=pipeline.weights.flags_changed,
-            **{name: getattr(self._job.trainer.control, name) and pipeline.num_stages > 1 for name in OF_CONTROL},
+            **{name: getattr(control, name) and pipeline.num_stages > 1 for name in OF_CONTROL},
         )
-        loss = self._agree(current.total(self._job.device), mine)
-        self._recorder.count_batch(current.part.global_rows, len(current.losses), loss)
+        loss, votes = self._agree(current.total(pipeline.device), mine)
         # on an accelerator, asking would wait for the whole step
         may_look = pipeline.num_stages > 1 and loss.device.type == "cpu" and not self._has_looked_for_nan
         if may_look and not bool(torch.isfinite(loss)):
             self._has_looked_for_nan = True
             self.look_for_nan(f"The loss of step {state.global_step + 1} is {float(loss)}")
-        PROGRESS.enter("callbacks")
-        return loss
+        return loss, votes
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        """Number of samples of the latest batch in all pipelines, and of micro-batches (0 below the last stage)."""
+        assert self._in_flight is not None
+        return self._in_flight.part.global_rows, len(self._in_flight.losses)
+
+    def _run(self, current: BatchInFlight, batch: Batch) -> None:
+        """Run forward and backward, and compute the loss, of a batch that all stages have."""
+        pipeline = self._pipeline
+        if pipeline.is_driven and pipeline.num_stages > 1:
+            with among_last_stages(self._trainer.accelerator, pipeline.last_stages):
+                unread = self._job.not_in_keys | pipeline.stack.runner.called.kept_back
+                return pipeline.step(batch, partial(current.drive, pipeline), unread)
+        apart = among_last_stages(self._trainer.accelerator, None) if self._has_collectives else nullcontext()
+        with apart:
+            _as_the_user_raised_it(partial(pipeline.step, batch))
 
     def look_for_nan(self, occasion: str) -> None:
         """Say which weights contain NaN, which are distributed and may be saved. Collective over all processes.
@@ -228,9 +230,9 @@ class Steps:
         Args:
             occasion: why this is asked, as a clause.
         """
-        everyone = self._job.mesh.gather_objects(self._pipeline.weights.containing_nan())
+        everyone = self._mesh.gather_objects(self._pipeline.weights.containing_nan())
         found = {rank: names for rank, names in enumerate(everyone) if names}
-        if self._job.mesh.rank == 0 and found:
+        if self._mesh.rank == 0 and found:
             logger.warning(
                 "%s, and there are weights that contain NaN: %s.",
                 occasion,
@@ -244,68 +246,58 @@ class Steps:
         self._pipeline.weights.refreeze()
         return loss
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip gradients by their norm over all stages. Collective over the pipeline.
-
-        A freeze policy that needs gradient norms gets them before clipping.
-        """
-        callback, accelerator, scale = self._job.freeze_callback, self._job.trainer.accelerator, self._loss.scale
-        if callback is not None and callback.wants_gradient_norms:
-            assert self._pipeline.freezable is not None
-            inside = self._pipeline.freezable.inside
-            callback.observe(self._pipeline.running.gradients.squared_norms(inside, scale))
-        unscale = accelerator.unscale_gradients if accelerator.scaler is not None else None
-        with phase("update"):
-            return self._pipeline.clip_grad_norm(max_norm, unscale, scale)
-
     def _switch_to_training(self) -> None:
-        trainer = self._job.trainer
         self._pipeline.train()
-        if self._job.args.eval_frozen_modules:
-            for module in frozen_modules(self._job.model).values():
+        if self._args.eval_frozen_modules:
+            for module in frozen_modules(self._model).values():
                 module.eval()
-        switch = getattr(trainer.optimizer, "train", None)  # schedule-free optimizers have one
+        switch = getattr(self._trainer.optimizer, "train", None)  # schedule-free optimizers have one
         if callable(switch):
             switch()
-        scaler = trainer.accelerator.scaler
+        scaler = self._trainer.accelerator.scaler
         if scaler is not None:
             # the scaler is initialized by its first use, and stages that do not compute the loss would not use it
-            scaler.scale(torch.zeros((), device=self._job.device))
+            scaler.scale(torch.zeros((), device=self._pipeline.device))
 
     def _prepare(self, inputs: dict[str, Any], other_weights: bool) -> tuple[Batch, bool]:
-        """Prepare the batch for the model. Collective over the pipeline.
+        """Prepare the batch for the model, on all stages. Collective over the pipeline.
 
         Returns:
             The batch, and whether its inputs differ from those from which its keys were computed.
         """
-        pipeline, part = self._pipeline, self.batch.current
-        uses_keys = part.rows and pipeline.cache is not None and pipeline.stack.runner.takes_batch
-        keys = part.keys if uses_keys else None
-        if keys is not None and other_weights:
-            keys = keys.blank()  # other stages may not have noticed the change
-        batch = prepared(self._job, inputs, keys)
-        if keys is None and (other_weights or not part.rows) and pipeline.cache is not None:
-            batch[KEYS_NAME] = NO_KEYS
-        other_inputs = keys is not None and batch[KEYS_NAME] is not keys.tensor
+        pipeline, part, other_inputs = self._pipeline, self.batch.current, False
+        if pipeline.cache is None:
+            batch = prepared(self._job, inputs, None)
+        else:
+            keys = part.keys if part.rows and pipeline.stack.runner.takes_batch else None
+            if keys is not None and other_weights:
+                keys = keys.blank()  # other stages may not have noticed the change
+            batch = prepared(self._job, inputs, keys)
+            if keys is None and (other_weights or not part.rows):
+                batch[KEYS_NAME] = NO_KEYS
+            other_inputs = keys is not None and batch[KEYS_NAME] is not keys.tensor
         if pipeline.num_stages > 1:
             batch = self.batch.share(pipeline, batch)
-            other_inputs &= pipeline.computes_loss
+            other_inputs = other_inputs and pipeline.computes_loss
             if other_weights and KEYS_NAME in batch:
                 batch[KEYS_NAME] = without_keys(batch[KEYS_NAME])
+        if pipeline.cache is not None and pipeline.stack.runner.takes_batch:
+            following = self.batch.waiting[0] if self.batch.waiting else self._data.next_slice
+            pipeline.running.read_ahead(following.keys if following is not None else None)
         return batch, other_inputs
 
-    def _agree(self, loss: torch.Tensor, mine: StepVotes) -> torch.Tensor:
+    def _agree(self, loss: torch.Tensor, mine: StepVotes) -> tuple[torch.Tensor, StepVotes]:
         """Reduce the loss and the votes over all processes. Collective over all processes if there are several.
 
         Raises:
             ValueError: a process reports `exchanged_inputs` or `other_flags`.
         """
-        votes, mesh, model = mine, self._job.mesh, self._job.model
-        if mesh.world_size > 1:
+        votes = mine
+        if self._mesh.world_size > 1:
             PROGRESS.enter("all-reduce")
-            loss, votes = mine.agree(loss, mesh)
+            loss, votes = mine.agree(loss, self._mesh)
             if votes.exchanged_inputs:
-                raise_for_exchanged_inputs(model)
+                raise_for_exchanged_inputs(self._model)
             if votes.other_flags:
                 raise ValueError(
                     "requires_grad of parameters was changed outside a callback (for example in compute_loss or"
@@ -314,30 +306,32 @@ class Steps:
                 )
         for name in OF_CONTROL:
             if getattr(votes, name):
-                setattr(self._job.trainer.control, name, True)
-        self._preemption.is_agreed = votes.stop
+                setattr(self._trainer.control, name, True)
         if votes.other_inputs:
             self.doubts |= Doubt.INPUTS
         if votes.other_weights:
             self.doubts |= Doubt.WEIGHTS
-        return loss
+        return loss, votes
 
-    def follow_flags(self) -> None:
+    def follow_flags(self, thaws: bool) -> bool:
         """Train exactly the parameters that the user's callbacks have left trainable since the last step.
 
         Collective over all processes if a callback may have changed a flag, because only the processes that hold a
         parameter can detect it.
+
+        Args:
+            thaws: whether frozen layers may be trained again, because no policy has frozen them.
+
+        Returns:
+            Whether they are.
         """
         pipeline = self._pipeline
         has_changed = pipeline.weights.flags_changed
-        if pipeline.mesh.world_size > 1:
+        if self._mesh.world_size > 1:
             may_have_changed = self._watches_steps or Doubt.FLAGS in self.doubts
-            has_changed = may_have_changed and pipeline.mesh.any(has_changed)
+            has_changed = may_have_changed and self._mesh.any(has_changed)
         self.doubts &= ~Doubt.FLAGS
-        if has_changed and pipeline.follow_flags(thaws=self._on_thaw is not None):
-            assert self._on_thaw is not None
-            self._on_thaw()
-            self._on_thaw = None
+        return has_changed and pipeline.follow_flags(thaws)
 
 
 def _as_the_user_raised_it(step: Callable[[], T]) -> T:

@@ -205,7 +205,7 @@ def keying_collator(
 
 def _order_of_first(job: TrainingJob, order: Order) -> Order:
     """Return rank 0's order on all processes, because a sampler may draw differently on each process."""
-    if not job.processes.is_connected or job.mesh.world_size == 1 or isinstance(order, range):
+    if not job.is_connected or job.mesh.world_size == 1 or isinstance(order, range):
         return order
     theirs: Order = job.mesh.broadcast_tensor(torch.as_tensor(order, dtype=torch.int64), source=0).numpy()
     return theirs

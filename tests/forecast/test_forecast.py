@@ -19,7 +19,7 @@ from hf_pipetransformer.freezing.policies import AdaptivePolicy, AlphaPolicy, Fr
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import HeadCost
 from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
-from hf_pipetransformer.run.planner import make_planner
+from hf_pipetransformer.run.cutting import make_planner
 
 ROW_BYTES, MEMORY_BYTES = 10, 100
 """Of what is cached of a sample; of a unit's parameters, as of its gradients, half of its optimizer state."""
@@ -175,7 +175,7 @@ def test_plans_are_those_of_the_trainer(
 ) -> None:
     """The forecast's plans and those of `Planner`, which the trainer asks, given the same f and c."""
     budget = fitting(4)
-    monkeypatch.setattr("hf_pipetransformer.run.planner.memory_budget", lambda device, processes: budget)
+    monkeypatch.setattr("hf_pipetransformer.run.cutting.memory_budget", lambda device, processes: budget)
     args = PipeTransformerTrainingArguments(
         output_dir=str(tmp_path), elastic=is_elastic, per_device_train_batch_size=2, pipeline_schedule=schedule
     )

@@ -33,7 +33,7 @@ from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.file_formats import KEPT
 from hf_pipetransformer.resilience import checkpoint_folders, watchdog
 from hf_pipetransformer.resilience.checkpoint_folders import MANIFEST, SAVING, STATE, latest_valid
-from hf_pipetransformer.run import checkpointing, cutting, resuming
+from hf_pipetransformer.run import checkpointing, resuming
 from hf_pipetransformer.run.checkpointing import PipelineState
 
 
@@ -86,13 +86,6 @@ def test_what_is_left_of_a_checkpoint_is_damaged(trained: Path) -> None:
     manifest.write_text(manifest.read_text()[:20])
     newest, problems = latest_valid(trained)
     assert newest == trained / "checkpoint-2" and f"checkpoint-4: {MANIFEST} cannot be read" in str(problems)
-
-
-@pytest.mark.slow
-def test_times_that_cannot_be_read_are_measured_again(trained: Path) -> None:
-    (trained / "checkpoint-6" / cutting.TIMES).write_text('{"times": []}')
-    (trained / "checkpoint-6" / MANIFEST).write_text("{}")
-    run_ranks(resume, 2, str(trained), 2)
 
 
 class Planted:

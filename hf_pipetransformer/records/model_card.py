@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..own_files import replace_file
-from ..records.history import Training, read_trainings
+from .history import Training, read_trainings
 
 BEGIN, END = "<!-- hf_pipetransformer -->", "<!-- /hf_pipetransformer -->"
 """Marks around the section in the card."""
