@@ -117,12 +117,14 @@ class _Batch:
         rows: number of rows of what each module reads.
         tokens: which columns belong to the samples, if padding is not stored.
         signature: what the shapes of the front's outputs depend on.
+        covered: identities of the tensors that the keys are made of.
     """
 
     keys: Mapping[frozenset[str], Sequence[bytes]]
     rows: Mapping[str, int]
     tokens: Tokens | None
     signature: Any
+    covered: frozenset[int]
 
     @property
     def width(self) -> int:
@@ -517,7 +519,8 @@ class FrozenFront:
         of_all = frozenset().union(*(module.reads for module in self._modules.values()))
         leaves = [leaf for name in sorted(of_all) for leaf in leaves_of(inputs[name], name)]
         shapes = [(n, t.dtype, _without_width(n, t, tokens)) for n, t in leaves if isinstance(t, torch.Tensor)]
-        return _Batch(keys, rows, tokens, (repr(shapes), min(rows.values()) == 1))
+        covered = frozenset(id(leaf) for name, leaf in leaves if name not in NOT_OF_STATES)
+        return _Batch(keys, rows, tokens, (repr(shapes), min(rows.values()) == 1), covered)
 
     def _known_by(self, batch: _Batch, ran: Mapping[str, Ran]) -> dict[str, _Known]:
         return {
@@ -581,13 +584,13 @@ class FrozenFront:
         batch = call.batch
         assert batch is not None
         chosen = call.missing or None
-        of_front = {id(leaf) for *_, leaves, _ in call.ran.values() for leaf in leaves}
+        known = {id(leaf) for *_, leaves, _ in call.ran.values() for leaf in leaves} | batch.covered
         for reads, entries in self._entries.items():
             leaves = [call.ran[name][2][position] for name, position in self._stored_by(reads)]
             rows = len(batch.keys[reads])
             made = ArgumentDigests(rows, batch.tokens)
             names = self._names_by(reads)
-            digests = [made.of(call.ran[name][0], of_front, self._has_rows.get(name, ())) for name in names]
+            digests = [made.of(call.ran[name][0], known, self._has_rows.get(name, ())) for name in names]
             tensors = [*(leaf.detach().to(self._stored_as(leaf.dtype)) for leaf in leaves), torch.cat(digests, 1)]
             keys, lengths = list(batch.keys[reads]), None if batch.tokens is None else list(batch.tokens.lengths)
             if chosen is not None:
@@ -637,9 +640,9 @@ class FrozenFront:
         if call.batch.way_of(name, given, others) not in known.given:
             raise _NewCallError
         if name in call.digests:
-            of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
+            known_here = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier} | call.batch.covered
             made = call.made.setdefault(rows, ArgumentDigests(rows, call.batch.tokens))
-            now, there = made.of(given, of_front, self._has_rows.get(name, ())), torch.ones(rows, dtype=torch.bool)
+            now, there = made.of(given, known_here, self._has_rows.get(name, ())), torch.ones(rows, dtype=torch.bool)
             there[call.missing] = False
             if not torch.equal(now[there], call.digests[name][there]):
                 raise _NewCallError

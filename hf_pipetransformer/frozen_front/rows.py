@@ -151,14 +151,14 @@ class ArgumentDigests:
             tuple[int, bool], tuple[torch.Tensor, list[bytes]]
         ] = {}  # layers are called on the same mask
 
-    def of(self, given: Sequence[torch.Tensor], of_front: Collection[int], has_rows: Sequence[bool]) -> torch.Tensor:
-        """Digests of a module's arguments, without those from the front itself, and without masks of truth values.
+    def of(self, given: Sequence[torch.Tensor], known: Collection[int], has_rows: Sequence[bool]) -> torch.Tensor:
+        """Digests of a module's arguments, without what is known, and without masks of truth values.
 
         A model may pass no mask where a batch has no padding.
 
         Args:
             given: the tensors among the arguments.
-            of_front: identities of tensors that are left out.
+            known: identities of tensors that are left out: inputs, which the keys are made of, and the front's own.
             has_rows: which of the tensors have entries for each row, if that is known.
 
         Returns:
@@ -169,7 +169,7 @@ class ArgumentDigests:
         found = [
             self._of_one(tensor, has)
             for tensor, has in zip(given, has_rows, strict=True)
-            if id(tensor) not in of_front and tensor.dtype is not torch.bool and tensor.numel()
+            if id(tensor) not in known and tensor.dtype is not torch.bool and tensor.numel()
         ]
         rows = [xxhash.xxh3_128(b"".join(digests[row] for digests in found)) for row in range(self._rows)]
         content = bytearray(b"".join(row.digest() for row in rows))

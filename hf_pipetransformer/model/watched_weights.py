@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from operator import is_, itemgetter, methodcaller
+from typing import Any
 
 import torch
 import xxhash
@@ -13,19 +15,10 @@ from .placeholders import values_of
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 """Types of attributes that are compared."""
+_PARTS = itemgetter("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_VALUES = methodcaller("values")
 MOST_ENTRIES = 64
 """Maximum number of entries in a container that is a setting; larger ones are data."""
-
-
-class _Noted(NamedTuple):
-    """What is compared."""
-
-    parameters: list[tuple[int, int, bool]]
-    buffers: list[tuple[int, float]]
-    modes: list[bool]
-    attributes: list[Any]
-    parts: list[int]
-    numbers: list[list[float]]
 
 
 class WatchedWeights:
@@ -44,6 +37,7 @@ class WatchedWeights:
     ) -> None:
         self._modules = list(dict.fromkeys(modules))
         self._parameters, self._may_move = list(dict.fromkeys(parameters)), may_move
+        self._counting = [p for p in self._parameters if not p.is_inference()]  # those whose writes are counted
         self._owners = [vars(module) for module in self._modules]
         self._plain = [
             (of, name)
@@ -51,20 +45,21 @@ class WatchedWeights:
             for name, value in of.items()
             if not name.startswith("_") and name not in ("training", "forward") and _setting(value) is not None
         ]
+        self._containers = [(of, name) for of, name in self._plain if isinstance(of[name], (dict, list, tuple))]
+        self.buffers = list(dict.fromkeys(b for b in self._held_buffers() if b is not None and b.numel()))
+        """The buffers of the modules."""
         self._middles = None if may_move else self._views_of_middles()
         self._checksums: dict[int, tuple[int, float]] = {}  # of buffers: with the number of writes
-        self._noted = self._now()
+        self._noted_flags, self._noted_values = self._flags(), self._values()
+        self._noted_buffers, self._noted_parts, self._noted_modes = self._held_buffers(), self._parts(), self._modes()
+        # attributes: the objects, which are compared first, and what can be compared of them
+        self._noted_objects, self._noted_settings = self._objects(), self._settings()
+        self._noted_insides, self._noted_sizes = self._insides(), self._sizes()
 
     @classmethod
     def of(cls, roots: Sequence[nn.Module]) -> WatchedWeights:
         """Watch whole modules."""
         return cls([m for root in roots for m in root.modules()], [p for root in roots for p in root.parameters()])
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """The buffers of the modules."""
-        found = (b for module in self._modules for b in module._buffers.values() if b is not None and b.numel())
-        return list(dict.fromkeys(found))
 
     def digest(self) -> str:
         """Of all values, and of the modes."""
@@ -79,46 +74,59 @@ class WatchedWeights:
         Args:
             settings: whether attributes, hooks and modes count.
         """
-        now, noted = self._now(), self._noted
-        if now == noted:
-            return None
-        if settings and now.attributes != noted.attributes:
+        if settings and not self._are_attributes_same():
             return "an attribute of its modules has been changed"
-        if settings and now.parts != noted.parts:
+        if settings and not _are_identical(self._parts(), self._noted_parts):
             return "a module, a hook or a parameter has been added to it, or has been replaced"
-        if settings and now.modes != noted.modes:
+        if settings and self._modes() != self._noted_modes:
             return "its modules have been set to another mode (train() or eval())"
-        if any(flag for _, _, flag in now.parameters):
+        flags, values = self._flags(), self._values()
+        if flags != self._noted_flags and any(flags):
             return "a parameter of it is trained again"
-        values = (now.parameters, now.buffers, now.numbers) != (noted.parameters, noted.buffers, noted.numbers)
-        return "its weights or buffers have been changed" if values else None
+        are_same = values == self._noted_values and flags == self._noted_flags
+        if not are_same or not _are_identical(self._held_buffers(), self._noted_buffers):
+            return "its weights or buffers have been changed"
+        return None
 
-    def _now(self) -> _Noted:
-        modules = self._modules
+    def _are_attributes_same(self) -> bool:
+        is_same = _are_identical(self._objects(), self._noted_objects) or self._settings() == self._noted_settings
+        return is_same and self._sizes() == self._noted_sizes and self._insides() == self._noted_insides
+
+    def _objects(self) -> list[Any]:
+        return [of.get(name) for of, name in self._plain]
+
+    def _settings(self) -> list[Any]:
+        return [_setting(of.get(name)) for of, name in self._plain]
+
+    def _insides(self) -> list[Any]:
+        """What is in containers, which may change while they are the same objects."""
+        return [_setting(of.get(name)) for of, name in self._containers]
+
+    def _sizes(self) -> list[int]:
+        return [len(of) - ("forward" in of) for of in self._owners]  # which is replaced for each call
+
+    def _parts(self) -> list[Any]:
+        return list(chain.from_iterable(map(_VALUES, chain.from_iterable(map(_PARTS, self._owners)))))
+
+    def _modes(self) -> list[bool]:
+        return [of["training"] for of in self._owners]
+
+    def _flags(self) -> list[bool]:
+        return [p.requires_grad for p in self._parameters]
+
+    def _values(self) -> tuple[list[Any], ...]:
+        """Where weights are, how often they were written to, what is in buffers, and one number of each tensor."""
         middles = self._middles if self._middles is not None else self._views_of_middles()
         numbers = [torch.cat(views) for views in middles]
-        return _Noted(
-            [(0 if self._may_move else p.data_ptr(), _version(p), p.requires_grad) for p in self._parameters],
-            [(id(buffer), self._checksum(buffer)) for buffer in self.buffers],
-            [module.training for module in modules],
-            [
-                *(_setting(of.get(name)) for of, name in self._plain),
-                *(len(of) - ("forward" in of) for of in self._owners),  # which is replaced for each call
-            ],
-            [
-                id(part)
-                for module in modules
-                for parts in (
-                    module._parameters,
-                    module._buffers,
-                    module._modules,
-                    module._forward_hooks,
-                    module._forward_pre_hooks,
-                )
-                for part in parts.values()
-            ],
+        return (
+            [] if self._may_move else [p.data_ptr() for p in self._parameters],
+            [p._version for p in self._counting],
+            [self._checksum(buffer) for buffer in self.buffers],
             [(n.nan_to_num() if n.is_floating_point() else n).tolist() for n in numbers],  # NaN equals nothing
         )
+
+    def _held_buffers(self) -> list[Any]:
+        return list(chain.from_iterable(of["_buffers"].values() for of in self._owners))
 
     def _checksum(self, buffer: torch.Tensor) -> float:
         """A number that changes if values change or swap places, as they may in a mask.
@@ -135,7 +143,6 @@ class WatchedWeights:
         return checksum
 
     def _views_of_middles(self) -> list[list[torch.Tensor]]:
-        """A view of one number of each tensor, by type."""
         by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in (*self._parameters, *self.buffers):
             for value in values_of(tensor)[:1]:
@@ -151,6 +158,10 @@ def digest_of(tensor: torch.Tensor) -> str:
     for value in values_of(tensor):
         content.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return content.hexdigest()
+
+
+def _are_identical(now: Sequence[Any], noted: Sequence[Any]) -> bool:
+    return len(now) == len(noted) and all(map(is_, now, noted))
 
 
 def _setting(value: Any, is_inside: bool = False) -> Any:

@@ -58,6 +58,8 @@ MOST_OF_IT = 0.25
 """Share of the forward pass from which on a part of a frozen module that is stored goes for the module, in the log."""
 MOST_OPENED = 3
 """Number of times that it is looked for in the parts of modules that cannot be stored as a whole."""
+ENTRIES_VERSION = 2
+"""Of what an entry of the store consists of."""
 MOST_SEARCHES = 5
 """Number of times that the front is looked for: with each change of `requires_grad`."""
 
@@ -347,7 +349,7 @@ class _Calls:
         opened = {}
         for reads in {module.reads for module in found.modules if module.needed}:
             stored = [(module.name, module.needed) for module in found.modules if module.reads == reads]
-            content = f"{about} {sorted(reads)} {stored} {[m.name for m in found.modules]}"
+            content = f"{ENTRIES_VERSION} {about} {sorted(reads)} {stored} {[m.name for m in found.modules]}"
             name = xxhash.xxh3_128_hexdigest(content.encode())
             opened[reads] = FrontEntries(self._store, len(found.modules), name)
         return opened
