@@ -10,12 +10,15 @@ It needs one device and at most eight minutes, no launcher, no data set and no h
     machine       versions, the device, speed of matrix products
     parity        the stock Trainer, and this library with one stage: losses in fp32 must be equal; time of a step in
                   bf16; how often a step waits for the device, and where
+    front         a frozen encoder below a classifier that trains, beside the stock Trainer: the same losses, and the
+                  time of a step in the epoch that fills the store and in those that read it
     cache         a third and two thirds of the layers frozen: time and peak memory of a step that fills the cache,
                   reads it, or computes the frozen layers; what "auto" decides
     overflow      fp16's loss scaler, where the gradients of one step overflow
-    two_stages    K = 2, with nothing frozen and with the whole first stage frozen: losses as of one process, and less
-                  memory for each stage. On one device over gloo, by copies in the host's memory, as NCCL refuses two
-                  processes on one device: its times then mean nothing
+    two_stages    K = 2, with nothing frozen, with the whole first stage frozen, and with a loss of the user's, which
+                  drives the pipeline: losses as of one process, and less memory for each stage. On one device over
+                  gloo, by copies in the host's memory, as NCCL refuses two processes on one device: its times then
+                  mean nothing
     epochs        three epochs of the stock Trainer, and of this library with freezing and the cache
 
 Each step runs in a process of its own, within its share of the time that is left; a step that fails does not stop the
@@ -62,6 +65,7 @@ LEAST_SECONDS = 5.0  # a step for which less is left is not started: imports tak
 LARGEST_DIFFERENCE = 1e-3  # of a pipeline's losses from those of one process, relative, in fp32
 SYNCHRONISING = "called a synchronizing CUDA operation"  # what torch says of each
 HOST_COPIES = Path(__file__).parents[1] / "tests" / "accelerator"
+WHOSE = ("stock", "ours")
 Found = dict[str, Any]
 
 
@@ -79,7 +83,7 @@ def size_of(options: argparse.Namespace) -> dict[str, int]:
     return SIZES["bert-base" if memory < BYTES_FOR_LARGE else "bert-large"]
 
 
-def make_model(size: dict[str, int], dropout: float) -> nn.Module:
+def make_model(size: dict[str, int], dropout: float) -> BertForSequenceClassification:
     set_seed(0)
     sizes = {"hidden_size": size["hidden"], "num_hidden_layers": size["layers"], "num_attention_heads": size["heads"]}
     rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
@@ -151,6 +155,7 @@ def train(
     epochs: int = 1,
     dropout: float = 0.1,
     processes: int = 1,
+    frozen: bool = False,
     watched: Found | None = None,
     **arguments: Any,
 ) -> Found:
@@ -163,15 +168,19 @@ def train(
         epochs: number of epochs.
         dropout: rate of it in all layers.
         processes: that share the global batch.
+        frozen: whether all below the classifier is frozen.
         watched: attributes of `Watched`.
         **arguments: further training arguments.
     """
     size = size_of(options)
     base: type[Trainer] = PipeTransformerTrainer if ours else Trainer
     attributes = {"steps_of_epoch": size["steps"], **(watched or {})}
+    model = make_model(size, dropout)
+    if frozen:
+        model.bert.requires_grad_(False)
     with tempfile.TemporaryDirectory() as folder:
         trainer: Any = harness.make_trainer(
-            make_model(size, dropout),
+            model,
             RandomRows(size["rows"] * size["steps"], size["tokens"], size["vocabulary"]),
             folder,
             [],
@@ -246,6 +255,17 @@ def parity(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
     return figures, checks
 
 
+def front(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
+    runs = [
+        train(options, ours, epochs=3, dropout=0.0, frozen=True, **({"activation_cache": "on"} if ours else {}))
+        for ours in (False, True)
+    ]
+    figures = {name: {k: run[k] for k in ("epoch_ms", "hit_rates")} for name, run in zip(WHOSE, runs, strict=True)}
+    figures["ours_differs_from_stock_by"] = difference(runs[1]["losses"], runs[0]["losses"])
+    checks = {"losses_as_of_stock": figures["ours_differs_from_stock_by"] < LARGEST_DIFFERENCE}
+    return figures, {**checks, "all_samples_are_read": runs[1]["hit_rates"][-1:] == [1.0]}
+
+
 def cache(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
     figures, checks = Found(), dict[str, bool]()
     layers = size_of(options)["layers"]
@@ -279,20 +299,34 @@ def overflow(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
     return figures, {"scale_as_in_stock": runs[0]["scale"] == runs[1]["scale"], "losses": later < LARGEST_DIFFERENCE}
 
 
+def of_the_user(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+    """`compute_loss` of a user's: cross entropy in float32, from two calls of the model with half of the samples."""
+    labels = inputs.pop("labels")
+    calls = [model(**{name: value[half::2] for name, value in inputs.items()}).logits.float() for half in (0, 1)]
+    loss = sum(nn.functional.cross_entropy(logits, labels[half::2]) for half, logits in enumerate(calls)) / 2
+    return (loss, {"logits": torch.cat(calls)}) if return_outputs else loss
+
+
 def two_stages(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
     frozen = {"freeze_policy": "schedule", "freeze_schedule": {"0": size_of(options)["layers"] // 2}}
     figures, checks = Found(), dict[str, bool]()
-    for name, freezing in (("trained", {}), ("first stage frozen", {**frozen, "activation_cache": "off"})):
-        one = train(options, True, dropout=0.0, **freezing)
+    ways: dict[str, Found] = {"trained": {}, "first stage frozen": {**frozen, "activation_cache": "off"}, "driven": {}}
+    for name, freezing in ways.items():
+        own = {"watched": {"compute_loss": of_the_user}} if name == "driven" else {}
+        one = train(options, True, dropout=0.0, **freezing, **own)
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-            given = [*sys.argv[1:], "--rank_of", json.dumps({"folder": folder, "arguments": freezing})]
+            given = [
+                *sys.argv[1:],
+                "--rank_of",
+                json.dumps({"folder": folder, "arguments": freezing, "driven": bool(own)}),
+            ]
             subprocess.run([*command, *given], check=True)
             ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(2)]
         largest = max(difference(rank["losses"], one["losses"]) for rank in ranks)
         figures[name] = {"differs_from_one_process_by": largest, "peak_bytes": [r["peak_bytes"] for r in ranks]}
         checks[f"{name}_losses_as_of_one_process"] = largest < LARGEST_DIFFERENCE
-        if one["peak_bytes"][0] and not freezing:
+        if one["peak_bytes"][0] and name == "trained":
             checks["stages_need_less_memory"] = all(r["peak_bytes"][0] < one["peak_bytes"][0] for r in ranks)
     return figures, checks
 
@@ -306,7 +340,8 @@ def as_rank(options: argparse.Namespace, asked: Found) -> None:
 
         use_host_copies()
         arguments["ddp_backend"] = "gloo"
-    found = train(options, True, dropout=0.0, processes=2, **arguments)
+    watched = {"compute_loss": of_the_user} if asked["driven"] else None
+    found = train(options, True, dropout=0.0, processes=2, watched=watched, **arguments)
     Path(asked["folder"], f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
@@ -321,7 +356,7 @@ def epochs(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
     return figures, {"losses_are_finite": all(map(math.isfinite, ours["losses"]))}
 
 
-STEPS = {machine: 5, parity: 20, cache: 30, overflow: 7, two_stages: 20, epochs: 13}
+STEPS = {machine: 5, parity: 18, front: 7, cache: 26, overflow: 7, two_stages: 25, epochs: 12}
 """Each step, and its weight when the time that is left is shared out."""
 NAMES = {step.__name__: step for step in STEPS}
 

@@ -36,6 +36,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -362,6 +363,10 @@ def _rank_main(
         faulthandler.register(STACK_REQUEST, file=stream, all_threads=True)
         try:
             fn, args, kwargs = pickle.loads(call)
+            warnings.filterwarnings(
+                "error", category=FutureWarning, module="hf_pipetransformer"
+            )  # as in pyproject.toml
+            warnings.filterwarnings("error", message=".*past_key_values", category=FutureWarning)
             value = fn(int(environment["RANK"]), int(environment["WORLD_SIZE"]), *args, **kwargs)
             answer = pickle.dumps((value, None))
             if torch.distributed.is_initialized():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from ..planning.tables import align
 from .advice import GIB, advise, duration
-from .forecast import FSDP, Forecast, Step
+from .forecast import FSDP, Forecast, Job, Step
 
 ALWAYS_ASSUMED = (
     "every sample is as long as --seq; padding and evaluation are not counted",
@@ -17,6 +17,8 @@ ALWAYS_ASSUMED = (
     "changing over to another plan and filling the cache cost nothing (measured: a step, and up to 4%)",
     "the allocator's waste is not in the memory figures; they are those without autocast (bf16=True), with which"
     " activations are smaller, and 16-bit copies of the weights are kept",
+    "of tensors between stages, `receive_bytes` for each stage are in the memory figures, but up to 256 MiB of buffers"
+    " that schedules for other shapes of batch keep are not; nor is what NCCL takes for its `communicators`",
     "all weights train, without gradient checkpointing; a table's times are those of bf16 (V100: fp16)",
     "the model may be cached; the trainer finds that out by running samples of the data",
 )
@@ -77,6 +79,7 @@ def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]
         "seconds": result.seconds,
         "compared_with": {name.replace(" ", "_"): values for name, values in plain.items() if name != FSDP},
         "fsdp": plain.get(FSDP),
+        "communicators": num_communicators({step.layout.pipeline_parallel_size for step in result.epochs}, job),
         "flop_bound": result.flop_bound,
         "fastest_plain": result.fastest_plain,
         # how many epochs the fastest training without freezing runs in the time of this training
@@ -93,6 +96,15 @@ def as_values(result: Forecast, model: str, profile: str, assumed: Sequence[str]
     }
 
 
+def num_communicators(stages: Collection[int], job: Job) -> int:
+    """Number of NCCL communicators of each process, without those for tied weights: of all processes, and for each K.
+
+    They stay until the process ends, as numbers of stages come back.
+    """
+    world = job.num_devices
+    return (world > 1) + sum((k > 1) + (k < world) for k in stages if world > 1)
+
+
 def _step_values(step: Step) -> dict[str, Any]:
     layout, stage_bytes = step.layout, step.stage_bytes
     return {
@@ -104,6 +116,7 @@ def _step_values(step: Step) -> dict[str, Any]:
         "num_microbatches": layout.num_microbatches,
         "stage_bytes": stage_bytes,
         "largest_stage_bytes": max(stage_bytes),
+        "receive_bytes": [step.costs.received_bytes(layout, stage) for stage in range(layout.pipeline_parallel_size)],
         "fits": step.fits,
         "step_seconds": step.seconds,
     }

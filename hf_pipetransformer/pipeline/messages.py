@@ -4,7 +4,8 @@ A virtual stage sends to the next one, which is on the next process, on the firs
 the same one (`planning.placement`).
 
 control group    pickled objects, which describe the tensors that follow
-pipeline group   tensors on the device, each in a message of its own
+pipeline group   tensors on the device, each in a message of its own, and always as a batch: on NCCL both ends must
+                 use the group's communicator, which `ProcessMesh` has created
 """
 
 from __future__ import annotations
@@ -154,8 +155,7 @@ class PipelineMessages:
 
         All tensors are given to the device as one operation: in a ring, where all stages send, an accelerator would
         otherwise finish no send, as each waits for a receive that comes later. Also one tensor alone, because NCCL has
-        other communicators for single messages, and the other process may send and receive. The whole group must have
-        communicated before (`BatchChannel` does): its communicator would otherwise be made here, where not all meet.
+        other communicators for single messages, and the other process may send and receive.
 
         Args:
             outgoing: what virtual stages of this process send.
@@ -256,13 +256,14 @@ class PipelineMessages:
 
     def _send_tensor(self, tensor: torch.Tensor, stage: int) -> tuple[dist.Work, torch.Tensor]:
         tensor = tensor.detach().to(self.device).contiguous()
-        work = dist.isend(tensor, self.ranks[stage], group=self.group)
-        assert work is not None
+        # a batch of one, as NCCL would make a communicator of these two ranks for a single message
+        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, self.ranks[stage], self.group)])
         return work, tensor
 
     def _receive_tensor(self, carried: CarriedTensor, stage: int) -> torch.Tensor:
         tensor = torch.empty(carried.shape, dtype=carried.dtype, device=self.device)
-        dist.recv(tensor, self.ranks[stage], group=self.group)
+        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, self.ranks[stage], self.group)])
+        work.wait()
         return tensor
 
 

@@ -39,6 +39,8 @@ from .weight_gradients import WeightGradients
 
 KEPT_SCHEDULES = 4
 """Number of schedules that are kept, the latest ones: each owns receive buffers for its micro-batches."""
+KEPT_BYTES = 2**28
+"""Bytes of the receive buffers of all kept schedules but the latest."""
 
 
 def _is_no_table(record: logging.LogRecord) -> bool:
@@ -159,9 +161,14 @@ class PipelineScheduler:
                 index: placement.position_of(placement.stage_of(index)) for index in range(placement.last + 1)
             }
         self._built[key] = (stages, schedule)
-        if len(self._built) > KEPT_SCHEDULES:
+        while len(self._built) > KEPT_SCHEDULES or self._older_bytes > KEPT_BYTES:
             self._built.popitem(last=False)
         return stages, schedule
+
+    @property
+    def _older_bytes(self) -> int:
+        """Bytes of the receive buffers of all kept schedules but the latest."""
+        return sum(m * sum(of_part.num_bytes for of_part in shapes) for shapes, m in list(self._built)[:-1])
 
     def _stage(self, part: int, shapes: StageShapes) -> _ScheduledStage:
         """Return torch's stage for one of this process's virtual stages."""

@@ -53,6 +53,12 @@ class StageShapes:
     incoming: BoundaryShapes
     outgoing: BoundaryShapes
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a stage receives for a micro-batch: the tensors, and the gradients of what it sends."""
+        received = (*self.incoming, *(carried for carried in self.outgoing if carried.requires_grad))
+        return sum(carried.meta().nbytes for carried in received)
+
 
 class StageModule(nn.Module):
     """Units [start, stop) of the model as a module of their own.

@@ -193,8 +193,16 @@ class CostModel:
             per_forward[part] * ((kind == "forward") - schedule.frees_activations(kind))
             for kind, part, _ in schedule.order_of_work(stage, k, m, v)
         )
+        return max(accumulate(changes)) + self.received_bytes(layout, stage)
+
+    def received_bytes(self, layout: Layout, stage: int) -> int:
+        """Return the bytes of the buffers in which a stage receives the tensors of a full batch and their gradients.
+
+        The schedules for other shapes of batch keep theirs, up to `pipeline.schedule.KEPT_BYTES` together.
+        """
+        ranges = layout.ranges_of(stage)
         boundaries = [bound for units in ranges for bound in (units.start, units.stop) if 0 < bound < layout.num_units]
-        return max(accumulate(changes)) + rows * sum(self.unit_costs[bound - 1].boundary_bytes for bound in boundaries)
+        return layout.rows_per_pipeline * sum(self.unit_costs[bound - 1].boundary_bytes for bound in boundaries)
 
     # -- text ------------------------------------------------------------------------------------------------
 

@@ -76,15 +76,17 @@ def test_plan_as_json() -> None:
         "model", "profile", "devices", "batch", "gradient_accumulation_steps", "samples", "steps_per_epoch",
         "memory_budget_bytes", "replica_sharding", "sharding_choice", "pipeline_schedule",
         "schedule_choice", "epochs", "seconds", "compared_with", "fsdp",
-        "flop_bound", "fastest_plain", "plain_epochs_of_equal_cost", "cache", "advice", "assumed",
+        "flop_bound", "fastest_plain", "plain_epochs_of_equal_cost", "cache", "advice", "assumed", "communicators",
     }  # fmt: skip
     assert answer["samples"] == 100_000
+    assert answer["communicators"] == 1 + sum(1 if k in (1, 4) else 2 for k in {e["stages"] for e in answer["epochs"]})
     assert [epoch["num_frozen_layers"] for epoch in answer["epochs"]] == [0, 4, 7, 9, 10, 11, 11, 12]
     assert answer["memory_budget_bytes"] == int(DEVICES["a100-80g"].memory_bytes * USABLE_MEMORY)
     assert answer["seconds"] == pytest.approx(sum(epoch["seconds"] for epoch in answer["epochs"]))
     for epoch in answer["epochs"]:
         assert epoch["stages"] * epoch["replicas"] == 4
-        assert len(epoch["stage_bytes"]) == epoch["stages"]
+        assert len(epoch["stage_bytes"]) == len(epoch["receive_bytes"]) == epoch["stages"]
+        assert all(r < s for r, s in zip(epoch["receive_bytes"], epoch["stage_bytes"], strict=True))
         assert sum(epoch["shares"].values()) == pytest.approx(1)
     assert set(answer["compared_with"]) == {"best_static_layout", "plain_DDP", "static_pipeline"}
 
