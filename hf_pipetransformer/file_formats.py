@@ -254,14 +254,17 @@ _FREEZE_STATE = {"attributes": {"memory": _FREEZING}}
 PREVIOUS_NORMS = {"previous?": Maybe([NUMBER])}
 """What the policy "autofreeze" keeps."""
 
-_LAYOUT = {
-    "asked": [ANYTHING],
-    "stages": SIZE,
-    "units?": SIZE,
-    "bounds?": [COUNT, ...],
-    "num_frozen": COUNT,
-    "counted_as_cached": COUNT,
-}
+_LAYOUT = Both(
+    {
+        "asked": [ANYTHING],
+        "stages": SIZE,
+        "units?": SIZE,
+        "bounds?": [COUNT, ...],
+        "num_frozen": COUNT,
+        "counted_as_cached": COUNT,
+    },
+    Is("an object with units, or with the bounds of earlier versions", lambda it: "units" in it or "bounds" in it),
+)
 _GENERATORS = {
     "seed?": COUNT,
     "torch?": (TEXT,),

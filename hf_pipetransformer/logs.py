@@ -32,8 +32,12 @@ class _Console(logging.Handler):
         self.setFormatter(logging.Formatter(f"[{NAME}] %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._stock in self._parent.handlers and record.levelno >= self._stock.level:
+        if self._stock not in self._parent.handlers or record.levelno < self._stock.level:
+            return
+        try:
             tqdm.write(self.format(record), file=sys.stderr)
+        except Exception:  # nobody reads it any more: a line of the log must not end a training
+            self.handleError(record)
 
 
 def _is_not_ours(record: logging.LogRecord) -> bool:

@@ -14,7 +14,7 @@ import random
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
@@ -83,6 +83,14 @@ def torch_states() -> list[torch.Tensor]:
     """States of the generators from which torch's functions draw."""
     device = _device_module()
     return [torch.default_generator.get_state(), *([device.get_rng_state()] if device is not None else [])]
+
+
+def set_torch_states(states: Sequence[torch.Tensor]) -> None:
+    """Set the states that `torch_states` has returned in this process."""
+    torch.default_generator.set_state(states[0])
+    device = _device_module()
+    if device is not None and len(states) > 1:
+        device.set_rng_state(states[1])
 
 
 def global_states() -> dict[str, list[Any]]:

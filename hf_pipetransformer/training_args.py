@@ -377,7 +377,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             for name in keywords:
                 if name not in accepted:
                     show_errors_briefly()
-                    raise UnknownFieldError(cls.__name__, name, list(accepted))
+                    raise UnknownFieldError(cls.__name__, name, list(accepted)[1:])
         return super().__new__(cls)
 
     def __init_subclass__(cls) -> None:
@@ -411,7 +411,6 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         if self.uses_pipeline:
             self._refuse_what_excludes_a_pipeline()
             self._refuse_single_process()
-        self._refuse_missing_checkpoint()
         if not torch.accelerator.is_available():
             self.use_cpu = True
         timeout = timedelta(seconds=self.ddp_timeout)
@@ -732,17 +731,6 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             f"pipeline_parallel_size={stages} does not divide the {world_size} processes.{fitting} Set it to one of"
             f" {', '.join(map(str, divisors))}{start}. ({HOW_TO_LAUNCH_ON_CPU})"
         )
-
-    def _refuse_missing_checkpoint(self) -> None:
-        """Refuse a checkpoint that does not exist, on the first node: other nodes may have another disk."""
-        wanted = self.resume_from_checkpoint
-        is_path = isinstance(wanted, str) and wanted.lower() not in ("", "last", "true", "yes", "false", "no")
-        if is_path and os.environ.get("GROUP_RANK", "0") == "0" and not Path(str(wanted)).exists():
-            raise ValueError(
-                f"resume_from_checkpoint={wanted!r} does not exist. Pass the folder of a checkpoint, such as"
-                f" {self.output_dir or '.'}/checkpoint-500, or 'last' for the newest one in output_dir, to"
-                " trainer.train(resume_from_checkpoint=...) as well."
-            )
 
 
 @contextmanager

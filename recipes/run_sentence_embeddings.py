@@ -28,6 +28,7 @@ from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingAr
 
 from common import (
     SMALL_MODEL,
+    USAGE,
     PartArguments,
     check_one_source,
     file_format,
@@ -134,7 +135,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     Returns:
         The metrics of training and evaluation.
     """
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments), usage=USAGE)
     model_args, data_args, training_args = parse_with(
         parser, DataArguments, sys.argv[1:] if arguments is None else arguments
     )

@@ -244,7 +244,7 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "is_plain"), [("prompt", False), ("prefix", True), ("encoded-prompt", False)])
+@pytest.mark.parametrize(("name", "is_plain"), [("prompt", False), ("prompt", True), ("encoded-prompt", False)])
 def test_a_prompt_that_would_stop_with_the_first_layer_is_refused_by_name(name: str, is_plain: bool) -> None:
     """Frozen by hand, the base model's layers (which are frozen anyway) leave the prompt and the head to train."""
     run = Run(samples=16, epochs=2)

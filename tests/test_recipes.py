@@ -196,6 +196,7 @@ RECIPES = {
     "clm_demo": "run_clm",
     "demo": "run_glue",
     "dpo_demo": "run_trl",
+    "llama3_8b_lora": "run_clm",
     "digits": "run_image_classification",
     "qa_demo": "run_qa",
     "squad": "run_qa",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from training_runs import Run, pipeline_trainer
 from transformers import HfArgumentParser
 
 from hf_pipetransformer import PipeTransformerTrainingArguments, training_args
@@ -183,10 +184,14 @@ def test_a_field_that_does_not_exist_names_the_closest(tmp_path):
 
 
 def test_a_checkpoint_that_does_not_exist_is_refused(tmp_path):
+    def train(checkpoint):
+        run = Run(samples=16, epochs=1)
+        pipeline_trainer(run, 1, use_cpu=True, resume_from_checkpoint=checkpoint).train()
+
     with pytest.raises(ValueError, match=r"resume_from_checkpoint=.*checkpoint-7' does not exist"):
-        make(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
-    for known in ("last", "True", str(tmp_path)):
-        make(tmp_path, resume_from_checkpoint=known)
+        train(str(tmp_path / "checkpoint-7"))
+    for known in ("last", str(tmp_path)):
+        train(known)
 
 
 def test_one_process_is_told_how_to_start_more(tmp_path):

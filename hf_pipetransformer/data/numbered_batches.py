@@ -42,11 +42,6 @@ logger = logging.getLogger(__name__)
 
 Collator = Callable[[list[Any]], Any]
 
-CHUNK = 2**20
-"""Number of indices that are taken from a sampler at once."""
-SEED = "seed"
-"""Key of an order that is drawn from a seed, and not from the state of the global generators."""
-
 
 @dataclass(frozen=True)
 class BatchSlice:

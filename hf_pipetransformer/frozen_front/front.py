@@ -22,14 +22,14 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from ..cache.cache_probe import SAME, TOLERANCES, relative_difference, rounding_of
-from ..cache.content_keys import NOT_OF_STATES, TOKEN_INPUTS
+from ..cache.content_keys import NOT_OF_STATES, TOKEN_INPUTS, version_of
 from ..model.elsewhere import hidden_like
 from ..model.left_as_found import left_as_found
 from ..model.method_override import MethodOverride
 from ..model.micro_batch import Batch, batch_rows
 from ..model.nested import in_new_containers
 from ..pipeline.devices import synchronise
-from ..randomness import generators_kept, global_state_kept, torch_states
+from ..randomness import generators_kept, global_state_kept, set_torch_states, torch_states
 from .entries import TOKENS, FrontEntries, Leaf
 from .finding import FoundFront, Ran, arguments_of, rows_of, tensors_in, versions_of
 from .rows import (
@@ -117,14 +117,14 @@ class _Batch:
         rows: number of rows of what each module reads.
         tokens: which columns belong to the samples, if padding is not stored.
         signature: what the shapes of the front's outputs depend on.
-        covered: identities of the tensors that the keys are made of.
+        covered: of the tensors that the keys are made of, by their identity: which it is, and its number of writes.
     """
 
     keys: Mapping[frozenset[str], Sequence[bytes]]
     rows: Mapping[str, int]
     tokens: Tokens | None
     signature: Any
-    covered: frozenset[int]
+    covered: Mapping[int, tuple[int, int]]
 
     @property
     def width(self) -> int:
@@ -266,15 +266,15 @@ class FrozenFront:
                     self._write(found)
                 return output
             except OtherCallsError:
-                set_random_state(before, self._device)
+                set_torch_states(before)
                 raise
             except ValueError as error:
                 if NOT_KEPT not in str(error):
                     raise
-                set_random_state(before, self._device)
+                set_torch_states(before)
                 raise OtherCallsError("something reads more of it than before") from error
             except _NewCallError:  # without a mask, where a batch has no padding: what is stored may hold all the same
-                set_random_state(before, self._device)
+                set_torch_states(before)
             finally:
                 self._call = None
         self._call = call = _Call(batch)
@@ -519,7 +519,11 @@ class FrozenFront:
         of_all = frozenset().union(*(module.reads for module in self._modules.values()))
         leaves = [leaf for name in sorted(of_all) for leaf in leaves_of(inputs[name], name)]
         shapes = [(n, t.dtype, _without_width(n, t, tokens)) for n, t in leaves if isinstance(t, torch.Tensor)]
-        covered = frozenset(id(leaf) for name, leaf in leaves if name not in NOT_OF_STATES)
+        covered = {
+            id(leaf): (number, version_of(leaf))
+            for number, (name, leaf) in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and name not in NOT_OF_STATES
+        }
         return _Batch(keys, rows, tokens, (repr(shapes), min(rows.values()) == 1), covered)
 
     def _known_by(self, batch: _Batch, ran: Mapping[str, Ran]) -> dict[str, _Known]:
@@ -584,13 +588,13 @@ class FrozenFront:
         batch = call.batch
         assert batch is not None
         chosen = call.missing or None
-        known = {id(leaf) for *_, leaves, _ in call.ran.values() for leaf in leaves} | batch.covered
+        of_front = {id(leaf) for *_, leaves, _ in call.ran.values() for leaf in leaves}
         for reads, entries in self._entries.items():
             leaves = [call.ran[name][2][position] for name, position in self._stored_by(reads)]
             rows = len(batch.keys[reads])
-            made = ArgumentDigests(rows, batch.tokens)
+            made = ArgumentDigests(rows, batch.tokens, batch.covered)
             names = self._names_by(reads)
-            digests = [made.of(call.ran[name][0], known, self._has_rows.get(name, ())) for name in names]
+            digests = [made.of(call.ran[name][0], of_front, self._has_rows.get(name, ())) for name in names]
             tensors = [*(leaf.detach().to(self._stored_as(leaf.dtype)) for leaf in leaves), torch.cat(digests, 1)]
             keys, lengths = list(batch.keys[reads]), None if batch.tokens is None else list(batch.tokens.lengths)
             if chosen is not None:
@@ -640,9 +644,9 @@ class FrozenFront:
         if call.batch.way_of(name, given, others) not in known.given:
             raise _NewCallError
         if name in call.digests:
-            known_here = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier} | call.batch.covered
-            made = call.made.setdefault(rows, ArgumentDigests(rows, call.batch.tokens))
-            now, there = made.of(given, known_here, self._has_rows.get(name, ())), torch.ones(rows, dtype=torch.bool)
+            of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
+            made = call.made.setdefault(rows, ArgumentDigests(rows, call.batch.tokens, call.batch.covered))
+            now, there = made.of(given, of_front, self._has_rows.get(name, ())), torch.ones(rows, dtype=torch.bool)
             there[call.missing] = False
             if not torch.equal(now[there], call.digests[name][there]):
                 raise _NewCallError
@@ -758,10 +762,3 @@ def _without_width(name: str, tensor: torch.Tensor, tokens: Tokens | None) -> tu
 
 def _is_wide(name: str, tensor: torch.Tensor, tokens: Tokens | None) -> bool:
     return tokens is not None and name in TOKEN_INPUTS and tensor.shape[1:2] == (tokens.width,)
-
-
-def set_random_state(states: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Set the states that `random_state` has returned."""
-    torch.default_generator.set_state(states[0])
-    if len(states) > 1:
-        torch.get_device_module(device).set_rng_state(states[1], device)

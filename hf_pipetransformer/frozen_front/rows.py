@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
-from ..cache.content_keys import MASK, NOT_IN_KEYS, NOT_OF_STATES, TOKEN_INPUTS, spans_of
+from ..cache.content_keys import MASK, NOT_IN_KEYS, NOT_OF_STATES, TOKEN_INPUTS, spans_of, version_of
 
 LABELS = ("labels", "label", "label_ids")
 DIGEST_BYTES = 16
@@ -143,22 +143,24 @@ class ArgumentDigests:
     Args:
         rows: number of rows.
         tokens: which columns belong to a sample, if padding is left out.
+        inputs: of the tensors whose values the keys are made of, by their identity: a number, and how often they had
+            been written to then.
     """
 
-    def __init__(self, rows: int, tokens: Tokens | None) -> None:
-        self._rows, self._tokens = rows, tokens
+    def __init__(self, rows: int, tokens: Tokens | None, inputs: Mapping[int, tuple[int, int]]) -> None:
+        self._rows, self._tokens, self._inputs = rows, tokens, inputs
         self._known: dict[
             tuple[int, bool], tuple[torch.Tensor, list[bytes]]
         ] = {}  # layers are called on the same mask
 
-    def of(self, given: Sequence[torch.Tensor], known: Collection[int], has_rows: Sequence[bool]) -> torch.Tensor:
-        """Digests of a module's arguments, without what is known, and without masks of truth values.
+    def of(self, given: Sequence[torch.Tensor], of_front: Collection[int], has_rows: Sequence[bool]) -> torch.Tensor:
+        """Digests of a module's arguments, without those from the front itself, and without masks of truth values.
 
         A model may pass no mask where a batch has no padding.
 
         Args:
             given: the tensors among the arguments.
-            known: identities of tensors that are left out: inputs, which the keys are made of, and the front's own.
+            of_front: identities of tensors that are left out.
             has_rows: which of the tensors have entries for each row, if that is known.
 
         Returns:
@@ -169,13 +171,16 @@ class ArgumentDigests:
         found = [
             self._of_one(tensor, has)
             for tensor, has in zip(given, has_rows, strict=True)
-            if id(tensor) not in known and tensor.dtype is not torch.bool and tensor.numel()
+            if id(tensor) not in of_front and tensor.dtype is not torch.bool and tensor.numel()
         ]
         rows = [xxhash.xxh3_128(b"".join(digests[row] for digests in found)) for row in range(self._rows)]
         content = bytearray(b"".join(row.digest() for row in rows))
         return torch.frombuffer(content, dtype=torch.uint8).view(self._rows, DIGEST_BYTES)
 
     def _of_one(self, tensor: torch.Tensor, has_rows: bool) -> list[bytes]:
+        number, version = self._inputs.get(id(tensor), (-1, -1))
+        if number >= 0 and version == version_of(tensor):  # which input it is, as the key has its values
+            return [b"input %d" % number] * self._rows
         known = self._known.get((id(tensor), has_rows))
         if known is None:
             digests = [xxhash.xxh3_128() for _ in range(self._rows)]

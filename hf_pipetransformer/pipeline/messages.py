@@ -233,17 +233,15 @@ class PipelineMessages:
 
     def receive_tree(self, stage: int) -> Any:
         """Receive what a stage has sent by `send_tree`."""
-        return self._receive(lambda part, group: self._begin(dist.irecv, part, stage, group).wait())
+        return self._receive(lambda part, group: self._begin(dist.irecv, part, stage, group).wait(), copies=True)
 
     def scatter(self, results: Sequence[Any]) -> Any:
         """Return this stage's entry of what the last stage has, one for each stage. Collective over the pipeline."""
         if self.stage_index != self.last:
             return self.receive_tree(self.last)
-        pending: Pending = []
         for owner, result in enumerate(results):
             if owner != self.last:
-                pending += self.send_tree(result, owner)
-        wait_for(pending)
+                wait_for(self.send_tree(result, owner))  # one after another, as each is copied
         return results[self.last]
 
     # ------------------------------------------------------------------------------------ inside
@@ -263,7 +261,7 @@ class PipelineMessages:
                 pending.append((work, part))
         return pending
 
-    def _receive(self, receive: Callable[[torch.Tensor, dist.ProcessGroup | None], Any]) -> Any:
+    def _receive(self, receive: Callable[[torch.Tensor, dist.ProcessGroup | None], Any], copies: bool = False) -> Any:
         """Receive what another stage begins to send by `_send`."""
         lengths = torch.empty(3, dtype=torch.long)
         receive(lengths, self.control)
@@ -273,7 +271,7 @@ class PipelineMessages:
         on_device = torch.empty(size_on_device, dtype=torch.uint8, device=self.device)
         if size_on_device:
             receive(on_device, self.group)
-        return unpacked(Packed(pickled, content, on_device))
+        return unpacked(Packed(pickled, content, on_device), copies)
 
 
 def wait_for(pending: Pending) -> None:

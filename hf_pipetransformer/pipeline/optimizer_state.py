@@ -75,7 +75,8 @@ class OptimizerState:
             )
         self._members: list[list[Member]] = []
         self._updaters: Holders = {}  # a parameter that is missing is updated wherever it is
-        self._exchange: RemovableHandle | None = None  # after each step, if replicas divide the parameters
+        self._exchange: RemovableHandle | None = None  # after each step, once replicas have divided the parameters
+        self._sharing: tuple[dist.ProcessGroup, Sequence[int]] | None = None  # while they do
         self._gathered: dict[str, Any] | None = None
         # stands in for the parameters of a stage that trains nothing
         self._idle_parameter = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
@@ -154,13 +155,14 @@ class OptimizerState:
             group: the replicas of the stage; None if they do not divide its parameters.
             ranks: their ranks.
         """
-        if self._exchange is not None:
-            self._exchange.remove()
-        self._exchange = None
-        if group is not None:
-            self._exchange = self.optimizer.register_step_post_hook(lambda *_: self._exchange_updates(group, ranks))
+        self._sharing = (group, ranks) if group is not None else None
+        if self._sharing is not None and self._exchange is None:  # it stays before hooks that the user adds later
+            self._exchange = self.optimizer.register_step_post_hook(lambda *_: self._exchange_updates())
 
-    def _exchange_updates(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    def _exchange_updates(self) -> None:
+        if self._sharing is None:
+            return
+        group, ranks = self._sharing
         here = [name for name in self.names if self._weights.is_here(name) and self._table[name].requires_grad]
         rows = [[self._table[name] for name in here if rank in self._updaters.get(name, ())] for rank in ranks]
         with phase("update"):

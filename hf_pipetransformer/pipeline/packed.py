@@ -54,7 +54,8 @@ class _Writer(pickle.Pickler):
 
 
 class _Reader(pickle.Unpickler):
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: Packed, copies: bool) -> None:
+        self._copies = copies
         super().__init__(io.BytesIO(packed.content[: packed.pickled].numpy().tobytes()))
         self._buffers = (packed.content[_aligned(packed.pickled) :], packed.on_device)
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -63,7 +64,8 @@ class _Reader(pickle.Unpickler):
         if pid not in self._made:
             where, start, size, dtype, shape = pid
             # `.data`: an in-place change of one tensor leaves the version counters of the others unchanged
-            self._made[pid] = self._buffers[where][start : start + size].view(dtype).view(shape).data
+            made = self._buffers[where][start : start + size].view(dtype).view(shape).data
+            self._made[pid] = made.clone() if self._copies else made
         return self._made[pid]
 
 
@@ -87,9 +89,15 @@ def packed(value: Any, device: torch.device) -> Packed:
     return Packed(pickled, content, on_device)
 
 
-def unpacked(given: Packed) -> Any:
-    """The value, whose tensors are views of the buffers."""
-    return _Reader(given).load()
+def unpacked(given: Packed, copies: bool = False) -> Any:
+    """The value.
+
+    Args:
+        given: what `packed` has returned.
+        copies: whether each tensor gets memory of its own, because a part of the value may be kept for long;
+            otherwise tensors are views of the buffers.
+    """
+    return _Reader(given, copies).load()
 
 
 def _aligned(size: int) -> int:

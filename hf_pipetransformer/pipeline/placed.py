@@ -79,7 +79,7 @@ class PlacedPipeline:
         mesh: all processes of the run.
         wrap_replicas: creates the DDP wrapper.
         slicing: split sequences along their tokens as well, if there are several stages.
-        is_driven: whether the loss drives the pipeline, if there are several stages (`drive`).
+        is_driven: whether the loss drives the pipeline, if there are several stages (`step` with `code`).
         serves_callbacks: whether calls of the model outside of the steps are served (`arrive`), if they can be.
     """
 

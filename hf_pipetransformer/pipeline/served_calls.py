@@ -289,8 +289,6 @@ class ServedCalls(StageCalls):
         """Called when the graph of a micro-batch is freed here."""
         self._released.append((call, part))
 
-    # ------------------------------------------------------------------------------------ the stages below
-
 
 class _Boundary(torch.autograd.Function):
     """A micro-batch's values from below. Their gradients go down as soon as autograd has them.

@@ -245,7 +245,8 @@ def schedule_of_step(name: str, num_stages: int, num_microbatches: int, num_virt
     """Return the schedule that runs a step of a plan with the schedule `name`.
 
     An interleaved schedule with one virtual stage is 1F1B. With fewer micro-batches than stages 1F1B has no steady
-    state: the order is that of GPipe, and torch refuses 1F1B.
+    state: the order is that of GPipe, and torch refuses 1F1B. On NCCL it would hang, as one end of some messages would
+    be single and the other in a batch.
     """
     schedule = schedule_named(name)
     if schedule.is_interleaved:

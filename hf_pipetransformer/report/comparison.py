@@ -13,8 +13,14 @@ from .words import final_quality
 
 
 def names_of(first: Path, second: Path) -> tuple[str, str]:
-    """Return a name for each folder: its last part, or the whole path if these are equal."""
+    """Return a name for each folder: its last part, or the whole path if these are equal.
+
+    Raises:
+        ValueError: they are one folder.
+    """
     one, two = first.resolve(), second.resolve()
+    if one == two:
+        raise ValueError(f"{first} and {second} are the same folder. Pass the output_dir of two trainings.")
     return (one.name, two.name) if one.name != two.name else (str(first), str(second))
 
 

@@ -68,12 +68,14 @@ class GlobalBatch:
 
     Attributes:
         num_items: number of items that the loss counts in it.
+        num_rows: number of samples.
         current: this pipeline's slice of the batch that `training_step` runs.
         waiting: this pipeline's slices of the batches that were read and not yet run.
     """
 
     def __init__(self) -> None:
         self.num_items: int | float = 1
+        self.num_rows = 0
         self.current = BatchSlice(0, 0)
         self.waiting: deque[BatchSlice] = deque()
         self._latest_tensors: tuple[torch.Tensor, ...] = ()  # on which training_step was last called
@@ -121,6 +123,7 @@ class GlobalBatch:
                 )
             part = replace(part, items=reduction.count(dict(with_name(batch))) if part.rows else 0)
             self.waiting.append(part)
+            self.num_rows += part.global_rows
             items += part.items
         self.num_items = items
         return taken

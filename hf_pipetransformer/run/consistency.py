@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -11,25 +12,34 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..model.micro_batch import Batch
 from ..model.nested import as_bytes
 from ..pipeline.mesh import ProcessMesh
 
+TRIES = 16
+"""Number of times that samples are collated to find random inputs; a collator may change only some each time."""
 _PLAIN = (str, bytes, int, float, bool, type(None))
 """Types whose `repr` shows their value rather than their memory address."""
 
 
-def check_same_everywhere(mesh: ProcessMesh, model: nn.Module, sample: Batch, rows: Sequence[Any] = ()) -> None:
+def check_same_everywhere(
+    mesh: ProcessMesh,
+    model: nn.Module,
+    sample: Mapping[str, Any],
+    draw: Callable[[], Mapping[str, Any]] | None = None,
+    rows: Sequence[Any] = (),
+) -> None:
     """Compare the model and the first samples over the processes. Collective over all processes.
 
-    The values of weights are not compared, because they are made equal later. What a collator draws may differ: the
-    stages of a pipeline use the values that its last stage has drawn.
+    The values of weights are not compared, because they are made equal later. Inputs that a collator draws from a
+    generator of its own, and that therefore differ between processes, are not compared either: the stages of a
+    pipeline use the values that its last stage has drawn.
 
     Args:
         mesh: the processes.
         model: the model before it is split.
-        sample: the first samples of the data, collated; {} if each process has samples of its own.
-        rows: these samples before collation.
+        sample: the first samples of the data, collated.
+        draw: collates the samples again, with other random numbers.
+        rows: the samples before collation; compared if the collator draws random numbers.
 
     Raises:
         ValueError: model or samples differ. Every process raises it; the message names what differs, the processes
@@ -43,9 +53,19 @@ def check_same_everywhere(mesh: ProcessMesh, model: nn.Module, sample: Batch, ro
         f"{type(model).__name__} with {sum(p.numel() for p in model.parameters()):,} parameters, "
         f"{trainable:,} trainable (layout {zlib.crc32(repr(shapes).encode()):08x})",
     )
-    content = zlib.crc32(_content_of(sample))
-    if mesh.any(content != mesh.gather_objects(content)[0]):
-        content = zlib.crc32(_content_of(list(rows)))  # the collator draws random numbers, or the samples differ
+    everyone = mesh.gather_objects(_checksums_of(sample))
+    are_same = all(theirs == everyone[0] for theirs in everyone)
+    drawn: set[str] = set()
+    if not are_same and draw is not None:
+        mine: set[str] = set()
+        with suppress(Exception):  # a process that raised here would keep the others waiting
+            tries = [_checksums_of(draw()) for _ in range(TRIES)]
+            mine = {name for name in sample if len({one.get(name) for one in tries}) > 1}
+        drawn = set().union(*mesh.gather_objects(mine))
+    left = {name: sample[name] for name in sample if name not in drawn}
+    content = zlib.crc32(repr(sorted(_checksums_of(left).items())).encode())
+    if drawn:
+        content = zlib.crc32(_content_of(list(rows)), content)
     _compare(mesh, "datasets", f"first samples {sorted(sample)} (content {content:08x})")
 
 
@@ -67,6 +87,10 @@ def _compare(mesh: ProcessMesh, what: str, mine: str) -> None:
                 " Pass the same model and the same complete dataset on every process; the trainer distributes the"
                 " samples."
             )
+
+
+def _checksums_of(sample: Mapping[str, Any]) -> dict[str, int]:
+    return {key: zlib.crc32(_content_of(value)) for key, value in sample.items()}
 
 
 def _content_of(value: Any) -> bytes:

@@ -29,7 +29,7 @@ from ..cache.content_keys import named_inputs
 from ..cache.file_store import FileStore
 from ..frozen_front.entries import FrontEntries
 from ..frozen_front.finding import FoundFront, find_front, waits_for_others
-from ..frozen_front.front import FrozenFront, OtherCallsError, set_random_state
+from ..frozen_front.front import FrozenFront, OtherCallsError
 from ..frozen_front.rows import may_have_padding
 from ..logs import tell
 from ..model.frozen_prefix import frozen_modules
@@ -39,7 +39,7 @@ from ..model.micro_batch import Batch
 from ..model.nested import in_new_containers
 from ..model.watched_weights import WatchedWeights
 from ..planning.tables import MIB
-from ..randomness import seeded, torch_states
+from ..randomness import seeded, set_torch_states, torch_states
 from ..training_args import CACHE_DTYPES
 from .cache_setup import describe_model
 from .job import TrainingJob
@@ -58,7 +58,7 @@ MOST_OF_IT = 0.25
 """Share of the forward pass from which on a part of a frozen module that is stored goes for the module, in the log."""
 MOST_OPENED = 3
 """Number of times that it is looked for in the parts of modules that cannot be stored as a whole."""
-ENTRIES_VERSION = 2
+ENTRIES_VERSION = 3
 """Of what an entry of the store consists of."""
 MOST_SEARCHES = 5
 """Number of times that the front is looked for: with each change of `requires_grad`."""
@@ -280,7 +280,7 @@ class _Calls:
             output, found = find_front(self._model, inputs, run, device, self._opened)
         except Exception:  # of a model that does not run while it is watched
             logger.debug("Frozen modules could not be looked for.", exc_info=True)
-            set_random_state(before, device)
+            set_torch_states(before)
             return run()
         if found.closed and self._num_opened < MOST_OPENED:
             self._num_opened += 1
@@ -312,7 +312,7 @@ class _Calls:
         self, front: FrozenFront, inputs: Batch, found: FoundFront, forward: Callable[..., Any]
     ) -> bool:
         """Whether what the front returns for a sample depends on it alone, by a trial that leaves all as it was."""
-        trainer, device = self._job.trainer, self._job.device
+        trainer = self._job.trainer
         only_loss = (
             not self._job.overrides_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
         )
@@ -324,7 +324,7 @@ class _Calls:
             return front.is_of_samples(inputs, found.calls, lambda batch: forward(**batch), only_loss, may_cut)
         except Exception:  # out of memory, perhaps
             logger.debug("The front could not be tried.", exc_info=True)
-            set_random_state(before, device)
+            set_torch_states(before)
             return False
 
     def _say_why_not(self, found: FoundFront) -> None:

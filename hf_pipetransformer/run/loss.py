@@ -136,6 +136,7 @@ class BatchInFlight:
         reduction: how the losses of parts add up.
         part: numbers of samples and items in the slice, and of samples in the global batch.
         num_items: number of items that the loss counts in the optimizer step's batch, over all replicas.
+        num_rows: number of samples of that batch.
         batch: the prepared slice.
     """
 
@@ -145,9 +146,11 @@ class BatchInFlight:
         reduction: LossReduction,
         part: BatchSlice,
         num_items: int | float,
+        num_rows: int,
         batch: Batch,
     ) -> None:
         self.part = part
+        self.num_rows = num_rows
         self.losses: list[torch.Tensor] = []
         """The loss of each micro-batch, on the last stage."""
         self.exchanges_inputs = False
@@ -207,18 +210,20 @@ class BatchInFlight:
     def _of_whole(self, batch: Batch) -> torch.Tensor:
         """Return what a loss of this pipeline's whole slice contributes; the replicas' are averaged, by their samples.
 
-        Accumulated batches count as in the stock Trainer.
+        Accumulated batches count as in the stock Trainer. (For models that ignore `num_items_in_batch` it would add
+        their losses up; a transformers model's are averaged here.)
         """
         trainer = self._loss.job.trainer
-        share = self.part.rows / (self.part.global_rows or 1)
+        share = self.part.rows / (self.num_rows if self._loss.is_stock else self.part.global_rows or 1)
         # a loss that divides by the number of items of all replicas is added up, and one that does not is averaged
         items: Any = self._num_items if share == 1 else self._num_items * share
-        # a tensor as from the stock Trainer; on the CPU, so that nothing is copied
-        asked = torch.tensor(items) if self._loss.passes_items(batch) else None
+        asked = items if self._loss.passes_items(batch) else None
+        if asked is not None and not self._loss.is_stock:
+            asked = torch.tensor(asked)  # a tensor as from the stock Trainer; on the CPU, so that nothing is copied
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(self._loss.model, as_the_user_made_it(batch), num_items_in_batch=asked)
         assert isinstance(loss, torch.Tensor)
-        if not self._loss.is_scaled_for_accumulation(asked):
+        if not self._loss.is_stock and not self._loss.is_scaled_for_accumulation(asked):
             loss = loss / trainer.current_gradient_accumulation_steps
         return loss.mean() * share
 

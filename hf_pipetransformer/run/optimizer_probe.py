@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..model.layer_stack import LayerStack
-from ..pipeline.elastic_pipeline import unwrapped
+from ..pipeline.optimizer_state import unwrapped
 from ..planning.layout import Layout
 from ..randomness import seeded
 from .job import TrainingJob

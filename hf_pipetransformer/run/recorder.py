@@ -74,6 +74,7 @@ class RunRecorder(TrainerCallback):
         self._mark = 0.0
         self._loss: torch.Tensor | None = None  # summed over the steps since a loss was logged
         self._loss_since = 0  # steps done when it was logged
+        self._has_logged_loss = False  # in this epoch, by the Trainer
         self._micro_batches: Counter[int] = Counter()
         self._most_resident = 0
         self._process = psutil.Process()
@@ -108,7 +109,7 @@ class RunRecorder(TrainerCallback):
         self._writes = is_main_process
         self._is_training = True
         self.total, self._line, self._layout = Tally(), Tally(), Tally()
-        self._loss, self._loss_since = None, 0
+        self._loss, self._loss_since, self._has_logged_loss = None, 0, False
         self.run = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         self._mark = time.perf_counter()
 
@@ -262,7 +263,7 @@ class RunRecorder(TrainerCallback):
         self._flush(state.global_step)
         self.record_log(logs or {}, state)
         if "loss" in (logs or {}):
-            self._loss, self._loss_since = None, self.total.steps
+            self._loss, self._loss_since, self._has_logged_loss = None, self.total.steps, True
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         self._lap("evaluating")
@@ -287,9 +288,9 @@ class RunRecorder(TrainerCallback):
     def _record_loss(self, state: TrainerState) -> None:
         """Write the mean loss of the steps of an epoch, if the Trainer has logged none of them."""
         steps = self.total.steps - self._loss_since
-        if self._loss is not None and steps:
+        if self._loss is not None and steps and not self._has_logged_loss:
             self.record_log({"loss": float(self._loss) / steps}, state)
-        self._loss, self._loss_since = None, self.total.steps
+        self._loss, self._loss_since, self._has_logged_loss = None, self.total.steps, False
 
     @property
     def _tallies(self) -> tuple[Tally, ...]:

@@ -37,6 +37,7 @@ from ..resilience.checkpoint_folders import (
     saving_folder,
     validate,
 )
+from ..training_args import PipeTransformerTrainingArguments
 from .job import TrainingJob
 
 logger = logging.getLogger(__name__)
@@ -93,18 +94,32 @@ def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | b
             there is one and a start from the beginning otherwise, so that the same command can restart a job.
 
     Raises:
-        ValueError: the named checkpoint is damaged, or all checkpoints are; or something else has the name of the
-            folder in which checkpoints are written.
+        ValueError: the named checkpoint is damaged, or all checkpoints are; the one in the arguments does not exist;
+            or something else has the name of the folder in which checkpoints are written.
     """
     choice = None
     with job.mesh.failing_together():
         folder = Path(job.args.output_dir or ".")
         saving_folder(folder).refuse_foreign()
-        if job.args.process_index == 0 and wanted:
-            choice = wanted, _choose(folder, wanted)
+        if job.args.process_index == 0:
+            if wanted:
+                choice = wanted, _choose(folder, wanted)
+            _refuse_missing(job.args)  # what was about to be replaced is back
     # other nodes may have another disk, or see new files late
     wanted, chosen = job.mesh.gather_objects(choice)[0] or (None, None)
     return chosen if chosen is not None or wanted == LAST else wanted  # the stock Trainer raises that there is none
+
+
+def _refuse_missing(args: PipeTransformerTrainingArguments) -> None:
+    """Refuse arguments with a checkpoint that does not exist, which the stock Trainer leaves to the script."""
+    wanted = args.resume_from_checkpoint
+    is_path = isinstance(wanted, str) and wanted.lower() not in ("", LAST, "true", "yes", "false", "no")
+    if is_path and not Path(str(wanted)).exists():
+        raise ValueError(
+            f"resume_from_checkpoint={wanted!r} does not exist. Pass the folder of a checkpoint, such as"
+            f" {args.output_dir or '.'}/checkpoint-500, or 'last' for the newest one in output_dir, to"
+            " trainer.train(resume_from_checkpoint=...) as well."
+        )
 
 
 def _choose(folder: Path, wanted: str | bool) -> str | None:

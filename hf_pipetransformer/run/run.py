@@ -434,6 +434,7 @@ class PipelineRun(TrainerCallback):
         with self.log.recorder.doing("adapting"):
             self.adapt()
         PROGRESS.enter("data")
+        self._job.ignore_average_tokens()  # a callback may have set it
         taken = self.steps.take(batches, num_batches)
         self.batches_in_epoch.accumulated = self._job.trainer.args.gradient_accumulation_steps
         self.batches_in_epoch.rest = len(taken[0]) % num_batches
@@ -446,7 +447,7 @@ class PipelineRun(TrainerCallback):
         PROGRESS.begin_round(f"is in step {self._job.trainer.state.global_step + 1}")
         PROGRESS.enter("step")
         self._follow_flags()
-        loss, votes = self.steps.step(inputs, self.preemption.signal.is_asked)
+        loss, votes = self.steps.step(inputs, lambda: self.preemption.signal.is_asked)
         self.preemption.is_agreed = votes.stop
         self.log.recorder.count_batch(*self.steps.counted, loss)
         PROGRESS.enter("callbacks")
@@ -491,9 +492,9 @@ class PipelineRun(TrainerCallback):
         if cache is not None:
             self._update(cache)
         proposal = callback.take_proposal() if callback is not None else None
-        if proposal is None and cache is None:
-            return
         layout = self.pipeline.current_plan
+        if proposal is None and cache is None and not layout.num_cached_layers:
+            return
         num_frozen = layout.num_frozen_layers
         if proposal is not None:
             num_frozen = max(num_frozen, agreed_num_frozen(self._job.mesh.gather_objects(proposal)))

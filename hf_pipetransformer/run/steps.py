@@ -154,7 +154,7 @@ class Steps:
         self.batch.count_over_replicas(self._pipeline)
         return taken, self.batch.num_items
 
-    def step(self, inputs: dict[str, Any], stop: bool) -> tuple[torch.Tensor, StepVotes]:
+    def step(self, inputs: dict[str, Any], stops: Callable[[], bool]) -> tuple[torch.Tensor, StepVotes]:
         """Run forward and backward of this pipeline's slice of a batch. Collective over all processes.
 
         1. Prepare the batch, with the keys of its samples; all stages use the batch of the last stage. Begin to read
@@ -164,7 +164,7 @@ class Steps:
 
         Args:
             inputs: the batch on which `training_step` was called.
-            stop: whether this process has received SIGTERM.
+            stops: whether this process has received SIGTERM; asked when the step has run.
 
         Returns:
             The loss of the global batch, and what any process has observed: the same on every process.
@@ -178,7 +178,7 @@ class Steps:
         batch, other_inputs = self._prepare(inputs, other_weights)
         # 2
         current = self._in_flight = BatchInFlight(
-            self._loss, self._reduction, self.batch.current, self.batch.num_items, batch
+            self._loss, self._reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch
         )
         front = nullcontext() if self._front is None else self._front.step(state, batch)
         with naming_long_rows(self._model, batch), front:
@@ -192,7 +192,7 @@ class Steps:
         # 3
         control = self._trainer.control
         mine = StepVotes(
-            stop=stop,
+            stop=stops(),
             other_inputs=other_inputs or (pipeline.cache is not None and pipeline.cache.met_other_inputs),
             other_weights=other_weights,
             exchanged_inputs=current.exchanges_inputs,

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..file_formats import freezing_in
 from ..freezing.callback import LayerFreezeCallback, refuse_reentrant_checkpointing
-from ..logs import log_once
+from ..logs import log_once, tell
 from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from .job import TrainingJob
@@ -50,8 +50,7 @@ class UsersFreezing:
 
     def thaw(self) -> None:
         """Forget the layers in checkpoints as well, because they are trained again."""
-        if self.job.trainer.is_world_process_zero():
-            logger.info("Layers that were frozen are trained again: nothing counts as frozen any more.")
+        tell(logger, self.job.args, "Layers that were frozen are trained again: nothing counts as frozen any more.")
         states: Any = self.job.trainer.state.stateful_callbacks
         states.pop(LayerFreezeCallback.__name__, None)
         self.forget()

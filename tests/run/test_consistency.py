@@ -25,6 +25,7 @@ DIFFERENCES = {
     "dataset content": "different datasets: process 0 has first samples .*content",
     "columns": r"different datasets: process 0 has first samples \['attention_mask', 'input_ids', 'labels'\]",
     "drawn: nothing": None,  # what a collator draws from a generator of its own is no difference
+    "drawn: labels": "different datasets",
     "drawn: rows": "different datasets",
 }
 
@@ -38,19 +39,26 @@ def check(mesh: ProcessMesh, rank: int, difference: str) -> None:
         model.bfloat16()
     size = 31 if is_odd and difference == "dataset length" else 32
     data = TrainingData("text-classification", size, seed=is_odd and difference == "dataset content")
-    rows = [data[0], data[1]]
-    sample = PadCollator("text-classification")(rows)
+    sample = PadCollator("text-classification")([data[0], data[1]])
     if is_odd and difference == "columns":
         del sample["attention_mask"]
     check_same_size(mesh, data)
-    check_same_everywhere(mesh, model, sample, rows)
+    check_same_everywhere(mesh, model, sample)
 
 
 def check_drawn(mesh: ProcessMesh, rank: int, difference: str) -> None:
-    batch = PadCollator("text-classification")([TrainingData("text-classification", 32)[0]])
-    batch["noise"] = torch.from_numpy(np.random.default_rng().random(2))
+    data = TrainingData("text-classification", 32)
+    generator = np.random.default_rng()
+
+    def draw() -> dict[str, torch.Tensor]:
+        batch = PadCollator("text-classification")([data[0], data[1]])
+        if generator.random() < 0.5:  # seldom, for some rows
+            batch["input_ids"] = batch["input_ids"].roll(1, 0)
+        labels = batch["labels"] + rank * ("labels" in difference)
+        return {**batch, "noise": torch.from_numpy(generator.random(2)), "labels": labels}
+
     rows = [{"id": number + rank * ("rows" in difference), "words": np.arange(3)} for number in range(2)]
-    check_same_everywhere(mesh, MODELS["bert-classification"].build(), batch, rows)
+    check_same_everywhere(mesh, MODELS["bert-classification"].build(), draw(), draw, rows)
 
 
 def check_all(rank: int, world_size: int) -> dict[str, str | None]:

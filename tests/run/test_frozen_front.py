@@ -550,3 +550,36 @@ def test_replicas_and_stages(tmp_path: Path) -> None:
             for of, weight in wanted.items():
                 torch.testing.assert_close(weights[of], weight, atol=2e-6, rtol=1e-5, msg=f"{name}: {of}")
             assert name not in STAGED or max(cached, default=0) == STAGED[name][2], name
+
+
+class SwapsInputs(nn.Module):
+    """From some call on, two frozen towers get each other's inputs, or the model writes into an input before it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+        self.left, self.right = (
+            nn.Sequential(nn.Linear(SIZE, 512), nn.GELU(), nn.Linear(512, SIZE)).requires_grad_(False)
+            for _ in range(2)
+        )
+        self.head = nn.Linear(SIZE, 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        self.calls += 1
+        if self.calls > 10 and self.how == "swaps":  # in the middle of the third epoch
+            x, y = y, x
+        elif self.calls > 10:
+            x += 0.5
+        scores = self.head(self.left(x) - self.right(y))
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+@pytest.mark.parametrize("how", ["swaps", "writes"])
+def test_a_tower_that_gets_another_input_is_computed(how: str, tmp_path: Path) -> None:
+    """The keys, which are made of both inputs, cannot tell it."""
+
+    def build() -> tuple[nn.Module, Columns]:
+        columns = {"x": noise(SAMPLES, SIZE), "y": noise(SAMPLES, SIZE, seed=2), "labels": torch.arange(SAMPLES) % 2}
+        return SwapsInputs(how), columns
+
+    assert_equals_stock(tmp_path, build, num_train_epochs=5)
