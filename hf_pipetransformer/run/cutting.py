@@ -407,7 +407,7 @@ def _time_parts(pipeline: ElasticPipeline, batch: Batch, device: torch.device) -
     try:
         times = measure_times(pipeline.stack, batch)
     except RuntimeError as error:  # out of memory, for one
-        logger.warning("The model's layers could not be timed (%s), so the plan is based on FLOPs.", error)
+        logger.warning("The model's layers could not be timed (%s); predictions go without it.", error)
     everyone = mesh.gather_objects(times)
     measured = [theirs for theirs in everyone if theirs is not None]
     return slowest(measured) if len(measured) == len(everyone) else None
