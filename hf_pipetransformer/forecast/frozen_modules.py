@@ -53,13 +53,14 @@ def estimate(
     speed = device.flops_per_second * device.efficiency
     at_end = device.update_seconds_per_byte + device.reduce_seconds_per_byte(job.num_devices)
     of_frozen = {id(p) for module in modules.values() for p in module.parameters()}
-    sizes = {id(p): p.numel() * p.itemsize for p in model.parameters()}
+    sizes = {id(p): p.numel() * p.itemsize for p in model.parameters() if p.requires_grad}
     trained = sum(size for number, size in sizes.items() if number not in of_frozen)
     on_node = min(device.devices_per_node, job.num_devices)
     reading = rows * on_node * counted.row_bytes / host.read_bytes_per_second
-    active = 3 * rows * (whole - frozen) / speed
+    passes = 1 + device.backward_forwards
+    active = passes * rows * (whole - frozen) / speed
     seconds = {
-        "nothing frozen": 3 * rows * whole / speed + at_end * sum(sizes.values()),
+        "nothing frozen": passes * rows * whole / speed + at_end * sum(sizes.values()),
         "computed": active + rows * frozen / speed + at_end * trained,
         "read": active + reading + at_end * trained,
     }
