@@ -429,3 +429,37 @@ def test_an_input_that_the_loss_keeps_back_counts_where_no_loss_is_computed(tmp_
     for found in (alone, *chain.from_iterable(ranks)):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------ accumulation
+def test_a_router_loss_is_averaged_over_accumulated_batches(tmp_path: Path) -> None:
+    """It was added up: the model's own term was counted once for each of them."""
+    losses = []
+    for accumulation in (1, 2):
+        run = Run("causal-lm", "mixtral-router-loss", 8, per_device=8 // accumulation, accumulation=accumulation)
+        trainer = pipeline_trainer(run, 1, str(tmp_path / str(accumulation)), use_cpu=True)
+        losses.append(outcome_of(trainer).losses[0])
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)  # the term of halves is not quite that of the whole
+
+
+# ------------------------------------------------------------------------------------------ resuming
+def cached_layers(rank: int, world_size: int, folder: str, cache: str, resumes: bool) -> list[int]:
+    """Layers that count as cached before each step."""
+    seen: list[int] = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen.append(trainer._placed.current_plan.num_cached_layers)
+
+    run = Run(samples=32, per_device=4, accumulation=1, epochs=4)
+    freezing = {"freeze_policy": "schedule", "freeze_schedule": {1: 2}, "elastic": False}
+    trainer = pipeline_trainer(run, 2, folder, activation_cache=cache, save_strategy="steps", save_steps=1, **freezing)
+    trainer.add_callback(Look())
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-11" if resumes else None)
+    return seen
+
+
+def test_a_job_that_goes_on_without_its_cache_has_a_layout_without_cached_layers(tmp_path: Path) -> None:
+    first = run_ranks(cached_layers, 2, str(tmp_path), "on", False)[0]
+    assert first[10] == 2, first
+    assert run_ranks(cached_layers, 2, str(tmp_path), "off", True)[0] == [0] * 5

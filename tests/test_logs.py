@@ -110,3 +110,16 @@ def test_what_all_would_say_the_first_says(
     transformers_logging.set_verbosity_info()
     log_once(logger, logging.WARNING, "found by all")
     assert len(lines) == shown + 1
+
+
+def test_a_line_that_nobody_reads_any_more_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind `| head`."""
+
+    class Closed:
+        def write(self, text: str) -> None:
+            raise BrokenPipeError
+
+    follow_transformers()
+    monkeypatch.setattr("sys.stderr", Closed())
+    logging.getLogger("hf_pipetransformer").setLevel(logging.INFO)
+    logger.info("a line")

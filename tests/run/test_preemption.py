@@ -61,6 +61,23 @@ def test_sigterm_saves_one_whole_checkpoint_and_leaves(
     assert_same_training(run_ranks(resume, world, str(tmp_path), stages), undisturbed())
 
 
+def preempted_in_a_step(rank: int, world_size: int, folder: str) -> list[str]:
+    trainer = pipeline_trainer(replace(RUN, per_device=16).with_options(save_strategy="no"), 1, folder)
+
+    def term(*_: Any) -> None:
+        if trainer.state.global_step == 2 and trainer.is_in_train:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.model.register_forward_pre_hook(term)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    return [path.name for path in Path(folder).glob("checkpoint-*")]
+
+
+def test_sigterm_in_a_step_ends_training_with_that_step(tmp_path: Path) -> None:
+    assert run_ranks(preempted_in_a_step, 1, str(tmp_path)) == [["checkpoint-3"]]
+
+
 def preempted_with_a_worker(rank: int, world_size: int, folder: str) -> int:
     """As launchers do it: the signal goes to the process group."""
 
