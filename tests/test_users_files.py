@@ -222,7 +222,7 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "memory.order.rows is": lambda s: pipeline_state(s)["memory"]["order"].update(rows=0),
     "memory.order.shares": lambda s: pipeline_state(s)["memory"]["order"].update(shares=[]),
     "memory.layout is": lambda s: pipeline_state(s)["memory"].update(layout=3),
-    "memory.layout.bounds is missing": lambda s: pipeline_state(s)["memory"]["layout"].pop("bounds"),
+    "an object with units": lambda s: pipeline_state(s)["memory"]["layout"].pop("units"),
     "memory.layout.asked is missing": lambda s: pipeline_state(s)["memory"]["layout"].pop("asked"),
     "memory.layout.stages is 0": lambda s: pipeline_state(s)["memory"]["layout"].update(stages=0),
     "memory.layout.bounds is": lambda s: pipeline_state(s)["memory"]["layout"].update(bounds=[]),
