@@ -130,4 +130,6 @@ def test_replicas_equal_ddp(folder: str) -> None:
     run = replace(RUN, trainer=ContrastsOnce, samples=4 * ROWS)
     expected = run_ranks(stock, 2, folder, ("plain",), run)[0][0]
     found = run_ranks(ours, 4, folder, ("plain",), run)
-    assert_same_training([outcomes[0] for outcomes in found], expected)
+    assert_same_training(
+        [outcomes[0] for outcomes in found], expected, tolerance=1e-4
+    )  # norms are of the order of 100

@@ -54,6 +54,8 @@ def t5() -> tuple[nn.Module, Columns]:
 def llava(images: int = 1) -> tuple[nn.Module, Columns]:
     """The collator puts the images of all samples in a row."""
     model, columns = frozen("llava", "model.vision_tower")
+    # transformers 5.24 returns the tower's output, with a None in it, which its own Trainer cannot gather
+    model.config.keys_to_ignore_at_inference = ["past_key_values", "cache", "image_outputs"]
     more = 4 * (images - 1)
     for name, value in (("input_ids", IMAGE), ("attention_mask", 1), ("labels", -100)):
         columns[name] = torch.cat([columns[name][:, :1], torch.full((SAMPLES, more), value), columns[name][:, 1:]], 1)
