@@ -64,12 +64,6 @@ def is_trainers(checkpoint: Path) -> bool:
         return False
 
 
-def step_of(checkpoint: str | Path | None) -> int:
-    """The number of steps in a checkpoint's name; 0 for any other name."""
-    match = CHECKPOINT.fullmatch(Path(checkpoint).name) if checkpoint is not None else None
-    return int(match[1]) if match is not None else 0
-
-
 def refuse_taken(final: Path) -> None:
     """Refuse a checkpoint's name that something else has than a checkpoint of the Trainer, or an empty folder.
 
