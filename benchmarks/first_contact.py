@@ -62,6 +62,7 @@ SIZES = {
 BYTES_FOR_LARGE = 14 * 2**30
 WARM_UP = 3  # first steps of each epoch that are not measured
 LEAST_SECONDS = 5.0  # a step for which less is left is not started: imports take as long
+SECONDS_TO_END = 10.0  # for a launcher and its ranks, when the time of a step is over
 LARGEST_DIFFERENCE = 1e-3  # of a pipeline's losses from those of one process, relative, in fp32
 SYNCHRONISING = "called a synchronizing CUDA operation"  # what torch says of each
 HOST_COPIES = Path(__file__).parents[1] / "tests" / "accelerator"
@@ -363,7 +364,10 @@ NAMES = {step.__name__: step for step in STEPS}
 
 # The supervisor
 def supervise(command: list[str], record: Path, limit_seconds: float, environment: dict[str, str]) -> Found:
-    """Run a step in a process group of its own, and end the group when the step or its time ends."""
+    """Run a step in a process group of its own, and end the group when the step or its time ends.
+
+    A launcher's ranks are in groups of their own: it ends them when it is asked to end.
+    """
     log, began, exit_code = record.with_suffix(".log"), time.monotonic(), None
     with log.open("wb") as stream:
         streams: Any = {"stdout": stream, "stderr": subprocess.STDOUT, "start_new_session": True}
@@ -374,6 +378,13 @@ def supervise(command: list[str], record: Path, limit_seconds: float, environmen
             pass
         finally:
             with suppress(ProcessLookupError):  # nobody of the group is left
+                os.killpg(process.pid, signal.SIGTERM)
+                until = time.monotonic() + SECONDS_TO_END
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(SECONDS_TO_END)
+                while time.monotonic() < until:
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.1)
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     found: Found = json.loads(record.read_text()) if record.exists() else {"figures": {}, "checks": {}}
