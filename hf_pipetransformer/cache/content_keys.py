@@ -219,6 +219,15 @@ def row_keys(batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: 
     return keys
 
 
+def keys_tensor(batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: bool) -> torch.Tensor | None:
+    """The keys of `row_keys` as the tensor that a batch has under `KEYS_NAME`; None for a batch without keys."""
+    keys = row_keys(batch, ignored, keeps_padding)
+    if keys is None:
+        return None
+    tensor, count = _as_tensor(keys), sequences_per_sample(batch)
+    return tensor.view(-1, count, tensor.shape[1]) if count > 1 else tensor  # cut along the samples, as the inputs are
+
+
 class KeyingCollator:
     """Calls the user's collator and adds the keys of the batch that it returns.
 
@@ -254,12 +263,9 @@ class KeyingCollator:
                 f"The data collator returns an input named {KEYS_NAME!r}, which is reserved for the activation cache."
                 " Rename this input."
             )
-        keys = row_keys(batch, self.ignored, self.keeps_padding)
-        if keys is None:
+        tensor = keys_tensor(batch, self.ignored, self.keeps_padding)
+        if tensor is None:
             return batch
-        tensor = _as_tensor(keys)
-        if (count := sequences_per_sample(batch)) > 1:
-            tensor = tensor.view(-1, count, tensor.shape[1])  # cut along the samples, as the inputs are
         if not isinstance(batch, MutableMapping):
             return {**batch, KEYS_NAME: tensor}
         keyed = copy.copy(batch)  # a dataset of complete batches returns the same object in each epoch
@@ -274,7 +280,7 @@ def pop_keys(batch: MutableMapping[str, Any]) -> list[RowKey] | None:
 
 
 def _as_row_keys(keys: torch.Tensor) -> list[RowKey] | None:
-    keys = keys.cpu().reshape(-1, NO_KEYS.shape[1])
+    keys = keys.cpu().reshape(-1, keys.shape[-1])
     digests, spans = keys[:, :2].numpy().tobytes(), keys[:, 2:].tolist()
     if spans and spans[0][0] == _NO_KEY:
         return None
@@ -282,10 +288,6 @@ def _as_row_keys(keys: torch.Tensor) -> list[RowKey] | None:
         RowKey(digests[16 * row : 16 * row + 16], slice(None) if start == _WHOLE_ROW else slice(start, stop))
         for row, (start, stop) in enumerate(spans)
     ]
-
-
-NO_KEYS = torch.full((1, 4), _NO_KEY, dtype=torch.int64)
-"""In place of a batch's keys: the cache is not used for this batch, not even by the inputs of the model's calls."""
 
 
 def without_keys(keys: torch.Tensor) -> torch.Tensor:
@@ -385,6 +387,12 @@ class BatchKeys:
         else:
             batch = {name: value for name, value in batch.items() if name != KEYS_NAME}
         return batch, cls(tensor, KeyedInputs(batch))
+
+    @classmethod
+    def of(cls, batch: Any, ignored: Collection[str], keeps_padding: bool) -> BatchKeys | None:
+        """The keys of a batch that has none of its own; None if they cannot be computed."""
+        tensor = keys_tensor(batch, ignored, keeps_padding) if isinstance(batch, Mapping) else None
+        return None if tensor is None else cls(tensor, KeyedInputs(batch))
 
     def blank(self) -> BatchKeys:
         """The same with `without_keys`, for use where the keys must have no effect."""

@@ -25,12 +25,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from ..cache.content_keys import BatchKeys
+from ..cache.content_keys import BatchKeys, KeyingCollator
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import batch_rows, with_name
 from ..randomness import generators_kept, seed_all, seeded
@@ -118,8 +119,6 @@ class NumberedBatches(Dataset[Any]):
         order: the order of a map-style dataset's samples; the sampler's `set_epoch` is called if it exists.
         collate_fn: the user's collator.
         drop_last: whether to omit a last batch that is not full.
-        keyed: turns a collator into one that adds keys for the activation cache, from all inputs but those with the
-            given names, and from the padding if the last argument is set; None for no keys.
         loader_options: further arguments of `DataLoader` (workers, pinning).
     """
 
@@ -132,14 +131,11 @@ class NumberedBatches(Dataset[Any]):
         order: SampleOrder,
         collate_fn: Collator,
         drop_last: bool = False,
-        keyed: Callable[[Collator, frozenset[str], bool], Collator] | None = None,
         **loader_options: Any,
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self._keyed = keyed or (lambda plain, not_in_keys, keeps_padding: plain)
-        self._keyed_by: tuple[frozenset[str], bool] = (frozenset(), False)
-        self._keying_collate_fn = self._keyed(collate_fn, *self._keyed_by)
+        self._keyed_by: tuple[frozenset[str], bool] | None = None
         self.order = order
         self.global_batch_size = order.batch_size
         self.drop_last = drop_last
@@ -173,28 +169,26 @@ class NumberedBatches(Dataset[Any]):
         return DataLoader(
             _SeededDataset(self.dataset),
             batch_sampler=_Slices(self),
-            collate_fn=self._keying_collate_fn,
+            collate_fn=self._keying_collate_fn(),
             **self._loader_options,
         )
 
+    def _keying_collate_fn(self) -> Collator:
+        return self.collate_fn if self._keyed_by is None else KeyingCollator(self.collate_fn, *self._keyed_by)
+
     def use_collator(self, collate_fn: Collator) -> None:
         """Change the collator; takes effect when an epoch begins."""
-        self.collate_fn, self._keying_collate_fn = collate_fn, self._keyed(collate_fn, *self._keyed_by)
+        self.collate_fn = collate_fn
         self._iterator, self._ahead, self._loader = None, None, self._make_loader()
 
-    def key_by(self, left_out: frozenset[str], keeps_padding: bool = False) -> None:
-        """Compute keys in another way; takes effect when an epoch begins.
+    def key_by(self, ignored: frozenset[str], keeps_padding: bool = False) -> None:
+        """Give batches keys for the activation cache; takes effect when an epoch begins.
 
         Args:
-            left_out: names of inputs that the model never gets.
-            keeps_padding: whether padding is a part of the keys.
+            ignored, keeps_padding: as for `content_keys`.
         """
-        if (left_out, keeps_padding) == self._keyed_by:
-            return
-        self._keyed_by = left_out, keeps_padding
-        if self.is_iterable:  # collated here, batch by batch; a stream may be read only once
-            self._keying_collate_fn = self._keyed(self.collate_fn, *self._keyed_by)
-        else:
+        self._keyed_by = ignored, keeps_padding
+        if not self.is_iterable:  # those are collated here, batch by batch; a stream may be read only once
             self.use_collator(self.collate_fn)
 
     def __len__(self) -> int:
@@ -328,7 +322,7 @@ class NumberedBatches(Dataset[Any]):
         batch = read
         if self.is_iterable:
             with seeded(self._slice_seed(number, start)):
-                batch = self._keying_collate_fn(read[start:stop] or read[:1])
+                batch = self._keying_collate_fn()(read[start:stop] or read[:1])
         # separate from the batch: the Trainer would move the keys to the device, and a model does not accept them
         batch, keys = BatchKeys.taken_out_of(batch)
         part = BatchSlice(stop - start, global_rows, keys)
@@ -387,6 +381,7 @@ class GivenBatches:
         self._processes = processes
         self._sample = sample
         self._sampled: tuple[list[Any], Collator] | None = None
+        self._keys_of: Callable[[Any], BatchKeys | None] = lambda batch: None
 
     def sample_rows(self, count: int) -> list[Any]:
         """Return a few samples."""
@@ -410,7 +405,11 @@ class GivenBatches:
     def slice_of(self, batch: Any) -> BatchSlice:
         """The slice is the whole batch of this process; those of the others are assumed to be as large."""
         rows = batch_rows(with_name(batch), default=1)
-        return BatchSlice(rows, rows * self._processes)
+        return BatchSlice(rows, rows * self._processes, self._keys_of(batch))
+
+    def key_by(self, ignored: frozenset[str], keeps_padding: bool = False) -> None:
+        """Compute keys from now on, of the batches as the loader gives them. Arguments as for `content_keys`."""
+        self._keys_of = partial(BatchKeys.of, ignored=ignored, keeps_padding=keeps_padding)
 
     @property
     def memory(self) -> dict[str, Any]:

@@ -135,8 +135,8 @@ class FrontEntries:
         tensors: Sequence[torch.Tensor],
         leaves: Sequence[Leaf],
         lengths: Sequence[int] | None,
-    ) -> None:
-        """Store the tensors of these samples. After an error nothing more is stored.
+    ) -> int:
+        """Store the tensors of these samples, and return how many were new. After an error nothing more is stored.
 
         Args:
             keys: of the samples.
@@ -145,7 +145,7 @@ class FrontEntries:
             lengths: numbers of the samples' own tokens; None if everything is stored.
         """
         if self.failure is not None or self.is_full:
-            return
+            return 0
         layout = _Layout(leaves, len(keys), lengths)
         buffer = torch.zeros((len(keys), max(layout.sizes)), dtype=torch.uint8)
         for index, tensor in enumerate(tensors):
@@ -159,11 +159,12 @@ class FrontEntries:
         try:
             if self._writer is None:
                 self._writer = self._store.writer(*self._name)
-            self._writer.put(keys, layout.rows_of(buffer))
+            return self._writer.put(keys, layout.rows_of(buffer))
         except StoreFull:
             self.is_full = True
         except OSError as error:
             self.failure = error
+        return 0
 
     def close(self, deletes: bool = False) -> None:
         """Close the files, and delete the generation if it is of no use to anybody."""

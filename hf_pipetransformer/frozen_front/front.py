@@ -21,6 +21,7 @@ from accelerate.utils import recursively_apply
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
+from ..cache.activation_cache import CacheCounts
 from ..cache.cache_probe import SAME, TOLERANCES, relative_difference, rounding_of
 from ..cache.content_keys import NOT_OF_STATES, TOKEN_INPUTS, version_of
 from ..model.elsewhere import hidden_like
@@ -193,13 +194,14 @@ class FrozenFront:
         """Of the front's modules, in the call that was timed last."""
         self.share = 0.0
         """Their share of the model's forward pass in it."""
-        self.reading_seconds = 0.0
+        self.counts = CacheCounts()
+        """Of the samples of all calls."""
         self.trouble: str | None = None
         """Why what is stored is of no use any more."""
         self.is_verified = False
         """Whether what is stored was compared with what is computed, of one call: once in each epoch."""
-        self.num_missed = self.num_read = self.rows_read = self.rows_asked = 0
-        """Number of calls of which nothing was found, that were read, of their samples, and of all calls' samples."""
+        self.num_missed = self.num_read = 0
+        """Number of calls of which nothing was found, and of those that were read."""
         self._model, self._entries, self._device, self._storage_dtype = model, entries, device, storage_dtype
         self.cuts_padding = False
         """Whether samples are stored without their padding."""
@@ -250,7 +252,7 @@ class FrozenFront:
                 return forward()
             finally:
                 self._call = None
-        self.rows_asked += max(batch.rows.values())
+        self.counts.rows += max(batch.rows.values())
         # with a loss that may read padding, what is read must not have another
         may_read = not self.awaits_loss or batch.tokens is None or not batch.tokens.has_padding
         found = self._read(batch) if reads and may_read else None
@@ -261,7 +263,9 @@ class FrozenFront:
             try:
                 output = forward()
                 self.num_read += 1
-                self.rows_read += max(batch.rows.values()) - len(found.missing)
+                given_back = max(batch.rows.values()) - len(found.missing)
+                self.counts.hits += given_back
+                self.counts.layers_skipped += given_back  # of one layer, which the front counts as
                 if found.missing and writes:
                     self._write(found)
                 return output
@@ -293,6 +297,7 @@ class FrozenFront:
         else:
             self._compare(call, found)
             self.is_verified = True
+            self.counts.hits += max(batch.rows.values()) - len(found.missing)
             if found.missing and writes and self.trouble is None:
                 self._write(_Call(batch, found.known, ran=call.ran))
         return output
@@ -580,7 +585,7 @@ class FrozenFront:
         if missing and (len(numbers) > 1 or len(missing) == max(numbers)):
             return None
         call.missing = sorted(missing)
-        self.reading_seconds += time.perf_counter() - began
+        self.counts.load_seconds += time.perf_counter() - began
         return call
 
     def _write(self, call: _Call) -> None:
@@ -589,6 +594,7 @@ class FrozenFront:
         assert batch is not None
         chosen = call.missing or None
         of_front = {id(leaf) for *_, leaves, _ in call.ran.values() for leaf in leaves}
+        stored = []
         for reads, entries in self._entries.items():
             leaves = [call.ran[name][2][position] for name, position in self._stored_by(reads)]
             rows = len(batch.keys[reads])
@@ -601,7 +607,8 @@ class FrozenFront:
                 index = torch.tensor(chosen)
                 tensors = [t.unflatten(0, (rows, -1))[index.to(t.device)].flatten(0, 1) for t in tensors]
                 keys, lengths = [keys[row] for row in chosen], lengths and [lengths[row] for row in chosen]
-            entries.write(keys, tensors, self._layout(reads, call.known), lengths)
+            stored.append(entries.write(keys, tensors, self._layout(reads, call.known), lengths))
+        self.counts.stored += max(stored)
 
     def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self._call

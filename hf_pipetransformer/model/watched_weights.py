@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import is_, itemgetter, methodcaller
+from operator import is_
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from .placeholders import values_of
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 """Types of attributes that are compared."""
-_PARTS = itemgetter("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-_VALUES = methodcaller("values")
+PARTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 MOST_ENTRIES = 64
 """Maximum number of entries in a container that is a setting; larger ones are data."""
 
@@ -45,6 +44,8 @@ class WatchedWeights:
             for name, value in of.items()
             if not name.startswith("_") and name not in ("training", "forward") and _setting(value) is not None
         ]
+        self._tables = [of[name] for of in self._owners for name in PARTS]
+        self._entries = [(table, name) for table in self._tables for name in table]
         self._containers = [(of, name) for of, name in self._plain if isinstance(of[name], (dict, list, tuple))]
         self.buffers = list(dict.fromkeys(b for b in self._held_buffers() if b is not None and b.numel()))
         """The buffers of the modules."""
@@ -74,10 +75,10 @@ class WatchedWeights:
         Args:
             settings: whether attributes, hooks and modes count.
         """
-        if settings and not self._are_attributes_same():
-            return "an attribute of its modules has been changed"
         if settings and not _are_identical(self._parts(), self._noted_parts):
-            return "a module, a hook or a parameter has been added to it, or has been replaced"
+            return "a module, a hook or a parameter of it has been replaced or removed"
+        if settings and not self._are_attributes_same():
+            return "an attribute of its modules has been changed, or a module, a hook or a parameter has been added"
         if settings and self._modes() != self._noted_modes:
             return "its modules have been set to another mode (train() or eval())"
         flags, values = self._flags(), self._values()
@@ -103,10 +104,11 @@ class WatchedWeights:
         return [_setting(of.get(name)) for of, name in self._containers]
 
     def _sizes(self) -> list[int]:
-        return [len(of) - ("forward" in of) for of in self._owners]  # which is replaced for each call
+        """Numbers of attributes, without `forward`, which is replaced for each call, and of parts and hooks."""
+        return [*(len(of) - ("forward" in of) for of in self._owners), *map(len, self._tables)]
 
     def _parts(self) -> list[Any]:
-        return list(chain.from_iterable(map(_VALUES, chain.from_iterable(map(_PARTS, self._owners)))))
+        return [table.get(name) for table, name in self._entries]
 
     def _modes(self) -> list[bool]:
         return [of["training"] for of in self._owners]

@@ -99,12 +99,14 @@ class EpochReport:
         nbytes: size of the store on this node, in bytes.
         failure: why a process can no longer write; None if all can.
         is_full: whether a process cannot write because there is no space.
+        share: of the forward pass that is not run for a sample that is found; None if layers are counted.
     """
 
     counts: CacheCounts
     nbytes: int
     failure: str | None
     is_full: bool
+    share: float | None = None
 
 
 class AutoCache:
@@ -124,9 +126,9 @@ class AutoCache:
         is_shared: whether other trainings may use the store too; then nothing is deleted that they may read.
         rows: a few samples, collated, the same on every process. The frozen layers' outputs for them are part of a
             generation's name.
+        epoch_bytes: what a node stores of an epoch behind each unit; empty if that is not known.
         spread: keys of samples spread over the dataset, and the padded length of the longest of them: they show
             whether another training has stored this dataset.
-        calls_per_sample: number of inputs for each sample of the dataset (two of a pair of sentences).
     """
 
     def __init__(
@@ -141,14 +143,12 @@ class AutoCache:
         current: Path,
         is_shared: bool,
         rows: Mapping[str, Any],
+        epoch_bytes: Sequence[int] = (),
         spread: tuple[Sequence[RowKey], int | None] = ((), None),
-        calls_per_sample: int = 1,
     ) -> None:
         self.cache = cache
         self.num_cached = 0
         """Number of layers that count as cached."""
-        self.calls_per_sample = calls_per_sample
-        """Number of inputs for each sample in the loss's calls of the model."""
         self.layers_skipped = 0
         """Number of layers that were not run in this training, summed over the samples, on all processes."""
         self.reason_off: str | None = None
@@ -161,7 +161,7 @@ class AutoCache:
         self._seconds_per_row = seconds_per_row
         self._description = description
         self._current, self._is_shared = current, is_shared
-        self._spread = spread
+        self._epoch_bytes, self._spread = epoch_bytes, spread
         self._serves_others = False  # whether other trainings may freeze the same layers with the same weights
         self._repeats = True  # whether the epoch's samples may come again
         self._function = FrozenFunction(pipeline, rows)
@@ -187,15 +187,19 @@ class AutoCache:
         return "on" if self._is_forced else "auto (used only if faster)"
 
     # ------------------------------------------------------------------------------------ decisions
-    def freeze(self, num_frozen: int, is_start: bool = False) -> None:
+    def freeze(self, num_frozen: int, is_start: bool = False) -> str | None:
         """Start to store the outputs of the frozen layers, after the first `num_frozen` layers have been frozen.
 
         Args:
             num_frozen: number of frozen layers.
             is_start: they were frozen before the first step, so that their weights are those that were loaded.
+
+        Returns:
+            What will be stored, in words, if that is new.
         """
         if self._state is CacheState.OFF:
-            return
+            return None
+        before = self._boundary
         highest = self._pipeline.current_plan.most_cached_on(self._nodes, num_frozen)
         boundary = max((allowed for allowed in self._allowed if allowed <= highest), default=0)
         if not self._allowed:
@@ -221,6 +225,11 @@ class AutoCache:
                 self._count_what_others_stored()
         # records the weights that this process holds under the plan in force
         self._function.note()
+        if boundary <= before or self.num_cached == boundary:
+            return None
+        size = self._epoch_bytes[boundary - 1] if boundary <= len(self._epoch_bytes) else None
+        of_epoch = self._store.epoch_in_words(size)
+        return f"The output of the first {boundary} layers is stored for later epochs{of_epoch}."
 
     def resume(self, num_cached: int) -> None:
         """Count layers as cached, as the resumed job did, if all nodes still have the generation."""

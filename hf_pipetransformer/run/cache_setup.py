@@ -20,12 +20,10 @@ from ..cache.cache_probe import probe_boundaries, varied_samples
 from ..cache.content_keys import RowKey, padded_length, row_keys, sequences_per_sample
 from ..cache.file_store import FileStore
 from ..cache.sharing import node_name
-from ..data.numbered_batches import NumberedBatches, TrainingBatches
-from ..model.layer_stack import LayerStack
+from ..data.numbered_batches import TrainingBatches
 from ..model.left_as_found import left_as_found
-from ..model.micro_batch import Batch, batch_rows
-from ..model.nested import on_device, tensors_of
-from ..model.placeholders import evaluation_mode
+from ..model.micro_batch import Batch
+from ..model.nested import on_device
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.costs import UnitCost
 from ..planning.tables import MIB
@@ -34,7 +32,7 @@ from ..randomness import seeded
 from ..training_args import CACHE_DTYPES
 from .cache_control import HARDLY_ANY, AutoCache
 from .job import TrainingJob
-from .probing import SampleCollator, calls_of_loss
+from .probing import SampleCollator
 
 SAMPLES_TO_PROBE = 32
 """Number of samples from which those are chosen that probe whether frozen layers can be cached.
@@ -61,12 +59,7 @@ def check_folder(job: TrainingJob, data: TrainingBatches, unit_costs: Sequence[U
     """
     store, mesh = FileStore(generations.parent, user=generations.stem), job.mesh
     nodes: list[str] = mesh.gather_objects(node_name())
-    needed: int | None = None
-    if isinstance(data.dataset, Sized):
-        dtype = CACHE_DTYPES[job.args.activation_cache_dtype]
-        half = 2 if dtype == torch.bfloat16 and job.mixed_precision == "no" else 1
-        largest = max((unit.boundary_bytes for unit in unit_costs[:-1]), default=0)
-        needed = len(data.dataset) * largest // half // len(set(nodes))
+    needed = max(epoch_bytes(job, data, unit_costs, nodes), default=None)
     found = _trouble_with(store, generations.parent, needed) if nodes.index(node_name()) == mesh.rank else None
     trouble = next(filter(None, mesh.gather_objects(found)), None)
     if trouble is not None:
@@ -74,6 +67,17 @@ def check_folder(job: TrainingJob, data: TrainingBatches, unit_costs: Sequence[U
             f"activation_cache_dir: {trouble}. Set activation_cache_dir to a folder that can be written to, on a disk"
             " with enough space, or set activation_cache='off'."
         )
+
+
+def epoch_bytes(
+    job: TrainingJob, data: TrainingBatches, unit_costs: Sequence[UnitCost], nodes: Sequence[str]
+) -> list[int]:
+    """What a node stores of an epoch behind each unit but the last; empty if the number of samples is not known."""
+    if not isinstance(data.dataset, Sized):
+        return []
+    dtype = CACHE_DTYPES[job.args.activation_cache_dtype]
+    half = 2 if dtype == torch.bfloat16 and job.mixed_precision == "no" else 1
+    return [len(data.dataset) * unit.boundary_bytes // half // len(set(nodes)) for unit in unit_costs[:-1]]
 
 
 def _trouble_with(store: FileStore, folder: Path, needed: int | None) -> str | None:
@@ -92,6 +96,7 @@ def make_cache(
     job: TrainingJob,
     pipeline: ElasticPipeline,
     data: TrainingBatches,
+    unit_costs: Sequence[UnitCost],
     times: ModelTimes | None,
     generations: Path,
     most: int | None = None,
@@ -102,6 +107,7 @@ def make_cache(
         job: the training job.
         pipeline: runs the model, which is complete.
         data: the training batches.
+        unit_costs: costs of the model's units.
         times: times of the model's units, if they were measured.
         generations: this training's name in the folder of the store.
         most: number of layers that will be frozen at most, if it is known; keys have only what these read.
@@ -124,16 +130,8 @@ def make_cache(
         assert isinstance(loss, torch.Tensor)
         return loss.mean()
 
-    why_not: str | None = None
-    calls_per_sample = 1
-    loss_of: Callable[[Batch], torch.Tensor] = loss_of_batch
-    if not runner.takes_batch:
-        of_calls = LossCalls(job, pipeline.stack, collate, loss_of)
-        collate, loss_of = of_calls.first_call, of_calls.loss_of
     spread = data.spread_rows(SAMPLES_TO_PROBE)
     samples = varied_samples(spread, collate)
-    if not runner.takes_batch:
-        why_not, calls_per_sample = of_calls.examine(samples)
     probe = partial(
         probe_boundaries,
         pipeline.stack,
@@ -141,7 +139,7 @@ def make_cache(
         samples,
         collate,
         ignored=not_in_keys,
-        loss_of=loss_of,
+        loss_of=loss_of_batch,
         most=most,
     )
     keeps_padding = False
@@ -152,11 +150,11 @@ def make_cache(
             keeps_padding = any(verdict.slot is not None for verdict in with_padding.verdicts)
             trial = with_padding if keeps_padding else trial
     verdicts, unread = trial.verdicts, trial.unread
+    why_not: str | None = None
     if len(set(pipeline.mesh.gather_objects((unread, keeps_padding)))) > 1:
         why_not = "processes have found that it depends on different inputs, or on the padding in some only"
-    if isinstance(data, NumberedBatches):
-        data.key_by(runner.called.kept_back | unread, keeps_padding)
     not_in_keys |= unread
+    data.key_by(not_in_keys, keeps_padding)
     if why_not is not None:
         verdicts = tuple(replace(verdict, slot=None, reason=why_not) for verdict in verdicts)
     slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}
@@ -204,85 +202,9 @@ def make_cache(
         current=generations,
         is_shared=is_shared,
         rows=mesh.gather_objects(rows if mesh.rank == 0 else {})[0],
+        epoch_bytes=epoch_bytes(job, data, unit_costs, mesh.gather_objects(node_name())),
         spread=_keys_of(spread, collate, not_in_keys, keeps_padding) if is_shared and slots else ((), None),
-        calls_per_sample=calls_per_sample,
     )
-
-
-class LossCalls:
-    """The calls of a model by a loss that does not call it on the batch's own inputs, on a few samples.
-
-    Args:
-        job: the training job.
-        stack: the model's units.
-        collate: collates samples.
-        loss_of: computes the loss of a batch.
-    """
-
-    def __init__(
-        self,
-        job: TrainingJob,
-        stack: LayerStack,
-        collate: Callable[[Sequence[Any]], Batch],
-        loss_of: Callable[[Batch], torch.Tensor],
-    ) -> None:
-        self._job, self._stack, self._collate, self._loss_of = job, stack, collate, loss_of
-        self._batch: Batch = {}  # of all samples, as they are collated
-
-    def first_call(self, samples: Sequence[Any]) -> Batch:
-        """Collate samples, and return the inputs of the loss's first call of the model.
-
-        Raises:
-            ValueError: they are not the inputs of one sample each.
-        """
-        calls, _ = calls_of_loss(self._job, self._collate(samples), only_first=True)
-        inputs = self._stack.runner.batch_of(calls[0]) if calls else {}
-        if not tensors_of(inputs) or batch_rows(inputs) != len(samples):
-            raise ValueError("the loss does not call the model on one entry for each sample")
-        return inputs
-
-    def examine(self, samples: Sequence[Any]) -> tuple[str | None, int]:
-        """Check that each call returns what the model returns for the same inputs. It runs the loss of the samples.
-
-        A loss that turns adapters off for some of its calls would find the states of other calls in the cache.
-
-        Returns:
-            Why the calls cannot be cached, or None; and the number of inputs in them for each sample.
-        """
-        model, runner = self._stack.model, self._stack.runner
-        self._batch = self._collate(samples)
-        seen: list[torch.Tensor] = []
-        hook = self._stack.units[-1].module.register_forward_hook(lambda *call: seen.extend(tensors_of(call[2])[:1]))
-        try:
-            calls, _ = calls_of_loss(self._job, self._batch)
-            of_loss = list(seen)
-            seen.clear()
-            with evaluation_mode(model), torch.no_grad(), left_as_found(model), seeded(self._job.args.seed):
-                for call in calls:
-                    model(**runner.arguments(runner.batch_of(call)))
-        finally:
-            hook.remove()
-        are_same = len(seen) == len(of_loss) and all(
-            a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
-            for a, b in zip(seen, of_loss, strict=False)
-        )
-        rows = sum(batch_rows(call) for call in calls)
-        why = "the loss changes the model between its calls, for example by turning adapters off"
-        return None if are_same else why, max(-(-rows // max(len(samples), 1)), 1)
-
-    def loss_of(self, inputs: Batch) -> torch.Tensor:
-        """Return the loss of the samples that were examined, with these inputs in place of those of the first call."""
-        model, runner = self._stack.model, self._stack.runner
-        given: list[Batch] = [runner.arguments(inputs)]
-
-        def replace_first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            return ((), given.pop()) if given else (args, kwargs)
-
-        hook = model.register_forward_pre_hook(replace_first, with_kwargs=True)
-        try:
-            return self._loss_of(self._batch)
-        finally:
-            hook.remove()
 
 
 def _keys_of(

@@ -38,7 +38,6 @@ from .front_cache import FrontCache
 from .job import TrainingJob
 from .lazy_model import is_lazy
 from .probing import SampleCollator
-from .training_data import keying_collator
 
 FindUnits = Callable[[Sequence[Any], SampleCollator | None], CutModel]
 """Finds the units of the trainer's model, or returns those found before. Collective over all processes."""
@@ -177,12 +176,10 @@ def in_training(
         elif cache is not None:
             stack.enter_context(cache.cache.counting_apart())
             base: Any = getattr(dataloader, "base_dataloader", dataloader)
-            collate_fn = getattr(base, "collate_fn", None)
             # also before the first freeze, because persistent workers keep the collator that they started with
-            if isinstance(base, DataLoader) and not isinstance(collate_fn, KeyingCollator):
-                kept_back = pipeline.stack.runner.called.kept_back
-                base.collate_fn = keying_collator(job, collate_fn, kept_back, cache.cache.keeps_padding)
-                stack.callback(setattr, base, "collate_fn", collate_fn)
+            if isinstance(base, DataLoader) and not isinstance(base.collate_fn, KeyingCollator):
+                stack.callback(setattr, base, "collate_fn", base.collate_fn)
+                base.collate_fn = KeyingCollator(base.collate_fn, cache.cache.ignored, cache.cache.keeps_padding)
             if pipeline.cache is not None and not cache.weights_hold():
                 pipeline.use_cache(None)  # e.g. averaged weights
                 stack.callback(lambda: pipeline.use_cache(cache.cache if cache.is_on else None))
@@ -228,9 +225,6 @@ def predict(
             return result
         with naming_long_rows(job.model, inputs):
             assert pipeline.stage is not None
-            if pipeline.cache is not None and not pipeline.stack.runner.takes_batch:
-                with pipeline.stage.last.running_to_the_end([], {}):
-                    return stock(job.model, inputs)
             if keys is None or not keys.inputs.are(inputs, job.not_in_keys):
                 return stock(job.model, inputs)
             # `stock` prepares the inputs; here they are only moved to the device

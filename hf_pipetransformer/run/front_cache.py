@@ -1,6 +1,7 @@
-"""What is frozen by the user, and fed by the batch alone, is computed in the first epoch and read in the others.
+"""What is frozen, and fed by the batch alone, is computed in the first epoch and read in the others.
 
-For models that run in one stage and have no freeze policy. When a step calls the model:
+For models that run in one stage, without a freeze policy or with a loss that calls the model on inputs of its own.
+When a step calls the model:
 
     1st call                          the front is looked for, in this call, and tried on half of the samples
     2nd                               how much of the time it takes decides whether it is stored; a line says so
@@ -16,7 +17,8 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import xxhash
 from torch import nn
 from transformers import TrainerState
 
+from ..cache.activation_cache import CacheCounts
 from ..cache.content_keys import named_inputs
 from ..cache.file_store import FileStore
 from ..frozen_front.entries import FrontEntries
@@ -38,9 +41,9 @@ from ..model.method_override import MethodOverride
 from ..model.micro_batch import Batch
 from ..model.nested import in_new_containers
 from ..model.watched_weights import WatchedWeights
-from ..planning.tables import MIB
 from ..randomness import seeded, set_torch_states, torch_states
 from ..training_args import CACHE_DTYPES
+from .cache_control import EpochReport
 from .cache_setup import describe_model
 from .job import TrainingJob
 
@@ -48,8 +51,6 @@ logger = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.05
 """Share of the forward pass from which on a front is stored with `activation_cache="auto"`."""
-SHARE_OF_DISK = 0.25
-"""Of the disk's usable space that is taken at most, if the user has given no limit."""
 READS_TO_JUDGE = 5
 """Number of calls after whose reading it is decided whether reading takes longer than computing."""
 CALLS_TO_MISS = 16
@@ -60,7 +61,7 @@ MOST_OPENED = 3
 """Number of times that it is looked for in the parts of modules that cannot be stored as a whole."""
 ENTRIES_VERSION = 3
 """Of what an entry of the store consists of."""
-MOST_SEARCHES = 5
+MOST_SEARCHES = 16
 """Number of times that the front is looked for: with each change of `requires_grad`."""
 
 
@@ -99,6 +100,14 @@ class FrontCache:
         self.release()
         if not has_failed and not self._job.shares_store and self._job.trainer.is_local_process_zero():
             self._store.remove()  # a process that still reads computes what it does not find
+
+    def epoch_report(self) -> EpochReport | None:
+        """The use of the front in the epoch's steps; None if nothing was looked up. Collective over all processes."""
+        everyone = self._job.mesh.gather_objects(self._in_steps.take_counts())
+        counts = reduce(add, (counts for counts, _ in everyone))
+        if not counts.rows:
+            return None
+        return EpochReport(counts, self._store.nbytes(), None, False, max(share for _, share in everyone))
 
     @contextmanager
     def step(self, state: TrainerState, batch: Batch) -> Iterator[None]:
@@ -185,7 +194,8 @@ class _Calls:
         self._weights: WatchedWeights | None = None
         self._entries: dict[frozenset[str], FrontEntries] = {}
         self._existed = False  # what is stored, before this training began to store
-        self._is_decided = False
+        self._is_decided, self._share = False, 0.0  # its share of the forward pass
+        self._counts, self._all_counts = CacheCounts(), CacheCounts()  # of the epoch, and of the front until then
         self._num_searches = self._num_opened = self._expected_in = 0
         self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
         self._why_not: dict[str, str] = {}  # why they cannot
@@ -197,6 +207,14 @@ class _Calls:
         self._reads = self._front is not None
         if self._front is not None:
             self._front.is_verified, self._front.num_missed = False, 0
+
+    def take_counts(self) -> tuple[CacheCounts, float]:
+        """The counts since the last call, and the front's share of the forward pass. The counts begin anew."""
+        taken, self._counts = self._counts, CacheCounts()
+        self._all_counts += taken
+        if self._front is not None:
+            self._front.counts = self._counts
+        return taken, self._share
 
     def rest(self) -> None:
         """Let the front's modules run as they are until `go_on`."""
@@ -300,6 +318,7 @@ class _Calls:
         storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
         self._expected_in = self.epoch + (1 if self._begun < 0.5 else 2)  # half an epoch tells nothing
         self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype)
+        self._all_counts, front.counts = CacheCounts(), self._counts
         if self._is_of_samples(front, inputs, found, forward):
             front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self.writes)
             front.share = 0.0  # the search takes time itself
@@ -341,9 +360,7 @@ class _Calls:
     def _entries_of(self, found: FoundFront) -> dict[frozenset[str], FrontEntries]:
         assert self._weights is not None
         job = self._job
-        usable = self._store.usable_bytes()
-        limit = job.args.activation_cache_max_gib
-        self._store.limit(limit if limit is not None or usable is None else SHARE_OF_DISK * usable / 2**30)
+        self._store.limit(job.args.activation_cache_max_gib)
         described = describe_model(self._model, job.mixed_precision)
         about = f"{described} {self._is_training} {job.args.activation_cache_dtype} {self._weights.digest()}"
         opened = {}
@@ -359,30 +376,21 @@ class _Calls:
         """Decide whether the front is worth storing, and say so."""
         front = self._front
         assert front is not None
-        self._is_decided = True
+        self._is_decided, self._share = True, front.share
         names = _described(self._model, front.found)
         if front.share < LEAST_SHARE and self._job.args.activation_cache == "auto":
             self.drop()
             return
         needed = None if self._size is None else front.found.row_bytes * self._size
-        usable = self._store.usable_bytes()
-        limit = self._job.args.activation_cache_max_gib
-        most = limit * 2**30 if limit is not None else SHARE_OF_DISK * usable if usable is not None else None
         share = f"{names}, {front.share:.0%} of the forward pass, is frozen"
-        of_epoch = "" if needed is None else f" ({needed / MIB:,.1f} MiB)"
-        if needed is not None and most is not None and needed > most:
-            of_epoch = (
-                f", for a part of the samples: an epoch takes {needed / MIB:,.1f} MiB, of which {most / MIB:,.1f} MiB"
-                f" may be used ({'a quarter of the free disk' if limit is None else 'activation_cache_max_gib'})"
-            )
         now = "epoch" if self._is_training else "evaluation"
         since = "was stored by another training" if self._existed else f"is stored in this {now} and read in others"
-        self._say(f"{share}: its output {since}{of_epoch}.")
+        self._say(f"{share}: its output {since}{self._store.epoch_in_words(needed)}.")
 
     def _judge(self) -> None:
         front = self._front
         assert front is not None
-        reading = front.reading_seconds / max(front.rows_read, 1)
+        reading = front.counts.load_seconds / max(front.counts.hits, 1)
         if self._job.args.activation_cache == "auto" and reading > front.seconds_per_row:
             self._turn_off(
                 f"reading a sample takes {1e3 * reading:.3g} ms, but computing it only"
@@ -402,9 +410,10 @@ class _Calls:
             front.close()
             if self._is_decided:
                 where = "" if self._is_training else " in evaluations"
+                counts = self._all_counts + self._counts
                 self._say(
-                    f"The output of {_described(self._model, front.found)} was read{where} for {front.rows_read} of"
-                    f" {front.rows_asked} samples."
+                    f"The output of {_described(self._model, front.found)} was read{where} for {counts.hits} of"
+                    f" {counts.rows} samples."
                 )
         for entries in self._entries.values():
             entries.close(deletes)

@@ -62,6 +62,8 @@ logger = logging.getLogger(__name__)
 WRITTEN_TO_PLACEHOLDER = "more than one element of the written-to tensor refers to a single memory location"
 """Part of torch's error for an in-place write to a tensor whose elements all share the memory of one element."""
 
+BY_CALLS = "by the inputs of the loss's own calls of the model"
+
 STEP_EVENTS = (
     "on_step_begin",
     "on_pre_optimizer_step",
@@ -354,10 +356,10 @@ class PipelineRun(TrainerCallback):
         most = self._users_freezing.count if self._users_freezing is not None else None
         if job.may_cache and job.freeze_callback is not None:
             assert self.generations is not None
-            self.why_not_cached = self._why_not_for_calls() or self._trouble_with_folder()
-            if self.why_not_cached is None:
+            self.why_not_cached = self._why_not_by_batch() or self._trouble_with_folder()
+            if self.why_not_cached is None and pipeline.stack.runner.takes_batch:
                 with generators_kept(trainer, job.model):
-                    self.cache = make_cache(job, pipeline, data, times, self.generations, most)
+                    self.cache = make_cache(job, pipeline, data, self._cut.unit_costs, times, self.generations, most)
         # 4
         num_frozen = attach_freezing(job, pipeline.freezable, self._users_freezing)
         # a newly made layout might differ, because the sequence of freezes that led to it is not recorded
@@ -374,7 +376,8 @@ class PipelineRun(TrainerCallback):
         pipeline.serves_callbacks = any(job.mesh.gather_objects(calls))
         pipeline.offloads = job.device.type != "cpu" and not watches_steps
         self._refuse_coupling(coupling, layout)
-        if job.may_cache_front:
+        by_batch = job.freeze_callback is not None and pipeline.stack.runner.takes_batch
+        if job.may_cache_front and self.why_not_cached is None and not by_batch:
             self.front = FrontCache(job, data.dataset, store_file(job))
         self._freeze_callback = job.freeze_callback
         self.steps = Steps(job, pipeline, loss, reduction, data, self.cache, self.front, watches_steps)
@@ -386,16 +389,16 @@ class PipelineRun(TrainerCallback):
         if self.cache is not None and layout.num_frozen_layers:
             if layout.num_cached_layers:
                 self.cache.resume(layout.num_cached_layers)
-            self.cache.freeze(layout.num_frozen_layers)
+            self.log.tell(self.cache.freeze(layout.num_frozen_layers))
         return pipeline
 
-    def _why_not_for_calls(self) -> str | None:
-        """Why the loss's calls of the model cannot be looked up, or None.
+    def _why_not_by_batch(self) -> str | None:
+        """Why what layers return cannot be looked up by a batch's keys, or None.
 
         Raises:
-            ValueError: they cannot, with `activation_cache="on"`. Every process raises it.
+            ValueError: it cannot, with `activation_cache="on"` and several stages. Every process raises it.
         """
-        if not self.pipeline.is_driven or self.pipeline.stack.runner.takes_batch:
+        if self.pipeline.stack.runner.takes_batch or not self._job.args.uses_pipeline:
             return None
         why = "the loss calls the model on inputs of its own, which are looked up with one stage only"
         if self._job.args.activation_cache == "on":
@@ -526,7 +529,7 @@ class PipelineRun(TrainerCallback):
             data.reslice(pipeline.num_replicas, pipeline.replica_index)
             self.log.transformed(change, pipeline.freezable)
         if self.cache is not None:
-            self.cache.freeze(num_frozen, is_start=self._job.trainer.state.global_step == 0)
+            self.log.tell(self.cache.freeze(num_frozen, is_start=self._job.trainer.state.global_step == 0))
         pipeline.offload_cached_layers()
 
     def _update(self, cache: AutoCache) -> None:
@@ -581,7 +584,8 @@ class PipelineRun(TrainerCallback):
             self.preemption.evaluate_what_is_owed()
         if self.pipeline.is_lazy and self._job.trainer.is_world_process_zero():
             warn_of_unsaved(args)
-        self.log.announce(self.cache, self.why_not_cached)
+        of_front = BY_CALLS if self.front is not None else None
+        self.log.announce(self.cache.describe() if self.cache is not None else of_front, self.why_not_cached)
         if self._checkpoint is None and self._users_freezing is None:
             self.log.say_what_freezing_costs(self.pipeline.freezable, self.cache is not None)
 
@@ -600,6 +604,9 @@ class PipelineRun(TrainerCallback):
         # a callback may have ended the epoch on some processes only
         self.meet("has ended the epoch (control.should_epoch_stop or should_training_stop, or its data)")
         self.preemption.moment = Moment.BETWEEN_EPOCHS
+        report = self.front.epoch_report() if self.front is not None else None
+        if report is not None:
+            self.log.cache_epoch(report)
         self._show_weights()
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:

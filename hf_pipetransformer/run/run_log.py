@@ -62,10 +62,10 @@ class RunLog:
         self._planner: Planner | None = None
         self._plan: Layout | None = None
         self._spared = NotComputed()
+        self._rows_before = 0  # samples of the epochs before
         self._num_changes = 0
         self._owes_layout = False
         self._why_not_cached: str | None = None
-        self._passes_per_sample = 1
         self._has_warned = False
 
     # ------------------------------------------------------------------------------------ at the start
@@ -126,23 +126,22 @@ class RunLog:
                 " with a tuned learning rate, may reach a better accuracy."
             )
 
-    def announce(self, cache: AutoCache | None, why_not_cached: str | None) -> None:
+    def announce(self, cache: str | None, why_not_cached: str | None) -> None:
         """Log the line about the training that begins, once the trainer knows its steps and epochs.
 
         Args:
-            cache: the cache of frozen layers' outputs, if there is one.
-            why_not_cached: why there is none although the arguments allow one.
+            cache: how frozen layers' outputs are cached, in words, if they are.
+            why_not_cached: why they are not although the arguments allow one.
         """
         trainer, args, callback = self._job.trainer, self._job.args, self._job.freeze_callback
         assert self._plan is not None
         self._why_not_cached = why_not_cached
-        self._passes_per_sample = cache.calls_per_sample if cache is not None else 1
         self._owes_layout = callback is not None or args.uses_pipeline
         freezing = of_cache = None
         if callback is not None:
             freezing = callback.describe(trainer.state)
             why = f"off ({why_not_cached or self._job.why_not_cached})"
-            of_cache = cache.describe() if cache is not None else why
+            of_cache = cache or why
         timed = "token slices are chosen" if args.token_slices == "auto" else ""
         self._say(describe_start(type(self._job.model).__name__, self._plan, freezing, of_cache, timed))
         if callback is not None and callback.freezes_nothing(trainer.state):
@@ -190,9 +189,18 @@ class RunLog:
         slices = {"replica": self._plan.replica_of(0), **slices_of(plan)}
         self.recorder.record_event(SLICES, self._planner, self._plan, self._job.trainer.state, slices=slices)
 
+    def tell(self, sentence: str | None) -> None:
+        """Log a sentence, if there is one."""
+        if sentence is not None:
+            self._say(sentence)
+
     def cache_epoch(self, report: EpochReport) -> None:
         """Log the use of the cache in the epoch that has ended, as metrics."""
         metrics = self._cache_metrics(report)
+        rows, self._rows_before = self.recorder.total.rows - self._rows_before, self.recorder.total.rows
+        if report.share is not None:
+            assert self._plan is not None
+            self._spared.forward += round(metrics["cache_layers_skipped"] * rows * self._plan.num_units)
         self._say(describe_cached_epoch(self._job.trainer.state.epoch or 0.0, metrics))
         self._log_metrics(metrics)
 
@@ -209,7 +217,7 @@ class RunLog:
             report = cache.epoch_report()
             if report.counts.rows:
                 self.recorder.record_log(self._cache_metrics(report), state)
-        self._spared.forward = cache.layers_skipped if cache is not None else 0
+        self._spared.forward += cache.layers_skipped if cache is not None else 0
 
     def conclude(self) -> None:
         """Log the line about the training that has ended."""
@@ -269,9 +277,8 @@ class RunLog:
         self.recorder.record_usage(everyone, self._job.trainer.state.global_step)
         done = self.recorder.take_layout()
         if self._plan is not None:
-            samples = done.rows * self._passes_per_sample
-            self._spared.passes += samples * self._plan.num_units
-            self._spared.backward += samples * self._plan.num_frozen_layers
+            self._spared.passes += done.rows * self._plan.num_units
+            self._spared.backward += done.rows * self._plan.num_frozen_layers
         return done
 
     def _log(self, numbers: dict[str, float]) -> None:
@@ -300,9 +307,10 @@ class RunLog:
         """The use of the activation cache in an epoch, as metrics."""
         assert self._plan is not None
         counts, rows = report.counts, max(report.counts.rows, 1)
+        # share of the forward passes: a sample found behind f of L layers counts f / L
+        of_layer = 1 / self._plan.num_units if report.share is None else report.share
         return {
-            # share of the layers' forward passes: a sample found behind f of L layers counts f / L
-            "cache_layers_skipped": round(counts.layers_skipped / (rows * self._plan.num_units), 4),
+            "cache_layers_skipped": round(of_layer * counts.layers_skipped / rows, 4),
             "cache_hit_rate": round(counts.hits / rows, 4),
             "cache_older_hit_rate": round(counts.older_hits / rows, 4),
             "cache_rows_stored": counts.stored + counts.older_stored,

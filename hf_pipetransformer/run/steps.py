@@ -19,7 +19,7 @@ import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
-from ..cache.content_keys import KEYS_NAME, NO_KEYS, without_keys
+from ..cache.content_keys import KEYS_NAME, without_keys
 from ..data.numbered_batches import TrainingBatches
 from ..errors import users_error
 from ..model.frozen_prefix import frozen_modules
@@ -265,23 +265,18 @@ class Steps:
         Returns:
             The batch, and whether its inputs differ from those from which its keys were computed.
         """
-        pipeline, part, other_inputs = self._pipeline, self.batch.current, False
-        if pipeline.cache is None:
-            batch = prepared(self._job, inputs, None)
-        else:
-            keys = part.keys if part.rows and pipeline.stack.runner.takes_batch else None
-            if keys is not None and other_weights:
-                keys = keys.blank()  # other stages may not have noticed the change
-            batch = prepared(self._job, inputs, keys)
-            if keys is None and (other_weights or not part.rows):
-                batch[KEYS_NAME] = NO_KEYS
-            other_inputs = keys is not None and batch[KEYS_NAME] is not keys.tensor
+        pipeline, part = self._pipeline, self.batch.current
+        keys = part.keys if pipeline.cache is not None and part.rows else None
+        if keys is not None and other_weights:
+            keys = keys.blank()  # other stages may not have noticed the change
+        batch = prepared(self._job, inputs, keys)
+        other_inputs = keys is not None and batch[KEYS_NAME] is not keys.tensor
         if pipeline.num_stages > 1:
             batch = self.batch.share(pipeline, batch)
             other_inputs = other_inputs and pipeline.computes_loss
             if other_weights and KEYS_NAME in batch:
                 batch[KEYS_NAME] = without_keys(batch[KEYS_NAME])
-        if pipeline.cache is not None and pipeline.stack.runner.takes_batch:
+        if pipeline.cache is not None:
             following = self.batch.waiting[0] if self.batch.waiting else self._data.next_slice
             pipeline.running.read_ahead(following.keys if following is not None else None)
         return batch, other_inputs

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from ..cache.content_keys import KeyingCollator
 from ..cache.file_store import FileStore
 from ..cache.sharing import current_file, node_name, node_shares
 from ..data.loaders import KeysApart, NumberedLoader
@@ -73,7 +72,6 @@ def training_loader(
             order,
             stock.collate_fn,
             drop_last=args.dataloader_drop_last,
-            keyed=partial(keying_collator, job) if generations is not None else None,
             num_workers=args.dataloader_num_workers,
             pin_memory=stock.pin_memory,
             worker_init_fn=WorkerStart(stock.worker_init_fn),
@@ -184,23 +182,6 @@ def shared_default_store(job: TrainingJob) -> Iterator[None]:
     finally:
         if current is not None and is_new:
             FileStore(current.parent).remove()
-
-
-def keying_collator(
-    job: TrainingJob,
-    collate_fn: Any,
-    kept_back: frozenset[str] = frozenset(),
-    keeps_padding: bool = False,
-) -> KeyingCollator:
-    """Wrap the user's collator so that it adds the cache key of each sample.
-
-    Args:
-        job: the training job.
-        collate_fn: the user's collator.
-        kept_back: names of further inputs that do not count: the loss does not pass them to the model.
-        keeps_padding: as for `content_keys`.
-    """
-    return KeyingCollator(collate_fn, ignored=job.not_in_keys | kept_back, keeps_padding=keeps_padding)
 
 
 def _order_of_first(job: TrainingJob, order: Order) -> Order:
