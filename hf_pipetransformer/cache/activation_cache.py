@@ -303,10 +303,14 @@ class ActivationCache:
         return reached[slot.stack][slot.position]
 
     def _as_carry(self, boundary: int, state: torch.Tensor) -> Carry:
-        """The state, with placeholders for the tensors that are not read above the boundary."""
+        """The state, with placeholders for the tensors that are not read above the boundary.
+
+        They have the state's shape: code of the model may take parts of them that nothing reads.
+        """
         slot, runner = self._slots[boundary], self._stack.runner
+        unread = state.new_zeros(()).expand(state.shape)
         carry = {
-            stack: tuple(state.new_zeros(1) for _ in runner.floating_outputs(stack))
+            stack: tuple(unread for _ in runner.floating_outputs(stack))
             for stack in {unit.stack for unit in self._stack.units[:boundary]}
         }
         before, after = carry[slot.stack][: slot.position], carry[slot.stack][slot.position + 1 :]

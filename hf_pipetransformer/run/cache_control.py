@@ -229,7 +229,8 @@ class AutoCache:
             return None
         size = self._epoch_bytes[boundary - 1] if boundary <= len(self._epoch_bytes) else None
         of_epoch = self._store.epoch_in_words(size)
-        return f"The output of the first {boundary} layers is stored for later epochs{of_epoch}."
+        first = "layer" if boundary == 1 else f"{boundary} layers"
+        return f"The output of the first {first} is stored for later epochs{of_epoch}."
 
     def resume(self, num_cached: int) -> None:
         """Count layers as cached, as the resumed job did, if all nodes still have the generation."""

@@ -412,7 +412,7 @@ class _Calls:
                 where = "" if self._is_training else " in evaluations"
                 counts = self._all_counts + self._counts
                 self._say(
-                    f"The output of {_described(self._model, front.found)} was read{where} for {counts.hits} of"
+                    f"The output of {_described(self._model, front.found)} was read{where} for {counts.layers_skipped} of"
                     f" {counts.rows} samples."
                 )
         for entries in self._entries.values():

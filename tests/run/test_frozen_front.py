@@ -503,9 +503,17 @@ def with_lora_like() -> tuple[nn.Module, Columns]:
     return model, columns
 
 
+def llava_below_the_last() -> tuple[nn.Module, Columns]:
+    """As published models are: the tower's last layer runs, and only its pooled output, which nothing reads, has it."""
+    model, columns = llava()
+    model.config.vision_feature_layer = -2
+    return model, columns
+
+
 STAGED: dict[str, tuple[Build, type | Callable[[], TrainerCallback] | None, int]] = {
     "lower layers": (lower_layers, None, 2),
     "a vision tower": (llava, None, 3),
+    "a vision tower but for its last layer": (llava_below_the_last, None, 3),
     "Whisper's encoder": (whisper, None, 3),
     "thawed before the first step": (lower_layers, ThawsFirst, 0),
     "thawed later": (lower_layers, lambda: Acts(thaw, epoch=2), 2),

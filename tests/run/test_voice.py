@@ -58,7 +58,9 @@ def test_one_line_at_the_start_at_each_change_and_at_the_end(tmp_path: Path) -> 
     start, costs, *told, end = [text for level, text in lines if level == logging.INFO]
     changes = [text for text in told if text.startswith("Step")]
     assert [text.partition(" (")[0].partition("; ")[0] for text in told if text not in changes] == [
+        "The output of the first layer is stored for later epochs",
         "Epoch 2, cache: 32 samples stored",
+        "The output of the first 2 layers is stored for later epochs",
         "Epoch 3, cache: 100% of the samples found",
     ]
     assert start == (
