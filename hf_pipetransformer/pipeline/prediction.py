@@ -87,7 +87,8 @@ def outputs_of_frozen(
         seed: seed of the random number generators.
 
     Returns:
-        All tensors that cross the boundary, on the stage that holds the last of these units; None on the others.
+        The tensors that are read above the boundary, on the stage that holds the last of these units; None on the
+        others. What is not read is not sent either: which layout runs would decide about its values.
     """
     model, runner = held.stack.model, held.stack.runner
     for index, stage in zip(messages.virtual_stages, held.stages, strict=True):
@@ -99,7 +100,10 @@ def outputs_of_frozen(
             model.train()
             reached = runner.run(stage.start, stop, as_carry(stage.slots_in, values), batch)
         if stop == boundary:
-            return tuple(tensor for stack in sorted(reached) for tensor in reached[stack])
+            if boundary == held.stack.num_units:
+                return tuple(tensor for stack in sorted(reached) for tensor in reached[stack])
+            read = [slot for slot in held.stack.boundaries[boundary] if slot.is_used]
+            return tuple(reached[slot.stack][slot.position] for slot in read)
         outputs = [reached[slot.stack][slot.position] for slot in stage.slots_out]
         wait_for(messages.send_values(Crossing(index, stage.slots_out, outputs)))
     return None

@@ -32,7 +32,7 @@ from frozen_runs import (
 )
 from selection import few, slow
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, Wav2Vec2Config, Wav2Vec2ForSequenceClassification
 
 from hf_pipetransformer.run import front_cache
 
@@ -510,11 +510,35 @@ def llava_below_the_last() -> tuple[nn.Module, Columns]:
     return model, columns
 
 
+def head_on_wav2vec2() -> tuple[nn.Module, Columns]:
+    rates = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
+    model = Wav2Vec2ForSequenceClassification(
+        Wav2Vec2Config(
+            hidden_size=SIZE,
+            intermediate_size=SIZE,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            conv_dim=(8, 8, 8),
+            conv_stride=(5, 2, 2),
+            conv_kernel=(10, 3, 3),
+            num_conv_pos_embeddings=16,
+            num_conv_pos_embedding_groups=4,
+            apply_spec_augment=False,
+            layerdrop=0.0,
+            **dict.fromkeys(rates, 0.0),
+        )
+    )
+    model.freeze_base_model()
+    return model, {"input_values": noise(SAMPLES, 400), "labels": torch.arange(SAMPLES) % 2}
+
+
 STAGED: dict[str, tuple[Build, type | Callable[[], TrainerCallback] | None, int]] = {
     "lower layers": (lower_layers, None, 2),
     "a vision tower": (llava, None, 3),
     "a vision tower but for its last layer": (llava_below_the_last, None, 3),
     "Whisper's encoder": (whisper, None, 3),
+    # convolutions and transformer layers are stacks, of which only the second is read above
+    "a head on wav2vec2": (head_on_wav2vec2, None, 5),
     "thawed before the first step": (lower_layers, ThawsFirst, 0),
     "thawed later": (lower_layers, lambda: Acts(thaw, epoch=2), 2),
     "nothing at the bottom": (with_lora_like, None, 0),
