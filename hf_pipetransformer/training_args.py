@@ -248,8 +248,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             Data type in which the outputs are stored. `"auto"` keeps the data type in which they are computed.
             `"bf16"` takes half of the space of fp32, at the cost of precision. `"fp32"` stores them in fp32.
         activation_cache_max_gib (`float`, *optional*):
-            Maximum size of the cache on each node, in GiB. Independently of this limit, the cache never uses more
-            than 80% of the disk's free space. Samples that do not fit are recomputed.
+            Maximum size of the cache on each node, in GiB; by default a fifth of the disk's free space. Independently
+            of this limit, the cache never uses more than 80% of it. Samples that do not fit are recomputed.
         eval_frozen_modules (`bool`, *optional*, defaults to `False`):
             Whether modules all of whose parameters are frozen run in evaluation mode while the model trains: without
             dropout, and with the running statistics of batch normalisation. The stock `Trainer` runs them in training

@@ -37,7 +37,7 @@ PROBED_BYTES = 4096
 """Size of the file that shows whether the store can be written to."""
 USABLE_DISK = 0.8
 """Share of the free disk that the store may fill."""
-SHARE_OF_DISK = 0.25
+SHARE_OF_USABLE = 0.25
 """Of what it may fill, where no limit is given."""
 MOST_ATTEMPTS = 10
 """Number of times that a generation is opened for writing, while other processes delete it."""
@@ -111,7 +111,7 @@ class FileStore:
         """Bound its size: as given, or a part of the disk, and not more than there is, if that can be found out."""
         usable = self.usable_bytes()
         most = sys.maxsize if usable is None else usable  # who writes will be told what is wrong with the folder
-        self.max_bytes = int(SHARE_OF_DISK * most if max_gib is None else min(max_gib * 2**30, most))
+        self.max_bytes = int(SHARE_OF_USABLE * most if max_gib is None else min(max_gib * 2**30, most))
 
     def epoch_in_words(self, nbytes: int | None) -> str:
         """The size of an epoch's outputs, and what of it fits within the limit, as a clause; "" if it is not known."""
@@ -121,7 +121,7 @@ class FileStore:
             return f" ({nbytes / MIB:,.1f} MiB)"
         return (
             f", for a part of the samples: of the {nbytes / MIB:,.1f} MiB of an epoch {self.max_bytes / MIB:,.1f} MiB"
-            " may be used (activation_cache_max_gib, by default a quarter of the free disk)"
+            " may be used (activation_cache_max_gib, by default a fifth of the free disk)"
         )
 
     def nbytes(self) -> int:

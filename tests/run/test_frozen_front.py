@@ -504,7 +504,7 @@ def with_lora_like() -> tuple[nn.Module, Columns]:
 
 
 def llava_below_the_last() -> tuple[nn.Module, Columns]:
-    """As published models are: the tower's last layer runs, and only its pooled output, which nothing reads, has it."""
+    """As published models are: only the tower's pooled output, which nothing reads, is of its last layer."""
     model, columns = llava()
     model.config.vision_feature_layer = -2
     return model, columns
