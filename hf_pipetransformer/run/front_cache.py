@@ -412,8 +412,8 @@ class _Calls:
                 where = "" if self._is_training else " in evaluations"
                 counts = self._all_counts + self._counts
                 self._say(
-                    f"The output of {_described(self._model, front.found)} was read{where} for {counts.layers_skipped} of"
-                    f" {counts.rows} samples."
+                    f"The output of {_described(self._model, front.found)} was read{where} for"
+                    f" {counts.layers_skipped} of {counts.rows} samples."
                 )
         for entries in self._entries.values():
             entries.close(deletes)
