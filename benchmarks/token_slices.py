@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
+from hf_pipetransformer.pipeline.placed import Ways
 from hf_pipetransformer.planning.costs import measure_costs
 from hf_pipetransformer.planning.planner import Planner, Request
 from hf_pipetransformer.run.sentences import describe_slices
@@ -60,12 +61,13 @@ class Variant:
         layout = Planner(unit_costs=costs, world_size=mesh.world_size, request=request).first
         self.pipeline = ElasticPipeline(stack, mesh, torch.device("cpu"), _no_replicas)
         token_slices: str | int = AUTO if name == AUTO else int(name.split()[0]) if "slices" in name else "off"
+        slicing: Slicing | None = None
         if token_slices != "off":
             windows = probe_slicing(
                 stack, sample, lambda part: _loss(model, part, sample), loss_tolerance=1e-3, gradient_tolerance=1e-3
             )
-            self.pipeline.slicing = Slicing(token_slices, windows, self._note)
-        self.pipeline.place(layout, lambda model, part: _loss(model, part, batch))
+            slicing = Slicing(token_slices, windows, self._note)
+        self.pipeline.place(layout, lambda model, part: _loss(model, part, batch), Ways(slicing))
         self.pipeline.train()
 
     def _note(self, plan: SlicePlan) -> None:

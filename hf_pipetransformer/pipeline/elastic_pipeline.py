@@ -29,7 +29,7 @@ from .holders import source_of_buffers
 from .mesh import ProcessMesh
 from .moves import Distribution, Transformation, move, timed_phase
 from .optimizer_state import OptimizerState, unwrapped
-from .placed import PlacedPipeline, SequenceSlicing, WrapReplicas
+from .placed import PlacedPipeline, Ways, WrapReplicas
 from .stage import LossFunction
 from .state import Kept, WeightState, synchronise
 from .virtual_stages import VirtualStages
@@ -68,15 +68,9 @@ class ElasticPipeline(nn.Module):
         self.weights = WeightState(stack.table, mesh, device)
         self.freezable = freezable
         self.is_lazy = is_lazy
-        self.slicing: SequenceSlicing | None = None
-        """Splits sequences along their tokens as well; takes effect with the next plan."""
-        self.is_driven = False
-        """Whether the loss drives the pipeline, if there are several stages; takes effect with the next plan."""
-        self.serves_callbacks = False
-        """Whether some processes may call the model between the steps of a training, from the next plan on."""
+        self.ways = Ways()
+        """How the model is run; given to `place`."""
         self.cache: ActivationCache | None = None
-        self.offloads = device.type != "cpu"
-        """Whether the weights of cached layers are offloaded from the device; on the CPU this would save nothing."""
         self.plan: Layout | None = None
         """The plan by which the weights are distributed; None while the model is complete on every process."""
         self.placed: PlacedPipeline | None = None
@@ -135,17 +129,25 @@ class ElasticPipeline(nn.Module):
         return self.current_plan.replica_of(self.mesh.rank)
 
     # ------------------------------------------------------------------------------------ changing the plan
-    def place(self, plan: Layout, loss_of: LossFunction | None = None, keep_weights_aside: bool = False) -> None:
+    def place(
+        self,
+        plan: Layout,
+        loss_of: LossFunction | None = None,
+        ways: Ways | None = None,
+        keep_weights_aside: bool = False,
+    ) -> None:
         """Take the role that `plan` has for this process. Collective over all processes.
 
         Args:
             plan: the same on every process.
             loss_of: computes a micro-batch's part of the loss on the last stage; kept until the model leaves its
                 plans. None for an evaluation, in which nothing is trained.
+            ways: how the model is run, under this plan and those that follow it.
             keep_weights_aside: keep the complete weights where they are, for `put_back`. Meant for an evaluation,
                 which does not change them.
         """
         assert not self.is_placed, "the model must be whole"
+        self.ways = ways or Ways()
         self.weights.read_flags()
         if keep_weights_aside:
             self._set_aside = self.weights.set_aside()
@@ -268,9 +270,7 @@ class ElasticPipeline(nn.Module):
             self.weights.is_trainable,
             self.mesh,
             self._wrap_replicas,
-            self.slicing,
-            self.is_driven,
-            self.serves_callbacks and takes_optimizer,
+            self.ways,
         )
         self.placed, self.stage = placed, stage
         self.train(self.training)
@@ -361,7 +361,7 @@ class ElasticPipeline(nn.Module):
         They are loaded back by the first forward that runs a cached layer, whatever has called it.
         """
         plan, stage = self.current_plan, self.stage
-        if not self.offloads or stage is None or stage.first.start or not plan.num_cached_layers:
+        if not self.ways.offloads or stage is None or stage.first.start or not plan.num_cached_layers:
             return
         assert self.freezable is not None
         owners = self.stack.owners
@@ -467,7 +467,7 @@ class ElasticPipeline(nn.Module):
 
     def _share_outside(self) -> None:
         outside = self.optimizer_state.outside
-        if outside and self.plan is not None and self.num_stages > 1 and not self.is_driven:
+        if outside and self.plan is not None and self.num_stages > 1 and not self.ways.is_driven:
             raise ValueError(
                 f"{len(outside)} parameters of the optimizer do not belong to the model (one has shape"
                 f" {tuple(outside[0].shape)}), and processes that freezing makes replicas would not have their values."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 
@@ -64,6 +65,23 @@ class SequenceSlicing(Protocol):
         """Create the schedule. Collective over the pipeline."""
 
 
+@dataclass(frozen=True)
+class Ways:
+    """How a model is run, whatever the layout.
+
+    Attributes:
+        slicing: splits sequences along their tokens as well, if there are several stages.
+        is_driven: whether the loss drives the pipeline, if there are several stages (`step` with `code`).
+        serves_callbacks: whether calls of the model outside of the steps are served (`arrive`), if they can be.
+        offloads: whether the weights of cached layers are offloaded from the device.
+    """
+
+    slicing: SequenceSlicing | None = None
+    is_driven: bool = False
+    serves_callbacks: bool = False
+    offloads: bool = False
+
+
 class PlacedPipeline:
     """One process's part in running a plan. Building it is collective over all processes.
 
@@ -78,9 +96,7 @@ class PlacedPipeline:
         is_trainable: whether a parameter of the model is trained, on this or another process.
         mesh: all processes of the run.
         wrap_replicas: creates the DDP wrapper.
-        slicing: split sequences along their tokens as well, if there are several stages.
-        is_driven: whether the loss drives the pipeline, if there are several stages (`step` with `code`).
-        serves_callbacks: whether calls of the model outside of the steps are served (`arrive`), if they can be.
+        ways: how the model is run under it.
     """
 
     def __init__(
@@ -90,9 +106,7 @@ class PlacedPipeline:
         is_trainable: Callable[[str], bool],
         mesh: ProcessMesh,
         wrap_replicas: WrapReplicas,
-        slicing: SequenceSlicing | None = None,
-        is_driven: bool = False,
-        serves_callbacks: bool = False,
+        ways: Ways,
     ) -> None:
         groups = mesh.groups(plan.pipeline_parallel_size)
         ranks = plan.ranks_of_pipeline(plan.replica_of(mesh.rank))
@@ -110,7 +124,7 @@ class PlacedPipeline:
         unreached = stage.stack.unreached | (stage.stack.only_returned if stage.has_last_unit else frozenset())
         if groups.pipeline is None and stage.stack.is_random:
             unreached |= frozenset(trainable)  # each step may skip other layers; a model that does so is never cut
-        is_driven = is_driven and groups.pipeline is not None
+        slicing, is_driven = ways.slicing, ways.is_driven and groups.pipeline is not None
         if is_driven:
             unreached |= frozenset(trainable)  # the loss may call the model on anything, or not at all
         slices_tokens = slicing is not None and groups.pipeline is not None
@@ -147,7 +161,7 @@ class PlacedPipeline:
                 self._served = ServedCalls(stage.last, self.messages, most_parts)
             else:
                 self._served = ServingStage(stage.last, self.messages)
-        if self._served is not None and serves_callbacks:
+        if self._served is not None and ways.serves_callbacks:
             self.apart = CallsApart(self._served)
         if is_driven:
             return  # no schedule: the loss's calls are served

@@ -30,6 +30,7 @@ from ..freezing.policies import agreed_num_frozen
 from ..logs import log_once
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.optimizer_state import unwrapped
+from ..pipeline.placed import Ways
 from ..planning.layout import Layout
 from ..planning.planner import Planner
 from ..randomness import generators_kept
@@ -279,7 +280,7 @@ class PipelineRun(TrainerCallback):
             self._attach(optimizer)
         if optimizer is not None and self._job.mesh.world_size > 1:
             pipeline.adopt_outside()
-            if pipeline.serves_callbacks:  # before a step: the stages that serve must not be ahead of those that call
+            if pipeline.ways.serves_callbacks:  # those that serve must not be ahead of those that call in a step
                 step = unwrapped(optimizer).register_step_pre_hook(lambda *_: self.arrive())
                 self._entered.callback(step.remove)
         return pipeline
@@ -326,21 +327,21 @@ class PipelineRun(TrainerCallback):
             self._cut = self._find_units(rows, collate)
             loss = TrainersLoss(job)
             reduction = find_reduction(loss, self.pipeline.stack, data, collate)
-            self.pipeline.slicing = None
+            slicing: Slicing | None = None
             if job.args.slices_tokens:
                 assert collate is not None
                 windows = find_windows(loss, reduction, self.pipeline.stack, rows, collate)
-                self.pipeline.slicing = Slicing(job.args.token_slices, windows, self.log.sliced)
+                slicing = Slicing(job.args.token_slices, windows, self.log.sliced)
             times = time_model(job, self._cut, rows, collate)
         pipeline = self._cut.pipeline
-        pipeline.is_driven = is_driven(job, reduction)
+        drives = is_driven(job, reduction)
         # 2
         self.planner = planner = make_planner(
             job.args,
             self._cut.unit_costs,
             job.mesh,
             times,
-            is_driven=pipeline.is_driven,
+            is_driven=drives,
             autocasts=job.mixed_precision in ("bf16", "fp16"),
         )
         say_how_loss_adds_up(job, reduction, planner)
@@ -373,15 +374,19 @@ class PipelineRun(TrainerCallback):
         # 5
         watches_steps = any(job.mesh.gather_objects(watch_steps(job.users_callbacks)))
         calls = bool(job.users_callbacks) or job.overrides("prediction_step")
-        pipeline.serves_callbacks = any(job.mesh.gather_objects(calls))
-        pipeline.offloads = job.device.type != "cpu" and not watches_steps
+        ways = Ways(
+            slicing,
+            drives,
+            serves_callbacks=any(job.mesh.gather_objects(calls)),
+            offloads=job.device.type != "cpu" and not watches_steps,  # on the CPU nothing is saved by it
+        )
         self._refuse_coupling(coupling, layout)
         by_batch = job.freeze_callback is not None and pipeline.stack.runner.takes_batch
         if job.may_cache_front and self.why_not_cached is None and not by_batch:
             self.front = FrontCache(job, data.dataset, store_file(job))
         self._freeze_callback = job.freeze_callback
         self.steps = Steps(job, pipeline, loss, reduction, data, self.cache, self.front, watches_steps)
-        pipeline.place(layout, self.steps.loss_of)
+        pipeline.place(layout, self.steps.loss_of, ways)
         self.log.begin(planner, layout)
         data.reslice(layout.data_parallel_size, pipeline.replica_index)
         if kept.get("order") and trainer.state.epoch % 1:

@@ -216,7 +216,7 @@ class Steps:
     def _run(self, current: BatchInFlight, batch: Batch) -> None:
         """Run forward and backward, and compute the loss, of a batch that all stages have."""
         pipeline = self._pipeline
-        if pipeline.is_driven and pipeline.num_stages > 1:
+        if pipeline.ways.is_driven and pipeline.num_stages > 1:
             with among_last_stages(self._trainer.accelerator, pipeline.last_stages):
                 unread = self._job.not_in_keys | pipeline.stack.runner.called.kept_back
                 return pipeline.step(batch, partial(current.drive, pipeline), unread)

@@ -29,6 +29,7 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer.cache.activation_cache import CacheCounts
 from hf_pipetransformer.cache.content_keys import KEYS_NAME
+from hf_pipetransformer.pipeline.placed import Ways
 from hf_pipetransformer.run import cache_control
 from hf_pipetransformer.run.run import PipelineRun
 
@@ -321,7 +322,7 @@ def parked(
         storages = [p.untyped_storage() for p in run.pipeline.parameters()]
         held.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
 
-    at_each_step(trainer, lambda run: setattr(run.pipeline, "offloads", True), look)
+    at_each_step(trainer, lambda run: setattr(run.pipeline, "ways", Ways(offloads=True)), look)
     outcome = outcome_of(trainer)
     return outcome, held, load_file(Path(folder) / "checkpoint-15" / "model.safetensors")
 

@@ -31,6 +31,7 @@ from transformers import TrainerCallback
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache.sharing import STORE
 from hf_pipetransformer.model.watched_weights import digest_of
+from hf_pipetransformer.pipeline.placed import Ways
 from hf_pipetransformer.run.frozen_function import OTHER_WEIGHTS
 from hf_pipetransformer.run.run import PipelineRun, watch_steps
 
@@ -310,7 +311,7 @@ def averaging(rank: int, world_size: int, mode: str) -> tuple[Outcome, list[floa
     callback = Averaged()
     trainer = trainer_of(Run(epochs=5), {0: 1, 1: 1}, {3: 1}, activation_cache=mode)
     trainer.add_callback(callback)
-    at_each_step(trainer, before=lambda run: setattr(run.pipeline, "offloads", True))
+    at_each_step(trainer, before=lambda run: setattr(run.pipeline, "ways", Ways(offloads=True)))
     callback.trainer = trainer
     outcome = outcome_of(trainer)
     return outcome, callback.losses, [e for e in trainer.state.log_history if "cache_hit_rate" in e]
