@@ -84,12 +84,13 @@ def as_values(result: Forecast, model: str, assumed: Sequence[str]) -> dict[str,
 
 
 def num_communicators(stages: Collection[int], job: Job) -> int:
-    """Number of NCCL communicators of each process, without those for tied weights: of all processes, and for each K.
+    """Largest number of NCCL communicators of a process, without those for tied weights and token slices.
 
-    They stay until the process ends, as numbers of stages come back.
+    One of all processes; for each K one of the pipeline, one of the replicas, and one of two ranks with each neighbour
+    in a schedule. They stay until the process ends, as numbers of stages come back.
     """
     world = job.num_devices
-    return (world > 1) + sum((k > 1) + (k < world) for k in stages if world > 1)
+    return (world > 1) + sum((k > 1) + (k < world) + min(k - 1, 2) for k in stages if world > 1)
 
 
 def _step_values(step: Step) -> dict[str, Any]:

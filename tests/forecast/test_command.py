@@ -78,7 +78,8 @@ def test_plan_as_json() -> None:
         "flop_bound", "fastest_plain", "plain_epochs_of_equal_cost", "cache", "advice", "assumed", "communicators",
     }  # fmt: skip
     assert answer["samples"] == 100_000
-    assert answer["communicators"] == 1 + sum(1 if k in (1, 4) else 2 for k in {e["stages"] for e in answer["epochs"]})
+    for_stages = {1: 1, 2: 1 + 1 + 1, 4: 1 + 2}  # replicas; pipeline, replicas and one neighbour; pipeline and two
+    assert answer["communicators"] == 1 + sum(for_stages[k] for k in {epoch["stages"] for epoch in answer["epochs"]})
     assert [epoch["num_frozen_layers"] for epoch in answer["epochs"]] == [0, 4, 7, 9, 10, 11, 11, 12]
     assert answer["memory_budget_bytes"] == int(DEVICES["a100-80g"].memory_bytes * USABLE_MEMORY)
     assert answer["seconds"] == pytest.approx(sum(epoch["seconds"] for epoch in answer["epochs"]))

@@ -7,25 +7,71 @@ in a batch at both ends or at neither, and no process may wait for one that is b
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from distributed import run_ranks
-from training_runs import Run, pipeline_trainer
+from model_zoo import without_dropout
+from training_runs import Run, at_each_step, pipeline_trainer
+
+from hf_pipetransformer.planning.layout import Layout
 
 Message = tuple[int, bool, int]
 """The other rank, whether it is sent there, and the number of bytes."""
 Log = list[tuple[bool, list[Message]]]
 """What a process has asked for, in order: whether as a batch, and the messages."""
 
-STAGES = 3
+STAGES, LAYERS, STEPS, MICRO_BATCHES = 3, 6, 3, 6
+VOTE_BYTES = 8
+"""At most, of what torch asks through the pipeline before a new schedule runs."""
+
+
+def frozen(layers: int, **options: Any) -> dict[str, Any]:
+    """Options of a training in which so many layers are frozen from the start, on as many stages as before."""
+    freezing = {"freeze_policy": "schedule", "freeze_schedule": {"0": layers}, "activation_cache": "off"}
+    return {**freezing, "elastic": False, **options}
+
+
+INTERLEAVED, V_SHAPED = {"pipeline_schedule": "interleaved1f1b"}, {"pipeline_schedule": "zbv"}
 WAYS: dict[str, dict[str, Any]] = {
-    "interleaved1f1b": {"pipeline_schedule": "interleaved1f1b"},
-    "driven": {"trainer": True},
+    "1f1b": {},
+    "gpipe": {"pipeline_schedule": "gpipe"},
+    "fewer micro-batches than stages": {"num_microbatches": 2},
+    "interleaved1f1b": INTERLEAVED,
+    "zbv": V_SHAPED,
+    "zbv, few micro-batches": {**V_SHAPED, "num_microbatches": 3},
+    "driven": {"is_driven": True},
+    "1f1b, 4 frozen": frozen(4),
+    "interleaved1f1b, 4 frozen": frozen(4, **INTERLEAVED),
+    "zbv, 4 frozen": frozen(4, **V_SHAPED),
+    "1f1b, 5 frozen": frozen(5),
+    "gpipe, 5 frozen": frozen(5, pipeline_schedule="gpipe"),
+    "driven, 5 frozen": frozen(5, is_driven=True),
 }
+"""Options of the trainings. A frozen layer costs a third of another, so 4 are one stage, and 5 are two."""
+
+
+@dataclass
+class Seen:
+    """What one process has seen of a training and of its evaluation.
+
+    Attributes:
+        training: its messages in the training.
+        evaluation: its messages in the evaluation.
+        figures: loss and gradient norm of each step.
+        layout: the layout of the last step.
+    """
+
+    training: Log
+    evaluation: Log
+    figures: list[float]
+    layout: Layout
 
 
 class OwnLoss:
@@ -73,26 +119,31 @@ NOTED: set[str] = set()
 """Names of the groups whose messages are noted."""
 
 
-def train(rank: int, world_size: int, ways: Sequence[str]) -> dict[str, Log]:
+def train(rank: int, world_size: int, ways: Sequence[str]) -> dict[str, Seen]:
     """The messages on the pipeline's group, by way."""
     log: Log = []
     noting(log)
     found = {}
     for way in ways:
-        options = dict(WAYS[way])
-        run = Run(
-            samples=36, epochs=1, accumulation=1, per_device=4, trainer=OwnLoss if options.pop("trainer", 0) else None
-        )
-        config = run.build_model().config
-        config.num_hidden_layers = 6
-        model = type(run.build_model())(config)
-        trainer = pipeline_trainer(run, STAGES, model=model, num_microbatches=6, **options)
+        options = {"num_microbatches": MICRO_BATCHES, **WAYS[way]}
+        user_code = OwnLoss if options.pop("is_driven", False) else None
+        run = Run(samples=STEPS * STAGES * 4, epochs=1, accumulation=1, per_device=4, trainer=user_code)
+        model = run.build_model()
+        model.config.num_hidden_layers = LAYERS
+        torch.manual_seed(0)
+        trainer = pipeline_trainer(run, STAGES, model=without_dropout(type(model)(model.config)), **options)
         groups = trainer._job.mesh.groups(STAGES)
         assert groups.pipeline is not None
         NOTED.add(groups.pipeline.group_name)
+        layouts: list[Layout] = []
+        at_each_step(trainer, after=lambda of_run, seen=layouts: seen.append(of_run.pipeline.current_plan))  # type: ignore[misc]
         trainer.train()
+        training = list(log)
+        log.clear()
         trainer.evaluate(trainer.train_dataset)
-        found[way] = list(log)
+        steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        figures = [float(entry[name]) for entry in steps for name in ("loss", "grad_norm")]
+        found[way] = Seen(training, list(log), figures, layouts[-1])
         log.clear()
     return found
 
@@ -130,11 +181,57 @@ def by_pair(logs: Sequence[Log]) -> dict[tuple[int, int], list[list[tuple[bool, 
     return found
 
 
-def test_both_ends_of_a_message_use_the_same_communicator_and_no_queue_blocks() -> None:
+def sent_to(ranks: Sequence[dict[str, Seen]], way: str) -> dict[tuple[int, int], float]:
+    """How many tensors of the model one stage sends to another in a step, for each micro-batch."""
+    counts: Counter[tuple[int, int]] = Counter()
+    for rank, found in enumerate(ranks):
+        stage_of = found[way].layout.stage_of
+        for _, messages in found[way].training:
+            for peer, is_sent, size in messages:
+                counts[stage_of(rank), stage_of(peer)] += is_sent and size > VOTE_BYTES
+    return {stages: count / (STEPS * MICRO_BATCHES) for stages, count in counts.items() if count}
+
+
+UP, DOWN = {(0, 1): 1, (1, 2): 1}, {(2, 1): 1, (1, 0): 1}
+FROZEN: dict[str, tuple[list[int], dict[tuple[int, int], int]]] = {
+    "1f1b": ([], UP | DOWN),
+    "1f1b, 4 frozen": ([0], {**UP, (2, 1): 1}),
+    "1f1b, 5 frozen": ([0, 1], UP),
+    "gpipe, 5 frozen": ([0, 1], UP),
+    # a ring, 0 1 2 0 1 2, in which the last layers, those of stages 1 and 2, train
+    "interleaved1f1b, 4 frozen": ([0], {(0, 1): 2, (1, 2): 2, (2, 0): 1, (2, 1): 1}),
+    # a V, 0 1 2 2 1 0, in which the last layers, those of stages 1 and 0, train
+    "zbv, 4 frozen": ([2], {(0, 1): 2, (1, 2): 1, (2, 1): 1, (1, 0): 1}),
+}
+"""Stages in which nothing trains, and what `sent_to` returns: no gradient where none is needed."""
+
+
+def test_messages_on_nccl() -> None:
+    """One start for all ways, as it takes longer than they do."""
     ranks = run_ranks(train, STAGES, list(WAYS), timeout=250)
-    for way in WAYS:
-        logs = [found[way] for found in ranks]
-        assert all(len(log) > 20 for log in logs), way
-        for pair, (sent, received) in by_pair(logs).items():
-            assert sent == received, (way, pair)
-        assert run_out(logs) == [0] * STAGES, way
+    for way in WAYS:  # both ends of a message use the same communicator, and no queue blocks
+        for logs in ([found[way].training for found in ranks], [found[way].evaluation for found in ranks]):
+            assert all(len(log) > 10 for log in logs), way
+            for pair, (sent, received) in by_pair(logs).items():
+                assert sent == received, (way, pair)
+            assert run_out(logs) == [0] * STAGES, way
+    for way, (frozen_stages, expected) in FROZEN.items():
+        layout = ranks[0][way].layout
+        is_frozen = [max(layout.units_of(stage)) < layout.num_frozen_layers for stage in range(STAGES)]
+        assert [stage for stage in range(STAGES) if is_frozen[stage]] == frozen_stages, (way, layout)
+        assert sent_to(ranks, way) == expected, way
+    for end in ("4 frozen", "5 frozen", ""):
+        first, *others = [ranks[0][way].figures for way in WAYS if way.endswith(end) and (end or "frozen" not in way)]
+        assert len(first) == 2 * STEPS
+        for figures in others:  # all ways train alike
+            assert figures == pytest.approx(first, abs=1e-5), (end, figures, first)
+
+
+def test_a_queue_that_blocks_is_seen() -> None:
+    """Both send first, in messages of their own; as batches, or with one that receives first, nobody waits."""
+    send, receive = [(1, True, 4)], [(1, False, 4)]
+    theirs: Log = [(False, [(0, True, 4)]), (False, [(0, False, 4)])]
+    assert run_out([[(False, send), (False, receive)], theirs]) == [2, 2]
+    assert run_out([[(False, receive), (False, send)], theirs]) == [0, 0]
+    assert run_out([[(True, send + receive)], [(True, [*theirs[0][1], *theirs[1][1]])]]) == [0, 0]
+    assert run_out([[(True, send)], [(False, [(0, False, 4)])]]) == [1, 1]

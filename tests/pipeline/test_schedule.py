@@ -10,16 +10,21 @@ from distributed import run_ranks
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from training_runs import Run, pipeline_trainer, while_training
 
-from hf_pipetransformer.pipeline.schedule import KEPT_SCHEDULES
+from hf_pipetransformer.pipeline import schedule
 from hf_pipetransformer.planning.schedules import schedule_named
 
 STAGES, VIRTUAL = 2, 2
 
 
-def orders(rank: int, world_size: int, names: list[str]) -> None:
-    """Compares the order of work of each step, in which each batch is as long as its longest row."""
+def orders(rank: int, world_size: int, kept: dict[str, int]) -> None:
+    """Compares the order of work of each step, in which each batch is as long as its longest row.
+
+    Args:
+        kept: by name of the schedule, how many bytes of receive buffers the older ones may keep.
+    """
     step = PipelineScheduleMulti.step
-    for name in names:
+    for name, kept_bytes in kept.items():
+        most = schedule.KEPT_SCHEDULES if kept_bytes else 1
         planned, seen = schedule_named(name), weakref.WeakSet[Any]()
         kinds = {"forward": "F", "backward": "I" if planned.splits_backward else "B", "weights": "W"}
 
@@ -35,18 +40,19 @@ def orders(rank: int, world_size: int, names: list[str]) -> None:
         trainer = pipeline_trainer(run, STAGES, pipeline_schedule=name, num_microbatches=2)
         lengths: list[int] = []
         while_training(trainer, PipelineScheduleMulti, "step", noting)
+        while_training(trainer, schedule, "KEPT_BYTES", kept_bytes)
         train_step = trainer.training_step
 
-        def counting(model, inputs, *rest, train_step=train_step, lengths=lengths, seen=seen):  # type: ignore[no-untyped-def]
+        def counting(model, inputs, *rest, train_step=train_step, lengths=lengths, seen=seen, most=most):  # type: ignore[no-untyped-def]
             lengths.append(inputs["input_ids"].shape[1])
-            assert 0 < len(seen) <= KEPT_SCHEDULES or len(lengths) == 1
+            assert 0 < len(seen) <= most or len(lengths) == 1
             return train_step(model, inputs, *rest)
 
         trainer.training_step = counting  # type: ignore[method-assign]
         trainer.train()
-        assert len(set(lengths)) > KEPT_SCHEDULES
+        assert len(set(lengths)) > schedule.KEPT_SCHEDULES
 
 
 @pytest.mark.slow
 def test_what_is_planned_is_what_torch_runs() -> None:
-    run_ranks(orders, STAGES, ["interleaved1f1b", "zbv"])
+    run_ranks(orders, STAGES, {"interleaved1f1b": schedule.KEPT_BYTES, "zbv": 0})
