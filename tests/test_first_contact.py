@@ -51,7 +51,7 @@ def runs(pid: int) -> bool:
 def test_what_fails_is_recorded_and_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_contact, "LEAST_SECONDS", 0.1)
     wanted = ("machine", "parity", "cache", "overflow")
-    code, results = run_with(monkeypatch, tmp_path, "--minutes", "0.4", "--steps", *wanted)
+    code, results = run_with(monkeypatch, tmp_path, "--minutes", "0.2", "--steps", *wanted)
     steps = results["steps"]
     assert code == 1
     assert {name: step["status"] for name, step in steps.items()} == {
@@ -63,7 +63,7 @@ def test_what_fails_is_recorded_and_does_not_stop_the_others(tmp_path: Path, mon
     assert "ValueError: this step fails" in steps["machine"]["error"]
     assert all(step["figures"] == {"step": name} for name, step in steps.items())  # also of those that were ended
     assert not runs(int((tmp_path / "child").read_text()))  # what the step had started has ended with it
-    assert results["date"] and results["options"]["minutes"] == 0.4
+    assert results["date"] and results["options"]["minutes"] == 0.2
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -112,16 +112,15 @@ REGISTERING = """
 @pytest.mark.slow
 @pytest.mark.timeout(650)
 @pytest.mark.skipif(fake_device.compiler() is None, reason="there is no C++ compiler")
-def test_steps_on_a_device_that_behaves_like_an_accelerator(tmp_path: Path) -> None:
+def test_two_stages_on_a_device_that_behaves_like_an_accelerator(tmp_path: Path) -> None:
     """With it, what processes send each other is copied through the host's memory, as on one GPU."""
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(REGISTERING))
     figures = figures_of(
         tmp_path,
-        *("--model_size", "tiny", "--steps", "machine", "cache", "two_stages"),
+        *("--model_size", "tiny", "--steps", "two_stages"),
         PYTHONPATH=os.pathsep.join([str(tmp_path), str(Path(fake_device.__file__).parent)]),
         FAKE_DEVICE=str(fake_device.build()),
         **fake_device.ENVIRONMENT,
     )
-    assert figures["machine"]["device"] == "fake:0"
-    filled, *_, read = figures["cache"]["f4"]["on"]["peak_bytes"]
-    assert read < filled
+    for rank in figures["two_stages"]["trained"]["peak_bytes"]:
+        assert all(peak > 0 for peak in rank), "the device's memory was used"

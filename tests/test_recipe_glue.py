@@ -238,7 +238,6 @@ NLI = ("entailment", "neutral", "contradiction")
 HUB_TASKS = {  # text columns, labels, sets of validation and of test data
     "stsb": (("sentence1", "sentence2"), (), ("",)),
     "mnli": (("premise", "hypothesis"), NLI, ("_matched", "_mismatched")),
-    "wnli": (("sentence1", "sentence2"), ("not_entailment", "entailment"), ("",)),
 }
 
 
