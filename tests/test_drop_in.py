@@ -78,14 +78,6 @@ def test_methods_of_the_users_own_do_on_one_process_what_they_do_in_the_stock_tr
     assert outcome.metrics["eval_loss"] == pytest.approx(expected.metrics["eval_loss"], abs=1e-5)
 
 
-def test_an_optimizer_that_was_made_before_the_training_is_the_one_that_trains() -> None:
-    trainer = alone(ALONE)
-    trainer.create_optimizer_and_scheduler(3)
-    made = trainer.optimizer
-    assert_same_training([outcome_of(trainer)], reference(0, 1, ALONE))
-    assert trainer.optimizer.optimizer is made and trainer.model_wrapped is trainer.model
-
-
 MADE_BEFORE = (None, MakesItsOptimizer)
 
 
@@ -129,15 +121,8 @@ class ShufflesItself:
         return DataLoader(self.train_dataset, **options)
 
 
-class ListsBatches:
-    def get_train_dataloader(self):  # type: ignore[no-untyped-def]
-        samples = [self.train_dataset[index] for index in range(40)]
-        return [self.data_collator(samples[start : start + 5]) for start in range(0, 40, 5)]
-
-
-@pytest.mark.parametrize("mixin", [ShufflesItself, *slow(ListsBatches)])
-def test_a_training_loader_of_the_users_own_does_in_one_process(mixin: type) -> None:
-    run = replace(ALONE, epochs=2, trainer=mixin).with_options(remove_unused_columns=False, max_steps=11)
+def test_a_training_loader_of_the_users_own_does_in_one_process() -> None:
+    run = replace(ALONE, epochs=2, trainer=ShufflesItself).with_options(remove_unused_columns=False, max_steps=11)
     assert_same_training([outcome_of(alone(run))], reference(0, 1, run))
 
 

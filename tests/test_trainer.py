@@ -159,16 +159,21 @@ def interrupt_and_resume(rank: int, world_size: int, run: Run, before: int, afte
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "before", "after"),
-    [("causal-lm", 2, 4), ("text-classification", 1, 4), ("image-classification", 4, 2)],
+    ("kind", "before", "after", "optim"),
+    [
+        ("causal-lm", 2, 4, "adafactor"),
+        ("text-classification", 1, 4, "adamw_torch"),
+        ("image-classification", 4, 2, "adamw_torch"),
+    ],
 )
-def test_resumes_in_another_layout(kind: Any, before: int, after: int, tmp_path: Path) -> None:
-    """Interrupted in the second epoch, between two batches; AdamW's state, schedule and data go on.
+def test_resumes_in_another_layout(kind: Any, before: int, after: int, optim: str, tmp_path: Path) -> None:
+    """Interrupted in the second epoch, between two batches; the optimizer's state, schedule and data go on.
 
     ViT's published names are others than its own: the stock Trainer would leave the layers as they are.
     """
-    undisturbed = run_ranks(reference, 1, Run(kind))[0]
-    assert_same_training(run_ranks(interrupt_and_resume, WORLD, Run(kind), before, after, str(tmp_path)), undisturbed)
+    run = Run(kind).with_options(optim=optim)
+    undisturbed = run_ranks(reference, 1, run)[0]
+    assert_same_training(run_ranks(interrupt_and_resume, WORLD, run, before, after, str(tmp_path)), undisturbed)
     if kind == "image-classification":
         assert any("encoder" in name for name in load_file(tmp_path / "checkpoint-4" / "model.safetensors"))
 

@@ -51,6 +51,7 @@ def test_equal_or_refused_in_other_layouts(group, part):
 IN_SHORT = (
     "mixup inside forward",
     "noise and deep supervision in training",
+    "ema teacher updated in forward",
     "collator with its own generator",
     "supervised contrastive",
     "class weights in training only",

@@ -149,7 +149,7 @@ class MixesInForward(Classifier):
         return {"loss": loss, "logits": logits}
 
 
-@case("model with state", is_taped=True)
+@case("model with state", is_taped=True, expect="refused", because="random numbers before its layers")
 def mixup_inside_forward(setting: Setting) -> Job:
     """Manifold mixup with `torch.randperm` in the model's own forward."""
     return Job(model=built(MixesInForward, setting.tape))

@@ -86,7 +86,7 @@ class EMATeacher(Classifier):
         return {"loss": F.cross_entropy(logits, labels) + near, "logits": logits}
 
 
-@case("model with state", layouts=("one", "K2"))
+@case("model with state", layouts=("one", "K2"), because="changes the parameter average")
 def ema_teacher_updated_in_forward(setting: Setting) -> Job:
     """BYOL, MoCo: parameters without gradient, which each forward moves."""
     return Job(model=built(EMATeacher))
