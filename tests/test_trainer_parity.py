@@ -34,10 +34,9 @@ IN_SHORT = [
     ("bert", 2, 1, "1f1b"),
     ("llama-tied", 2, 2, "gpipe"),
     ("t5", 4, 2, "1f1b"),
-    ("llama-tied", 2, 2, "interleaved1f1b"),
-    ("bert", 2, 2, "zbv"),
 ]
-"""Those of `make test`: each number of stages, each schedule, tied weights, two stacks of layers."""
+"""Those of `make test`: each number of stages, tied weights, two stacks of layers. Interleaved schedules are those of
+`test_virtual_stages.py`."""
 
 
 @pytest.mark.parametrize(
