@@ -1,6 +1,6 @@
 """A training that freezes layers and caches what they give; `test_core.py` runs it where no extra is installed.
 
-    torchrun --nproc_per_node 2 tests/core_job.py 2 FOLDER
+    accelerate launch --config_file accelerate_configs/cpu_2.yaml tests/core_job.py 2 FOLDER
 
 There is a stage for each process. FOLDER/outcome.pt is what it leaves behind, with the cache's hit rates.
 """
@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS), *(str(folder) for folder in TESTS.iterdir() if folder.is_dir())]
 
 import torch  # noqa: E402
-from test_cache_control import trainer_of  # noqa: E402
+from cached_runs import trainer_of  # noqa: E402
 from training_runs import WORLD, Run, outcome_of  # noqa: E402
 
 RUN = Run(samples=64, epochs=4, accumulation=1)

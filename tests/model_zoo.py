@@ -161,17 +161,6 @@ def image_segmentation(rows: int, generator: torch.Generator) -> Batch:
     return {"pixel_values": pixel_values, "labels": torch.randint(0, 2, (rows, 16, 16), generator=generator)}
 
 
-def masked_image(rows: int, generator: torch.Generator) -> Batch:
-    """The noise decides which patches are masked; the model would draw it itself otherwise."""
-    pixel_values = torch.randn(rows, 3, 16, 16, generator=generator)
-    return {"pixel_values": pixel_values, "noise": torch.rand(rows, 16, generator=generator)}
-
-
-def video_classification(rows: int, generator: torch.Generator) -> Batch:
-    pixel_values = torch.randn(rows, 4, 3, 16, 16, generator=generator)
-    return {"pixel_values": pixel_values, "labels": _class_labels(rows, generator)}
-
-
 def wave_classification(rows: int, generator: torch.Generator, samples: int = 400) -> Batch:
     lengths = torch.tensor([samples - 100 * (row % 3) for row in range(rows)])
     attention_mask = (torch.arange(samples) < lengths[:, None]).long()
@@ -383,14 +372,6 @@ _decoder(
 _decoder("llama", "LlamaForCausalLM")
 _decoder("llama-tied", "LlamaForCausalLM", **DECODER, tie_word_embeddings=True)
 _decoder("llama-classification", "LlamaForSequenceClassification", text_classification)
-_decoder(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    **DECODER,
-    use_sliding_window=True,
-    sliding_window=3,
-    max_window_layers=2,
-)
 _decoder("mistral", "MistralForCausalLM", **DECODER, sliding_window=4)
 _decoder("gemma2", "Gemma2ForCausalLM", **DECODER, head_dim=8, sliding_window=4)
 _decoder("mixtral", "MixtralForCausalLM", **DECODER, **EXPERTS)
@@ -402,7 +383,6 @@ _decoder(
     output_router_logits=True,
     router_aux_loss_coef=0.5,  # large, so that it shows
 )
-_decoder("gpt-neox", "GPTNeoXForCausalLM", **_without(DECODER, "num_key_value_heads"))
 _decoder("bloom", "BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=16, n_layer=4, n_head=2)
 _decoder("mamba", "MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=4)
 _decoder(
@@ -416,32 +396,6 @@ _decoder(
     num_experts=2,
     mamba_d_state=4,
     use_mamba_kernels=False,
-)
-_decoder(
-    "deepseek-v3",
-    "DeepseekV3ForCausalLM",
-    **{**DECODER, "num_key_value_heads": 2},
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    n_group=1,
-    topk_group=1,
-    moe_intermediate_size=8,
-    q_lora_rank=8,
-    kv_lora_rank=8,
-    qk_rope_head_dim=4,
-    qk_nope_head_dim=4,
-    v_head_dim=8,
-    first_k_dense_replace=1,
-    n_shared_experts=1,
-)
-_decoder(
-    "gpt-oss",
-    "GptOssForCausalLM",
-    **DECODER,
-    head_dim=8,
-    num_local_experts=2,
-    num_experts_per_tok=1,
-    sliding_window=4,
 )
 
 # Encoder-decoders
@@ -457,13 +411,6 @@ _add(
 # Vision
 _add("vit", "ViTForImageClassification", image_classification, **VISION)
 _add(
-    "beit-shared-bias",
-    "BeitForImageClassification",
-    image_classification,
-    **VISION,
-    use_shared_relative_position_bias=True,
-)
-_add(
     "swin",
     "SwinForImageClassification",
     image_classification,
@@ -473,40 +420,6 @@ _add(
     depths=[2, 2, 2],
     num_heads=[1, 2, 2],
     window_size=2,
-)
-_add(
-    "segformer",
-    "SegformerForImageClassification",
-    image_classification,
-    num_encoder_blocks=2,
-    depths=[2, 2],
-    sr_ratios=[2, 1],
-    hidden_sizes=[8, 16],
-    patch_sizes=[3, 3],
-    strides=[2, 2],
-    num_attention_heads=[1, 2],
-    mlp_ratios=[2, 2],
-    decoder_hidden_size=8,
-)
-_add(
-    "vit-mae",
-    "ViTMAEForPreTraining",
-    masked_image,
-    **VISION,
-    decoder_num_attention_heads=2,
-    decoder_hidden_size=16,
-    decoder_num_hidden_layers=2,
-    decoder_intermediate_size=24,
-    mask_ratio=0.5,
-)
-_add(
-    "videomae",
-    "VideoMAEForVideoClassification",
-    video_classification,
-    **VISION,
-    num_frames=4,
-    tubelet_size=2,
-    use_mean_pooling=True,
 )
 _add(
     "convnext",
@@ -623,13 +536,4 @@ _refuse(
     max_position_embeddings=40,
     encoder_layerdrop=0.5,
     decoder_layerdrop=0.5,
-)
-_refuse(
-    "wav2vec2-layerdrop",
-    "Wav2Vec2ForSequenceClassification",
-    wave_classification,
-    "each process would draw other layers to skip",
-    **WAVE,
-    layerdrop=0.5,
-    mask_time_prob=0.0,
 )

@@ -45,8 +45,6 @@ def _rotary(kind: str, **more: Any) -> dict[str, Any]:
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "llama": _BASE,
     "gpt2": {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 64},
-    "qwen2": _BASE,
-    "qwen3": {**_BASE, "head_dim": 8},
     "mistral": {**_BASE, "sliding_window": 9},
     "opt": {
         "vocab_size": VOCABULARY,
@@ -65,16 +63,13 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 8,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
-    "phi3": {**_BASE, "sliding_window": 9},
     "mixtral": {**_BASE, **_EXPERTS, "sliding_window": None},
     "llama4_text": {**_BASE, **_EXPERTS, "head_dim": 8, "attention_chunk_size": 8, "intermediate_size_mlp": 48},
-    "gpt_neox": {**_BASE},
     "llama/dynamic": {**_BASE, "max_position_embeddings": 24, **_rotary("dynamic")},
     "llama/longrope": {
         **_BASE,
         **_rotary("longrope", original_max_position_embeddings=24, short_factor=[1.0] * 4, long_factor=[4.0] * 4),
     },
-    "llama/yarn": {**_BASE, **_rotary("yarn", original_max_position_embeddings=24)},
 }
 
 

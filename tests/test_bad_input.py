@@ -266,12 +266,7 @@ def test_longer_than_the_model_allows_where_slices_are_timed_on_it() -> None:
     assert_one_failed(errors_of(case, 2), ValueError, "samples of 400 tokens, but GPT2LMHeadModel supports at most 40")
 
 
-@pytest.mark.parametrize(("stages", "workers"), [(2, 1), *slow((1, 1), (1, 0))])
-def test_unreadable_later(stages: int, workers: int) -> None:
-    """Replicas read rows of their own; the stages of one pipeline read the same ones."""
-    errors = errors_of(Case(samples=24, at=LATE, how="raises", options={"dataloader_num_workers": workers}), stages)
-    words = f"row {LATE} cannot be read"
-    if stages == 1:
-        assert_one_failed(errors, LookupError, words)
-    else:
-        assert all(type(error) is LookupError and words in str(error) for error in errors), errors
+def test_unreadable_later() -> None:
+    """By a worker; the stages of one pipeline read the same rows."""
+    for error in errors_of(Case(samples=24, at=LATE, how="raises", options={"dataloader_num_workers": 1}), 2):
+        assert type(error) is LookupError and f"row {LATE} cannot be read" in str(error)

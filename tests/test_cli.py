@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from selection import few
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
@@ -33,17 +32,13 @@ def inspect_json(*arguments: str) -> dict[str, Any]:
 
 # model type -> class by default, number of units, parameters in millions
 FAMILIES = {
-    "bert": ("BertForSequenceClassification", 12, 109),
-    "albert": ("AlbertForSequenceClassification", 12, 223),
     "gpt2": ("GPT2LMHeadModel", 12, 124),
-    "mixtral": ("MixtralForCausalLM", 32, 46703),
     "t5": ("T5ForConditionalGeneration", 12, 61),
     "vit": ("ViTForImageClassification", 12, 86),
-    "whisper": ("WhisperForConditionalGeneration", 8, 38),
 }
 
 
-@pytest.mark.parametrize("model_type", few(FAMILIES, "gpt2", "t5", "vit"))
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_inspect_default_configurations(model_type: str) -> None:
     name, num_units, millions = FAMILIES[model_type]
     report = inspect_json(model_type)

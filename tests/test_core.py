@@ -67,13 +67,12 @@ def test_each_module_but_the_reports_figures_is_imported_without_the_extras(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
-def test_freezing_and_the_cache_need_no_extra(
-    stages: int, environment: dict[str, str], free_port: int, tmp_path: Path
-) -> None:
+def test_freezing_and_the_cache_need_no_extra(stages: int, environment: dict[str, str], tmp_path: Path) -> None:
+    """Also as the documentation starts it: by `accelerate launch` with a file of accelerate_configs/."""
     folder = tmp_path / "run"
     (expected,) = run_ranks(freezing_reference, 1, RUN, TABLE)
-    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={stages}", f"--master_port={free_port}"]
-    launcher = [sys.executable, *(torchrun if stages > 1 else [])]
+    accelerate = ["-m", "accelerate.commands.launch", f"--config_file={ROOT / 'accelerate_configs' / 'cpu_2.yaml'}"]
+    launcher = [sys.executable, *(accelerate if stages > 1 else [])]
     output_of([*launcher, str(JOB), str(stages), str(folder)], environment, tmp_path)
     outcome = torch.load(folder / "outcome.pt", weights_only=False)
     assert_same_training([outcome], expected)

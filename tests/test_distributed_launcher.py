@@ -7,14 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-import distributed
 import pytest
 import torch
-import transformers
 from distributed import (
-    RankDiedError,
     RankTimeoutError,
-    launch_ranks,
     patient,
     run_ranks,
     run_ranks_expecting_error,
@@ -26,50 +22,11 @@ def restore_replaced(rank, world_size, *args, **kwargs):
     return rank, world_size, args, kwargs
 
 
-def sum_over_ranks(rank, world_size, length):
-    torch.distributed.init_process_group("gloo")
-    tensor = torch.full((length,), float(rank))
-    torch.distributed.all_reduce(tensor)
-    return tensor.requires_grad_()
-
-
-def describe_environment(rank, world_size):
-    arguments = transformers.TrainingArguments("output", use_cpu=True)
-    torch.distributed.barrier()  # one that left now would be missed by the other, which still connects
-    return {
-        "rank": arguments.process_index,
-        "local_rank": arguments.local_process_index,
-        "world_size": arguments.world_size,
-        "backend": torch.distributed.get_backend(),
-        "threads": torch.get_num_threads(),
-        "environ": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TASTE")},
-    }
-
-
 def fail_on(rank, world_size, failing_rank):
     torch.distributed.init_process_group("gloo")
     if rank == failing_rank:
         raise KeyError("the cause")
     torch.distributed.all_reduce(torch.ones(1))
-
-
-def wait_for_a_failed_rank(rank, world_size):
-    if rank == 1:
-        raise ValueError("the cause")
-    time.sleep(600)
-
-
-class Unpicklable(Exception):
-    def __init__(self, number, text):
-        super().__init__(text)
-
-
-def raise_unpicklable(rank, world_size):
-    raise Unpicklable(1, "two arguments, of which it keeps one")
-
-
-def raise_own_number(rank, world_size):
-    raise IndexError(rank)
 
 
 def hang(rank, world_size, folder=None):
@@ -85,10 +42,6 @@ def stop(rank, world_size, folder):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def kill_itself(rank, world_size):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def is_alive(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -97,49 +50,12 @@ def is_alive(pid):
     return state != "Z"
 
 
-def test_all_reduce_over_four_ranks():
-    for total in run_ranks(sum_over_ranks, 4, 100_000):  # larger than a pipe's buffer
-        assert torch.equal(total, torch.full((100_000,), 6.0))
-
-
-def test_environment_makes_accelerate_start_gloo():
-    for rank, seen in enumerate(run_ranks(describe_environment, 2, env={"TASTE": "salty"})):
-        assert seen == {
-            "rank": rank,
-            "local_rank": rank,
-            "world_size": 2,
-            "backend": "gloo",
-            "threads": 1,
-            "environ": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TASTE": "salty"},
-        }
-
-
 def test_the_cause_is_raised_and_not_its_consequences():
     failing_rank = 2
     with pytest.raises(KeyError, match="the cause") as caught:
         run_ranks(fail_on, 3, failing_rank)
     assert f"on rank {failing_rank}" in str(caught.value.__cause__)
     assert "in fail_on" in str(caught.value.__cause__)
-
-
-def test_ranks_that_wait_for_a_failed_one_are_killed():
-    start = time.monotonic()
-    outcomes = launch_ranks(wait_for_a_failed_rank, 2, seconds_after_error=0.2)
-    assert time.monotonic() - start < 60 * slowness()
-    assert isinstance(outcomes[0].error, RankTimeoutError)
-    assert "0.2 s after rank 1 had failed" in str(outcomes[0].error)
-    assert isinstance(outcomes[1].error, ValueError)
-
-
-def test_an_exception_that_cannot_travel_is_described():
-    with pytest.raises(distributed.RemoteError, match="Unpicklable: two arguments"):
-        run_ranks(raise_unpicklable, 2)
-
-
-def test_errors_of_all_ranks():
-    errors = run_ranks_expecting_error(raise_own_number, 3)
-    assert [type(error) for error in errors] == [IndexError] * 3
-    assert [error.args for error in errors] == [(0,), (1,), (2,)]
 
 
 def test_a_rank_that_raises_nothing_is_noticed():
@@ -155,12 +71,6 @@ def test_a_hang_is_killed_in_time_and_shown(tmp_path):
     assert "rank 1 goes to sleep" in str(caught.value)
     assert "in hang" in str(caught.value)  # its stack
     assert not any(is_alive(int(file.read_text())) for file in tmp_path.glob("*.pid"))
-
-
-def test_a_killed_rank_is_reported_with_its_signal():
-    with pytest.raises(RankDiedError, match="rank 0 ended with exit code -9") as caught:
-        run_ranks(kill_itself, 1)
-    assert caught.value.exitcode == -signal.SIGKILL
 
 
 def test_no_rank_outlives_a_killed_test_session(tmp_path):

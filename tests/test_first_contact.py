@@ -51,7 +51,7 @@ def runs(pid: int) -> bool:
 def test_what_fails_is_recorded_and_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_contact, "LEAST_SECONDS", 0.1)
     wanted = ("machine", "parity", "cache", "overflow")
-    code, results = run_with(monkeypatch, tmp_path, "--minutes", "0.4", "--steps", *wanted)
+    code, results = run_with(monkeypatch, tmp_path, "--minutes", "0.2", "--steps", *wanted)
     steps = results["steps"]
     assert code == 1
     assert {name: step["status"] for name, step in steps.items()} == {
@@ -63,30 +63,24 @@ def test_what_fails_is_recorded_and_does_not_stop_the_others(tmp_path: Path, mon
     assert "ValueError: this step fails" in steps["machine"]["error"]
     assert all(step["figures"] == {"step": name} for name, step in steps.items())  # also of those that were ended
     assert not runs(int((tmp_path / "child").read_text()))  # what the step had started has ended with it
-    assert results["date"] and results["options"]["minutes"] == 0.4
+    assert results["date"] and results["options"]["minutes"] == 0.2
 
 
 # ---------------------------------------------------------------------------------------------------------
 # All steps
 # ---------------------------------------------------------------------------------------------------------
-def figures_of(folder: Path, *arguments: str, **environment: str) -> dict[str, Any]:
-    """The figures of each step, in a process of its own; it has failed if a step has."""
-    output = folder / "results.json"
-    paths = (environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH", ""))
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    command = [sys.executable, first_contact.__file__, "--out", str(output), "--minutes", "10", *arguments]
-    run = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    steps = json.loads(output.read_text())["steps"]
-    broken = {name: step for name, step in steps.items() if step["status"] != "passed"}
-    assert run.returncode == 0 and not broken, json.dumps(broken, indent=1)
-    return {name: step["figures"] for name, step in steps.items()}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(650)
 @pytest.mark.faults  # it takes minutes
 def test_all_steps_on_the_cpu(tmp_path: Path) -> None:
-    figures = figures_of(tmp_path, "--use_cpu")
+    output = tmp_path / "results.json"
+    command = [sys.executable, first_contact.__file__, "--out", str(output), "--minutes", "10", "--use_cpu"]
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=False)
+    steps = json.loads(output.read_text())["steps"]
+    broken = {name: step for name, step in steps.items() if step["status"] != "passed"}
+    assert run.returncode == 0 and not broken, json.dumps(broken, indent=1)
+    figures = {name: step["figures"] for name, step in steps.items()}
     assert list(figures) == list(first_contact.NAMES)
     assert figures["machine"]["device"] == "cpu"
     assert figures["parity"]["ours_differs_from_stock_by"] == 0.0
@@ -109,19 +103,35 @@ REGISTERING = """
 """What each Python of the script runs first (`sitecustomize`), so that Accelerate knows the device."""
 
 
+IN_STAGES_OR_ALONE = """
+    import argparse, json, os, sys
+    import first_contact
+
+    options = argparse.Namespace(model_size="tiny", use_cpu=False)
+    if "RANK" in os.environ:
+        first_contact.as_rank(options, {"folder": sys.argv[1], "arguments": {}, "driven": True})
+    else:
+        watched = {"compute_loss": first_contact.of_the_user}
+        found = first_contact.train(options, True, dropout=0.0, watched=watched)
+        json.dump(found, open(os.path.join(sys.argv[1], "alone.json"), "w"))
+"""
+"""What the step `two_stages` trains on a device with a loss of the user's."""
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(650)
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(fake_device.compiler() is None, reason="there is no C++ compiler")
-def test_steps_on_a_device_that_behaves_like_an_accelerator(tmp_path: Path) -> None:
+def test_two_stages_on_a_device_that_behaves_like_an_accelerator(tmp_path: Path) -> None:
     """With it, what processes send each other is copied through the host's memory, as on one GPU."""
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(REGISTERING))
-    figures = figures_of(
-        tmp_path,
-        *("--model_size", "tiny", "--steps", "machine", "cache", "two_stages"),
-        PYTHONPATH=os.pathsep.join([str(tmp_path), str(Path(fake_device.__file__).parent)]),
-        FAKE_DEVICE=str(fake_device.build()),
-        **fake_device.ENVIRONMENT,
-    )
-    assert figures["machine"]["device"] == "fake:0"
-    filled, *_, read = figures["cache"]["f4"]["on"]["peak_bytes"]
-    assert read < filled
+    script = tmp_path / "in_stages_or_alone.py"
+    script.write_text(textwrap.dedent(IN_STAGES_OR_ALONE))
+    folders = (tmp_path, Path(fake_device.__file__).parent, ROOT, ROOT / "benchmarks")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), **fake_device.ENVIRONMENT}
+    environment["FAKE_DEVICE"] = str(fake_device.build())
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]):
+        subprocess.run([sys.executable, *launcher, str(script), str(tmp_path)], env=environment, check=True)
+    alone, *ranks = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("alone", "rank0", "rank1"))
+    for rank in ranks:
+        assert first_contact.difference(rank["losses"], alone["losses"]) < first_contact.LARGEST_DIFFERENCE
+        assert 0 < max(rank["peak_bytes"]) < max(alone["peak_bytes"]), "of the device's memory"

@@ -437,12 +437,6 @@ def check_cases(seeds: range, processes: int) -> None:
     assert counts["trained"] + counts["froze"] >= LEAST_TRAINED * len(seeds)
 
 
-@pytest.mark.parametrize(("processes", "seeds"), [(1, range(103, 110)), (2, range(108, 114))], ids=["1", "2"])
-@pytest.mark.slow
-def test_what_is_accepted_trains(processes: int, seeds: range) -> None:
-    check_cases(seeds, processes)
-
-
 @pytest.mark.faults
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("first", range(100, 200, 25))

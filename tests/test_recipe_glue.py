@@ -204,29 +204,13 @@ def test_classes_from_end_to_end(tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["label2id"] == {"bad": 0, "good": 1}
 
-    run_ranks(
-        apply,
-        1,
-        str(tmp_path),
-        "--do_predict",
-        "--test_file",
-        f"{tmp_path}/test.jsonl",
-        "--output_dir",
-        f"{tmp_path}/again",
-    )
+    folder = str(tmp_path)
+    again = ("--output_dir", f"{folder}/again")
+    run_ranks(apply, 1, folder, "--do_predict", "--test_file", f"{folder}/test.jsonl", *again)
     assert predictions_of(tmp_path, "again") == predictions
     good = [line for line in (tmp_path / "validation.jsonl").read_text().splitlines() if '"good"' in line]
     (tmp_path / "good.jsonl").write_text("\n".join(good))
-    (alone,) = run_ranks(
-        apply,
-        1,
-        str(tmp_path),
-        "--do_eval",
-        "--validation_file",
-        f"{tmp_path}/good.jsonl",
-        "--output_dir",
-        f"{tmp_path}/again",
-    )
+    (alone,) = run_ranks(apply, 1, folder, "--do_eval", "--validation_file", f"{folder}/good.jsonl", *again)
     assert alone["eval_accuracy"] == pytest.approx(
         np.mean([p == "good" for p, r in zip(predictions, references, strict=True) if r == "good"])
     )
@@ -238,7 +222,6 @@ NLI = ("entailment", "neutral", "contradiction")
 HUB_TASKS = {  # text columns, labels, sets of validation and of test data
     "stsb": (("sentence1", "sentence2"), (), ("",)),
     "mnli": (("premise", "hypothesis"), NLI, ("_matched", "_mismatched")),
-    "wnli": (("sentence1", "sentence2"), ("not_entailment", "entailment"), ("",)),
 }
 
 

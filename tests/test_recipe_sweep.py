@@ -19,17 +19,9 @@ pytest.importorskip("datasets")
 SMALL = [
     *("--config_overrides", "num_hidden_layers=4,hidden_size=32,num_attention_heads=2,intermediate_size=64"),
     *("--generated_data", "64", "--max_seq_length", "16", "--do_train", "--do_eval", "--max_eval_samples", "16"),
-    *(
-        "--num_train_epochs",
-        "1",
-        "--per_device_train_batch_size",
-        "8",
-        "--report_to",
-        "none",
-        "--disable_tqdm",
-        "true",
-    ),
-    *("--freeze_policy", "schedule", "--freeze_schedule", '{"0": 3}', "--activation_cache", "on"),
+    *("--num_train_epochs", "1", "--per_device_train_batch_size", "8"),
+    *("--report_to", "none", "--disable_tqdm", "true", "--activation_cache", "on"),
+    *("--freeze_policy", "schedule", "--freeze_schedule", '{"0": 3}'),
 ]
 
 

@@ -36,12 +36,6 @@ def four_processes(monkeypatch):
     monkeypatch.setattr(training_args, "os", SimpleNamespace(environ={**os.environ, "WORLD_SIZE": "4"}))
 
 
-def test_a_loss_adds_up_in_one_of_two_ways(tmp_path):
-    assert make(tmp_path).loss_reduction is None and make(tmp_path, loss_reduction="sum").loss_reduction == "sum"
-    with pytest.raises(ValueError, match=r"loss_reduction='average' .* 'sum', 'mean'"):
-        make(tmp_path, loss_reduction="average")
-
-
 def test_defaults(tmp_path):
     args = make(tmp_path)
     assert pipeline_fields(args) == (1, "1f1b", "auto")
@@ -59,12 +53,6 @@ class TestSources:
         (args,) = HfArgumentParser(PipeTransformerTrainingArguments).parse_args_into_dataclasses(words.split())
         assert pipeline_fields(args) == self.EXPECTED
 
-    def test_auto_on_the_command_line(self, tmp_path):
-        words = f"--output_dir {tmp_path} --pipeline_parallel_size auto --num_microbatches auto"
-        (args,) = HfArgumentParser(PipeTransformerTrainingArguments).parse_args_into_dataclasses(words.split())
-        assert pipeline_fields(args) == ("auto", "1f1b", "auto")
-        assert args.uses_pipeline
-
     @pytest.mark.parametrize("size", ["2", "'2'"])
     def test_yaml(self, tmp_path, size):
         file = tmp_path / "run.yaml"
@@ -74,20 +62,12 @@ class TestSources:
         (args,) = HfArgumentParser(PipeTransformerTrainingArguments).parse_yaml_file(str(file))
         assert pipeline_fields(args) == self.EXPECTED
 
-    def test_json(self, tmp_path):
-        file = tmp_path / "run.json"
-        fields = {"pipeline_parallel_size": 2, "pipeline_schedule": "gpipe", "num_microbatches": 8}
-        file.write_text(json.dumps({"output_dir": str(tmp_path), **fields}))
-        (args,) = HfArgumentParser(PipeTransformerTrainingArguments).parse_json_file(str(file))
-        assert pipeline_fields(args) == self.EXPECTED
-
-    @pytest.mark.parametrize("size", [2, "auto"])
-    def test_there_and_back(self, tmp_path, size):
-        args = make(tmp_path, pipeline_parallel_size=size, num_microbatches=4)
+    def test_there_and_back(self, tmp_path):
+        args = make(tmp_path, pipeline_parallel_size="auto", num_microbatches=4)
         again = PipeTransformerTrainingArguments(**args.to_dict())
-        assert pipeline_fields(again) == pipeline_fields(args) == (size, "1f1b", 4)
+        assert pipeline_fields(again) == pipeline_fields(args) == ("auto", "1f1b", 4) and args.uses_pipeline
         assert again.to_dict() == args.to_dict()
-        assert json.loads(args.to_json_string())["pipeline_parallel_size"] == size
+        assert json.loads(args.to_json_string())["pipeline_parallel_size"] == "auto"
         assert args.to_sanitized_dict()["num_microbatches"] == 4
 
     @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_kwargs` is deprecated")
@@ -119,33 +99,10 @@ def test_virtual_stages_belong_to_an_interleaved_schedule(
         make(tmp_path, **options)
 
 
-EXCLUDED: dict[str, Any] = {
-    "fsdp": "shard_grad_op",
-    "deepspeed": "ds.json",
-    "torch_compile": True,
-    "torch_compile_backend": "inductor",
-    "torch_compile_mode": "default",
-    "fp16_full_eval": True,
-    "bf16_full_eval": True,
-    "auto_find_batch_size": True,
-    "train_sampling_strategy": "batch_rebalance",
-}
-
-
 @pytest.mark.usefixtures("four_processes")
-@pytest.mark.parametrize("name", EXCLUDED)
-def test_what_excludes_a_pipeline(tmp_path, name, size="auto"):
-    with pytest.raises(ValueError) as caught:
-        make(tmp_path, pipeline_parallel_size=size, **{name: EXCLUDED[name]})
-    message = str(caught.value)
-    assert message.startswith(f"{name}={EXCLUDED[name]!r} cannot be combined with pipeline_parallel_size={size}: ")
-
-
-@pytest.mark.usefixtures("four_processes")
-@pytest.mark.parametrize("optim", ["adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
-def test_optimizers_that_step_inside_the_backward(tmp_path, optim):
-    with pytest.raises(ValueError, match=f"optim='{optim}' cannot be combined.*adamw_torch"):
-        make(tmp_path, pipeline_parallel_size=2, optim=optim)
+def test_an_optimizer_that_steps_inside_the_backward(tmp_path):
+    with pytest.raises(ValueError, match=r"optim='apollo_adamw_layerwise' cannot be combined.*adamw_torch"):
+        make(tmp_path, pipeline_parallel_size=2, optim="apollo_adamw_layerwise")
 
 
 @pytest.mark.usefixtures("four_processes")
@@ -164,11 +121,10 @@ def test_more_than_one_device_in_a_process(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("four_processes")
-@pytest.mark.parametrize("size", [3, 8])
-def test_stages_that_do_not_divide_the_processes(tmp_path, size, monkeypatch):
-    args = make(tmp_path, pipeline_parallel_size=size)
+def test_stages_that_do_not_divide_the_processes(tmp_path, monkeypatch):
+    args = make(tmp_path, pipeline_parallel_size=3)
     monkeypatch.setattr(PipeTransformerTrainingArguments, "world_size", property(lambda self: 4))
-    with pytest.raises(ValueError, match=rf"={size} does not divide the 4 processes. Set it to one of 1, 2, 4.*MULTI"):
+    with pytest.raises(ValueError, match=r"=3 does not divide the 4 processes. Set it to one of 1, 2, 4.*MULTI"):
         args.refuse_impossible_layout(None)
     model = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=2))
     told = r"does not divide the 4 processes. The model has 2 layers.*Set it to one of 1, 2\. \(On CPU"
@@ -192,16 +148,6 @@ def test_a_checkpoint_that_does_not_exist_is_refused(tmp_path):
         train(str(tmp_path / "checkpoint-7"))
     for known in ("last", str(tmp_path)):
         train(known)
-
-
-def test_one_process_is_told_how_to_start_more(tmp_path):
-    with pytest.raises(ValueError) as caught:
-        make(tmp_path, pipeline_parallel_size=4)
-    message = str(caught.value)
-    for words in ("only one process runs", "accelerate launch --num_processes 4", "torchrun --nproc_per_node 4"):
-        assert words in message
-    for trap in ("accelerate launch --cpu", "MULTI_CPU", "MULTI_GPU"):
-        assert trap in message
 
 
 @pytest.mark.parametrize("name", ["fp16_full_eval", "bf16_full_eval", "auto_find_batch_size", "torch_compile"])

@@ -150,10 +150,11 @@ def saving(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_the_users_folder_with_a_checkpoints_name_is_refused_on_all_processes(tmp_path: Path) -> None:
-    before = have_folders(tmp_path / "checkpoint-3")
+    before = have_folders(tmp_path / "checkpoint-6")
     for error in run_ranks_expecting_error(saving, 2, str(tmp_path)):
-        assert isinstance(error, ValueError) and "checkpoint-3 exists, but is not a checkpoint" in str(error)
-    assert_there(before, tmp_path / "checkpoint-3")
+        assert isinstance(error, ValueError) and "checkpoint-6 exists, but is not a checkpoint" in str(error)
+    assert_there(before, tmp_path / "checkpoint-6")
+    assert latest_valid(tmp_path)[0] == tmp_path / "checkpoint-3"
 
 
 @pytest.fixture(scope="module")
@@ -217,17 +218,10 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "stateful_callbacks is": lambda s: s.update(stateful_callbacks=[1]),
     "PipelineState is": lambda s: s["stateful_callbacks"].update(PipelineState=[1]),
     "PipelineState.attributes is missing": lambda s: s["stateful_callbacks"].update(PipelineState={"args": {}}),
-    "memory is": lambda s: pipeline_state(s).update(memory=[8]),
     "memory.step is": lambda s: pipeline_state(s)["memory"].update(step="8"),
-    "memory.order.rows is": lambda s: pipeline_state(s)["memory"]["order"].update(rows=0),
     "memory.order.shares": lambda s: pipeline_state(s)["memory"]["order"].update(shares=[]),
-    "memory.layout is": lambda s: pipeline_state(s)["memory"].update(layout=3),
     "an object with units": lambda s: pipeline_state(s)["memory"]["layout"].pop("units"),
-    "memory.layout.asked is missing": lambda s: pipeline_state(s)["memory"]["layout"].pop("asked"),
     "memory.layout.stages is 0": lambda s: pipeline_state(s)["memory"]["layout"].update(stages=0),
-    "memory.layout.bounds is": lambda s: pipeline_state(s)["memory"]["layout"].update(bounds=[]),
-    "memory.layout.num_frozen is": lambda s: pipeline_state(s)["memory"]["layout"].update(num_frozen=None),
-    "memory.num_frozen is": lambda s: freezing(s)["memory"].update(num_frozen=-1),
     "memory.num_decisions is missing": lambda s: freezing(s)["memory"].pop("num_decisions"),
     "memory.observed is": lambda s: freezing(s)["memory"].update(observed=[[1.0], []]),
 }
@@ -334,8 +328,8 @@ def record(folder: Path, event: dict[str, Any], metric: dict[str, Any] = METRIC)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("num_layers", "4"), ("global_step", None), ("pipeline_parallel_size", 0), ("stage_bounds", 3)),
-        *(("epoch", "x"), ("facts", []), ("event", 1), ("num_frozen_layers", 1e400), ("predicted", {"steps": [{}]})),
+        *(("num_layers", "4"), ("pipeline_parallel_size", 0), ("epoch", "x"), ("event", 1)),
+        *(("num_frozen_layers", 1e400), ("predicted", {"steps": [{}]})),
     ],
 )
 def test_a_damaged_event_is_named(field: str, value: Any, tmp_path: Path) -> None:
@@ -351,8 +345,6 @@ def test_a_damaged_event_is_named(field: str, value: Any, tmp_path: Path) -> Non
     ("metric", "field"),
     [
         ({**METRIC, "seconds": 3}, "seconds"),
-        ({**METRIC, "rows": None}, "rows"),
-        ({**METRIC, "run": 1}, "run"),
         ({**METRIC, "kind": "log", "values": [1]}, "values"),
         ({**METRIC, "kind": "end"}, "has_ended"),
         ([], "the content"),
@@ -414,13 +406,3 @@ def test_states_of_others_are_no_damage(checkpoint: Path) -> None:
 def test_a_store_that_is_kept_is_no_training_own(tmp_path: Path) -> None:
     """Although both are in one folder, as where `output_dir` is another training's `activation_cache_dir`."""
     assert current_file(tmp_path, "out", ["a"]).parent != current_file(None, str(tmp_path), ["a"]).parent
-
-
-def test_a_taken_name_is_refused_when_a_checkpoint_is_saved(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-4").mkdir()
-    (tmp_path / "checkpoint-4" / "optimizer.pt").write_text("mine")
-    trainer = pipeline_trainer(RUN.with_options(save_strategy="steps", save_steps=2), 1, str(tmp_path))
-    with pytest.raises(ValueError, match="checkpoint-4 exists, but is not a checkpoint"):
-        trainer.train()
-    assert latest_valid(tmp_path)[0] == tmp_path / "checkpoint-2"
-    assert (tmp_path / "checkpoint-4" / "optimizer.pt").read_text() == "mine"

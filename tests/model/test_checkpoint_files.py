@@ -29,10 +29,6 @@ def test_complete(sharded: Path) -> None:
     assert sorted(tensors) == sorted(json.loads((sharded / INDEX).read_text())["weight_map"])
 
 
-def shard_of(folder: Path, tensor: str) -> Path:
-    return folder / json.loads((folder / INDEX).read_text())["weight_map"][tensor]
-
-
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

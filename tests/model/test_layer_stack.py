@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from model_zoo import MODELS, REFUSED, Batch, RefusedModel, ZooModel
+from model_zoo import MODELS, Batch, ZooModel
 from selection import few
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -163,7 +163,7 @@ def test_every_cut_equals_the_uncut_model(name):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-@pytest.mark.parametrize("name", few(("gpt2", "t5", "vit", "mixtral"), "gpt2", "t5"))
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_cuts_with_gradient_checkpointing(name):
     stack, batch = discover(MODELS[name]), MODELS[name].batch()
     calls: list[nn.Module] = []
@@ -179,7 +179,7 @@ def test_cuts_with_gradient_checkpointing(name):
             assert len(calls) == 2 * calls_without_checkpointing  # computed again in the backward
 
 
-@pytest.mark.parametrize("name", few(("deberta-v2", "llama-tied", "mixtral", "vit"), "deberta-v2", "llama-tied"))
+@pytest.mark.parametrize("name", ["deberta-v2", "llama-tied"])
 def test_cuts_with_bfloat16_autocast(name):
     stack, batch = discover(MODELS[name]), MODELS[name].batch()
     with torch.autocast("cpu", torch.bfloat16):
@@ -253,18 +253,6 @@ def test_discovery_leaves_the_model_as_it_was():
     assert [module.training for module in model.modules()] == modes
     assert not any("forward" in vars(module) for module in model.modules())
     assert torch.equal(random_state, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_models(name):
-    refused: RefusedModel = REFUSED[name]
-    model = refused.build()
-    with pytest.raises(UnsupportedModelError) as caught:
-        LayerStack.discover(model, refused.batch(rows=2))
-    assert caught.value.model_name == type(model).__name__
-    assert type(model).__name__ in str(caught.value)
-    assert caught.value.remedy and caught.value.remedy in str(caught.value)
-    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def used_before(stack: LayerStack, boundary: int) -> list[str]:

@@ -51,13 +51,6 @@ def own(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
     return loss
 
 
-def weighted(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
-    logits = pooled(model, inputs)
-    weight = torch.ones(logits.shape[1])
-    weight[1] = 5
-    return F.cross_entropy(logits, classes(inputs), weight=weight)
-
-
 def contrastive(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
     z = F.normalize(pooled(model, inputs), dim=-1)
     return F.cross_entropy(z @ z.T / 0.5, (torch.arange(len(z)) + 1) % len(z))
@@ -86,23 +79,10 @@ def hard_samples(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
     return F.cross_entropy(pooled(model, hard), classes(hard))
 
 
-def calls_of_other_sizes(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
-    loss = pooled(model, inputs).pow(2).mean()
-    for row in range(3):
-        loss = loss + own(trainer, model, rows(inputs, slice(row, row + 1)))
-    return loss
-
-
 def running_average(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
     loss = own(trainer, model, inputs)
     trainer.average = 0.9 * getattr(trainer, "average", 1.0) + 0.1 * loss.item()
     return loss * trainer.average
-
-
-def later_term(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
-    output = model(**inputs)
-    loss: Tensor = output.loss + (output.logits.pow(2).mean() if trainer.state.global_step >= 1 else 0)
-    return loss
 
 
 def adversarial(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
@@ -199,14 +179,11 @@ LOSSES: dict[str, Loss] = {
     loss.__name__: loss
     for loss in (
         own,
-        weighted,
         contrastive,
         two_calls,
         clean_target,
         hard_samples,
-        calls_of_other_sizes,
         running_average,
-        later_term,
         adversarial,
         cached_gradients,
         last_hidden_state,
@@ -235,10 +212,8 @@ Case = tuple[str, str, int]
 """Kind of task, name of the loss, accumulated batches."""
 
 CASES: list[Case] = [("text-classification", name, 1) for name in LOSSES]
-CASES += [("text-classification", "contrastive", 2)]
-CASES += [("causal-lm", name, 1) for name in ("own", "contrastive", "cached_gradients")]
-CASES += [("seq2seq", name, 1) for name in ("own", "contrastive", "two_calls")]
-FOUR_STAGES = [("text-classification", name, 1) for name in ("two_calls", "cached_gradients", "backward_of_its_own")]
+CASES += [("text-classification", "contrastive", 2), ("causal-lm", "cached_gradients", 1), ("seq2seq", "two_calls", 1)]
+FOUR_STAGES = [("text-classification", name, 1) for name in ("cached_gradients", "backward_of_its_own")]
 
 
 @cache

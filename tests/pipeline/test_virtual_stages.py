@@ -50,8 +50,6 @@ class DeepRun(Run):
 
 
 RUNS: dict[str, Run] = {
-    "bert": DeepRun(),
-    "vit": DeepRun("image-classification"),
     "llama-tied": DeepRun("causal-lm").with_options(gradient_checkpointing=True),
     "gpt2-tied": DeepRun("causal-lm", model="gpt2"),
     "t5": Run("seq2seq"),  # its relative position biases belong to several virtual stages of each process
@@ -100,11 +98,8 @@ def in_parts(rank: int, world_size: int, run: Run, schedule: str, virtual: int) 
 CASES = [
     ("llama-tied", "interleaved1f1b", 2),
     ("llama-tied", "zbv", 2),
-    ("bert", "interleaved1f1b", 3),
     ("gpt2-tied", "interleaved1f1b", 3),
-    ("t5", "interleaved1f1b", 3),
     ("t5", "zbv", 2),
-    ("vit", "zbv", 2),
 ]
 
 
@@ -131,15 +126,13 @@ VIRTUAL = {0: 2, 1: 2, 2: 2, 5: 2, 6: 1}
 """Frozen layers -> virtual stages per stage."""
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule"), [("bert", "interleaved1f1b"), *slow(("llama", "zbv"), ("vit", "interleaved1f1b"))]
-)
+@pytest.mark.parametrize(("name", "schedule"), [("bert", "interleaved1f1b"), *slow(("llama", "zbv"))])
 def test_freezing_and_caching_equal_one_process(name: str, schedule: str, tmp_path: Path) -> None:
     """(2, 2) with two virtual stages each, which read cached layers and frozen ones that are not cached -> (1, 4).
 
     With ZBV the start is (4, 1).
     """
-    kinds: dict[str, Any] = {"bert": (), "llama": ("causal-lm", "llama"), "vit": ("image-classification",)}
+    kinds: dict[str, Any] = {"bert": (), "llama": ("causal-lm", "llama")}
     run = DeepRun(*kinds[name], epochs=6)
     results = run_ranks(cached_in_parts, WORLD, run, schedule, str(tmp_path))
     assert_same_training([outcome for outcome, _ in results], expected_of(run, TABLE))
@@ -171,7 +164,7 @@ OTHER: dict[str, Any] = {"stages": 4, "pipeline_schedule": "1f1b"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "then"), [(INTERLEAVED, OTHER), (OTHER, ZBV), (ZBV, ZBV)])
+@pytest.mark.parametrize(("first", "then"), [(INTERLEAVED, OTHER), (OTHER, ZBV)])
 def test_resumes_under_another_schedule(first: dict[str, Any], then: dict[str, Any], tmp_path: Path) -> None:
     run = DeepRun("causal-lm")
     outcomes = run_ranks(resumed, WORLD, run, str(tmp_path), first, then)

@@ -110,20 +110,6 @@ def test_a_plan_holds_the_whole_batch(
         assert all(n % (granularity or 16) == 0 for n in part.lengths[:-1])
 
 
-def test_later_slices_are_shorter() -> None:
-    """As in figure 4 of the paper; the first ones are as long as the rest of the row allows."""
-    (part,) = plan_slices([replace(USUAL, per_pair=1e-8)] * 24, 1, 2048, [1])
-    assert len(part.lengths) > 4
-    assert part.lengths[0] > 1.5 * part.lengths[-1]
-    assert all(n % 16 == 0 for n in part.lengths)
-
-
-def test_a_long_pipeline_gains_and_one_stage_does_not() -> None:
-    assert plan_slices([USUAL], 1, 2048, [1]) == (RowSlices(1, (2048,)),)
-    whole = step_seconds([USUAL] * 24, [RowSlices(1, (2048,))])
-    assert step_seconds([USUAL] * 24, plan_slices([USUAL] * 24, 1, 2048, [1])) < whole / 4
-
-
 @pytest.mark.parametrize(
     ("length", "asked", "slices"),
     [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks_expecting_error
-from selection import few
+from selection import slow
 from sliced_models import CONFIGURATIONS, batch_for, build, loss_of
 from torch import nn
 from training_runs import Run, pipeline_trainer
@@ -47,7 +47,7 @@ def sum_over_tokens(model: nn.Module) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("name", few(CONFIGURATIONS, "llama", "gpt2", "gemma2"))
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", *slow("opt", "llama4_text")])
 def test_families_are_accepted_and_left_as_they_were(name: str) -> None:
     model, batch = build(name), batch_for("left padding")
     parameter = next(model.parameters())

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
-from transformers import BatchEncoding, EarlyStoppingCallback
-from transformers.utils import ModelOutput
+from torch.utils.data import Dataset, Sampler, WeightedRandomSampler
+from transformers import BatchEncoding
 
 from ..kit import (
     PAD,
@@ -72,25 +70,6 @@ def curriculum_sampler_with_set_epoch(setting: Setting) -> Job:
     return Job(trainer=WithCurriculum)
 
 
-class Fewer:
-    def _get_train_sampler(self, *_: Any) -> Any:
-        return RandomSampler(self.train_dataset, num_samples=16, generator=torch.Generator().manual_seed(2))  # type: ignore[attr-defined]
-
-
-@case("sampler", layouts=("K2", "DP2"), expect="equal")
-def sampler_of_fewer_samples(setting: Setting) -> Job:
-    """16 of 22 samples in each epoch."""
-    return Job(trainer=Fewer)
-
-
-class Stream(IterableDataset):
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Any:
-        return iter(self.rows)
-
-
 class Augments(Dataset):
     """Loses a word of each sample, by a generator of its own."""
 
@@ -147,26 +126,9 @@ def data_set_that_counts_its_accesses(setting: Setting) -> Job:
     return Job(data=CountsAccess())
 
 
-class OwnLoader:
-    def get_train_dataloader(self) -> Any:
-        generator = torch.Generator().manual_seed(4)
-        return DataLoader(self.train_dataset, batch_size=8, shuffle=True, collate_fn=pad, generator=generator)  # type: ignore[attr-defined]
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Collators
 # ---------------------------------------------------------------------------------------------------------
-
-
-class Packed(Classifier):
-    """Several samples in a row; the loss is of the words."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        hidden = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        logits = self.head(hidden)
-        if labels is None:
-            return {"logits": logits}
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
 def without_repeats(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -184,19 +146,6 @@ def collator_that_drops_rows(setting: Setting) -> Job:
 def batch_encoding(setting: Setting) -> Job:
     """The collator returns a tokenizer's `BatchEncoding`."""
     return Job(collator=lambda rows: BatchEncoding(pad(rows)))
-
-
-@dataclass
-class BatchOutput(ModelOutput):
-    input_ids: Any = None
-    attention_mask: Any = None
-    labels: Any = None
-
-
-@case("collator", layouts=("K2", "one"), expect="equal")
-def model_output_as_a_batch(setting: Setting) -> Job:
-    """The collator returns an `OrderedDict` with attributes."""
-    return Job(collator=lambda rows: BatchOutput(**pad(rows)))
 
 
 class TakesAll(Classifier):
@@ -232,17 +181,6 @@ def strings_in_the_batch(setting: Setting) -> Job:
     return Job(
         model=built(TakesAll), collator=with_strings, trainer=PopsStrings, options={"remove_unused_columns": False}
     )
-
-
-def with_class_weights(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Weights of the classes, three numbers for the whole batch."""
-    return {**pad(rows), "weight": torch.tensor([0.5, 2.0, 4.0])}
-
-
-@case("collator", layouts=("K2", "one acc2"))
-def class_weights_in_the_batch(setting: Setting) -> Job:
-    """A tensor that has no rows; the loss is divided by the weights."""
-    return Job(model=built(TakesAll), collator=with_class_weights, options={"remove_unused_columns": False})
 
 
 class EightFeatures(Classifier):
@@ -334,25 +272,6 @@ def metrics_of_preprocessed_logits(setting: Setting) -> Job:
     """`compute_metrics` with `preprocess_logits_for_metrics`, at each epoch."""
     keywords = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": best_class}
     return Job(evaluated=texts(12, seed=9), keywords=keywords, options={"eval_strategy": "epoch"})
-
-
-_BEST = {
-    "eval_strategy": "steps",
-    "eval_steps": 1,
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "accuracy",
-    "learning_rate": 2e-2,
-}
-
-
-@case("callback", layouts=("K2", "DP2", "one freeze"), expect="equal")
-def early_stopping_and_best_model(setting: Setting) -> Job:
-    """`EarlyStoppingCallback` with `load_best_model_at_end`."""
-    keywords = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": best_class}
-    callbacks = [EarlyStoppingCallback(early_stopping_patience=2)]
-    return Job(evaluated=texts(12, seed=9), keywords=keywords, callbacks=callbacks, options=_BEST)
 
 
 @case("trainer override", layouts=("K2", "DP2"), expect="equal")

@@ -149,7 +149,7 @@ class MixesInForward(Classifier):
         return {"loss": loss, "logits": logits}
 
 
-@case("model with state", is_taped=True)
+@case("model with state", is_taped=True, expect="refused", because="random numbers before its layers")
 def mixup_inside_forward(setting: Setting) -> Job:
     """Manifold mixup with `torch.randperm` in the model's own forward."""
     return Job(model=built(MixesInForward, setting.tape))
@@ -188,21 +188,7 @@ def mean_over_rows_plus_a_constant_term(setting: Setting) -> Job:
     return Job(trainer=own_loss(_with_regulariser))
 
 
-def _tagger() -> Any:
-    return large_weights(BertForTokenClassification(BertConfig(**sizes())))
-
-
 CLASS_WEIGHTS = torch.tensor([1.0, 1.0, 10.0])
-
-
-def _class_weighted(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels, weight=CLASS_WEIGHTS)
-
-
-@case("loss", layouts=("K2", "K2 acc2", "K2 freeze"))
-def class_weights(setting: Setting) -> Job:
-    """`CrossEntropyLoss(weight=[1, 1, 10])`."""
-    return Job(trainer=own_loss(_class_weighted))
 
 
 def _weighted_in_training(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -239,7 +225,7 @@ def tagged(first_full: int = 0, **columns: Any) -> Rows:
 @case("loss", layouts=("K2", "DP2"))
 def labels_under_another_name(setting: Setting) -> Job:
     """`label_names=["tags"]`: a mean over words, where the first four rows are full length."""
-    model = _tagger()
+    model = large_weights(BertForTokenClassification(BertConfig(**sizes())))
     options = {"label_names": ["tags"], "remove_unused_columns": False}
     return Job(model=model, data=tagged(4), trainer=TagsLoss, options=options)
 

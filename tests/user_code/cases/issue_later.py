@@ -111,12 +111,6 @@ def spectral_norm(setting: Setting) -> Job:
     return Job(model=built(Spectral))
 
 
-class Unfreezes(TrainerCallback):
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        if state.global_step == 2:
-            model.requires_grad_(True)
-
-
 def _hooked() -> Any:
     model = bert_classifier()
     for name, parameter in model.named_parameters():
@@ -281,14 +275,6 @@ def nested_dicts_in_a_batch(setting: Setting) -> Job:
     return Job(model=built(Nested), collator=nested_pad, options={"remove_unused_columns": False})
 
 
-class ReadsLoader(TrainerCallback):
-    seen: tuple[Any, ...] = ()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
-        sampler = getattr(train_dataloader, "sampler", None)
-        self.seen = (type(sampler).__name__, train_dataloader.total_batch_size, len(train_dataloader))
-
-
 class Counts(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -311,22 +297,6 @@ def call_counter_in_forward(setting: Setting) -> Job:
     return Job(model=built(Counts), observe=lambda trainer: {"calls": trainer.model.calls})
 
 
-class RDrop:
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        labels = inputs.pop("labels")
-        first, second = model(**inputs), model(**inputs)
-        p, q = first.logits.log_softmax(-1), second.logits.log_softmax(-1)
-        between = F.kl_div(p, q, log_target=True, reduction="batchmean")
-        loss = F.cross_entropy(first.logits, labels) + F.cross_entropy(second.logits, labels) + between
-        return (loss, first) if return_outputs else loss
-
-
-@case("loss", layouts=("one", "one freeze", "DP2 freeze", "K2"))
-def r_drop(setting: Setting) -> Job:
-    """Two forwards of the same rows, and the KL between them."""
-    return Job(trainer=RDrop)
-
-
 class NoLayers(nn.Module):
     """A bag of words."""
 
@@ -343,21 +313,3 @@ class NoLayers(nn.Module):
 def model_without_layers(setting: Setting) -> Job:
     """A bag of words: nothing to cut."""
     return Job(model=built(NoLayers))
-
-
-class CallsTheEncoder:
-    """A mixin: `compute_loss` calls a part of the model."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        labels = inputs.pop("labels")
-        model = getattr(model, "module", model)
-        hidden = model.bert(**inputs).last_hidden_state
-        logits = model.classifier(hidden[:, 0])
-        loss = F.cross_entropy(logits, labels)
-        return (loss, {"logits": logits}) if return_outputs else loss
-
-
-@case("trainer override", layouts=("one", "one freeze", "K2", "DP2"))
-def compute_loss_that_calls_the_encoder(setting: Setting) -> Job:
-    """`model.bert(...)` and an own head in place of `model(...)`."""
-    return Job(trainer=CallsTheEncoder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from ..kit import (
     case,
     large_weights,
 )
-from .loss import _job
 
 # ---------------------------------------------------------------------------------------------------------
 # Teachers
@@ -63,25 +61,6 @@ class HasTeacher(Classifier):
 def distillation_by_a_teacher_in_the_model(setting: Setting) -> Job:
     """A frozen second encoder in the same module; MSE of the last hidden states."""
     return Job(model=built(HasTeacher))
-
-
-class DistilsLayers:
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        if not hasattr(self, "teacher"):
-            self.teacher = large_weights(bert_classifier(), seed=7).eval()
-        outputs = model(**inputs, output_hidden_states=True)
-        kept = {k: inputs[k] for k in ("input_ids", "attention_mask")}
-        with torch.no_grad():
-            wanted = self.teacher(**kept, output_hidden_states=True).hidden_states
-        near = [(a - b)[:, 0].pow(2).mean() for a, b in zip(outputs.hidden_states, wanted, strict=True)]
-        loss = outputs.loss + torch.stack(near).mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("loss", layouts=("K2", "one"))
-def distillation_of_all_hidden_states(setting: Setting) -> Job:
-    """TinyBERT: MSE at each layer."""
-    return Job(trainer=DistilsLayers)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -153,13 +132,3 @@ class GradientPenalty:
 def gradient_penalty(setting: Setting) -> Job:
     """Double backward to the embeddings, which `compute_loss` makes itself."""
     return Job(model=bert_classifier(attn_implementation="eager"), trainer=GradientPenalty)
-
-
-def _scaled_by_rows(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels, reduction="sum") / math.sqrt(len(labels))
-
-
-@case("loss", layouts=("K2", "one acc2"))
-def sum_divided_by_the_root_of_rows(setting: Setting) -> Job:
-    """Neither a sum nor a mean."""
-    return _job(_scaled_by_rows)

@@ -50,22 +50,6 @@ def auxiliary_loss_kept_in_layers(setting: Setting) -> Job:
     return Job(model=built(AuxiliaryInLayers))
 
 
-class EarlyHeads(Classifier):
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        output = self.bert(input_ids, attention_mask=attention_mask, output_hidden_states=True)
-        logits = torch.stack([self.head(hidden[:, 0]) for hidden in output.hidden_states[1:]])
-        if labels is None:
-            return {"logits": logits[-1]}
-        losses = torch.stack([F.cross_entropy(one, labels) for one in logits])
-        return {"loss": losses.mean(), "logits": logits[-1]}
-
-
-@case("model with state", layouts=("K2", "one"))
-def heads_on_all_layers(setting: Setting) -> Job:
-    """Early exits: a loss at each layer."""
-    return Job(model=built(EarlyHeads))
-
-
 class AnnealedByStep(Classifier):
     step = 0
 
@@ -102,7 +86,7 @@ class EMATeacher(Classifier):
         return {"loss": F.cross_entropy(logits, labels) + near, "logits": logits}
 
 
-@case("model with state", layouts=("one", "K2"))
+@case("model with state", layouts=("one", "K2"), because="changes the parameter average")
 def ema_teacher_updated_in_forward(setting: Setting) -> Job:
     """BYOL, MoCo: parameters without gradient, which each forward moves."""
     return Job(model=built(EMATeacher))
@@ -126,19 +110,6 @@ def _normalise(module: Any, _: Any, output: Tensor) -> Tensor:
 def running_mean_of_the_inputs(setting: Setting) -> Job:
     """A buffer in the embeddings is updated by each forward."""
     return Job(model=built(NormalisesInputs))
-
-
-class WeightNormed(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in self.bert.encoder.layer:
-            layer.output.dense = nn.utils.parametrizations.weight_norm(layer.output.dense)
-
-
-@case("model with state", layouts=("K2", "K2 freeze", "DP2"), expect="equal")
-def weight_norm(setting: Setting) -> Job:
-    """A parametrization in each layer."""
-    return Job(model=built(WeightNormed))
 
 
 class SkipsByInput(Classifier):
@@ -193,23 +164,6 @@ def plain_pytorch_layers(setting: Setting) -> Job:
     return Job(model=built(Plain))
 
 
-class DropPath(Plain):
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def run_layer(self, index: int, hidden: Tensor, mask: Tensor) -> Tensor:
-        if self.training and self.rate and torch.rand(()) < self.rate:
-            return hidden
-        return super().run_layer(index, hidden, mask)
-
-
-@case("model with state", expect="exact")
-def stochastic_depth(setting: Setting) -> Job:
-    """Layers are not called with probability 0.5; the reference draws otherwise."""
-    return Job(model=built(DropPath, 0.5))
-
-
 class SkipsInEpochs(Plain):
     """Layers are left out by a callback's plan, as in progressive training."""
 
@@ -247,10 +201,6 @@ def backward_hooks_on_modules(setting: Setting) -> Job:
     return Job(model=_hooked_modules(), options={"optim": "sgd", "learning_rate": 0.05})
 
 
-def _clamp(gradient: Tensor) -> Tensor:
-    return gradient.clamp(-0.02, 0.02)
-
-
 def _after_accumulation() -> Any:
     model = bert_classifier()
     for parameter in model.parameters():
@@ -267,34 +217,6 @@ def _clamp_finished(parameter: Tensor) -> None:
 def post_accumulate_hooks(setting: Setting) -> Job:
     """`register_post_accumulate_grad_hook` clamps the gradient of a parameter."""
     return Job(model=_after_accumulation())
-
-
-@case("model with state", layouts=("K2", "K2 freeze", "DP2"), expect="equal")
-def embeddings_frozen_by_the_user(setting: Setting) -> Job:
-    """`requires_grad_(False)` on embeddings and the first layer, before training."""
-    model = bert_classifier()
-    model.bert.embeddings.requires_grad_(False)
-    model.bert.encoder.layer[0].requires_grad_(False)
-    return Job(model=model)
-
-
-class Lora(nn.Module):
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.linear = linear.requires_grad_(False)
-        self.down = nn.Linear(linear.in_features, 2, bias=False)
-        self.up = nn.Linear(2, linear.out_features, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.linear(hidden) + self.up(self.down(hidden))
-
-
-class Adapted(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bert.requires_grad_(False)
-        for layer in self.bert.encoder.layer:
-            layer.attention.self.query = Lora(layer.attention.self.query)
 
 
 class Mutates(Classifier):

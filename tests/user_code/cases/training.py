@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import TrainerCallback
 
 from ..kit import Job, Setting, bert_classifier, case, pad, texts
@@ -41,17 +40,6 @@ class ClipsWeights(TrainerCallback):
 def weights_clipped_after_each_step(setting: Setting) -> Job:
     """WGAN: `parameter.clamp_` for all parameters."""
     return Job(callbacks=[ClipsWeights()], options={"num_train_epochs": 2})
-
-
-class Averages(TrainerCallback):
-    def __init__(self) -> None:
-        self.average: dict[str, Tensor] = {}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        for name, parameter in model.named_parameters():
-            value = parameter.detach()
-            before = self.average.get(name)
-            self.average[name] = value.clone() if before is None else before.lerp(value, 0.3)
 
 
 class SWA(TrainerCallback):
@@ -121,18 +109,6 @@ def gradients_changed_by_a_callback(setting: Setting) -> Job:
     return Job(callbacks=[AddsDecay()], options={"optim": "sgd", "learning_rate": 0.05})
 
 
-class StopsAtLoss(TrainerCallback):
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **keywords: Any) -> None:
-        if (logs or {}).get("loss", 9.0) < 0.7:
-            control.should_training_stop = True
-
-
-@case("callback", layouts=("K2", "DP2"), expect="equal")
-def stop_where_the_loss_is_small(setting: Setting) -> Job:
-    """`control.should_training_stop` from `on_log`."""
-    return Job(callbacks=[StopsAtLoss()])
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Optimizers and schedulers
 # ---------------------------------------------------------------------------------------------------------
@@ -153,45 +129,11 @@ def rates_that_decay_with_depth(setting: Setting) -> Job:
     return Job(model=model, keywords={"optimizers": (torch.optim.SGD(_by_layers(model), momentum=0.9), None)})
 
 
-class LayerwiseRates:
-    def create_optimizer(self, *_: Any) -> Any:
-        if self.optimizer is None:  # type: ignore[has-type]
-            self.optimizer = torch.optim.AdamW(_by_layers(self.model), eps=1e-4)  # type: ignore[attr-defined]
-        return super().create_optimizer()  # type: ignore[misc]
-
-
-@case("optimizer", layouts=("one", "K2", "DP2"))
-def create_optimizer_overridden(setting: Setting) -> Job:
-    """Own groups in `create_optimizer`, then `super().create_optimizer()`."""
-    return Job(trainer=LayerwiseRates)
-
-
 @case("optimizer", layouts=("K2", "DP2"), expect="equal")
 def optimizer_of_the_head_alone(setting: Setting) -> Job:
     """`SGD(model.classifier.parameters())`; all else has gradients, too."""
     model = bert_classifier()
     return Job(model=model, keywords={"optimizers": (torch.optim.SGD(model.classifier.parameters(), lr=0.1), None)})
-
-
-class LAMB(torch.optim.Optimizer):
-    """A trust ratio for each parameter."""
-
-    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad * (p.norm() / (p.grad.norm() + 1e-3)), alpha=group["lr"])
-
-
-@case("optimizer", layouts=("K2", "DP2", "K2 freeze"), expect="equal")
-def lamb_like(setting: Setting) -> Job:
-    """Norms of single parameters."""
-    model = bert_classifier()
-    return Job(model=model, keywords={"optimizers": (LAMB(model.parameters()), None)})
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -327,29 +269,6 @@ class LogsInside:
 def log_inside_compute_loss(setting: Setting) -> Job:
     """`self.log({...})` for each loss."""
     return Job(trainer=LogsInside)
-
-
-class BalancesGradients:
-    """Two losses, weighted by the norms of their gradients at the head."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        first = F.cross_entropy(outputs.logits, labels)
-        second = outputs.logits.pow(2).mean()
-        weight: Any = 1.0
-        if torch.is_grad_enabled():
-            head = getattr(model, "module", model).classifier.weight
-            norms = [torch.autograd.grad(x, head, retain_graph=True)[0].norm() for x in (first, second)]
-            weight = (norms[0] / norms[1]).detach()
-        loss = first + weight * second
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("trainer override", layouts=("one", "K2"))
-def losses_balanced_by_gradient_norms(setting: Setting) -> Job:
-    """`torch.autograd.grad` inside `compute_loss`; the weight is of the batch."""
-    return Job(trainer=BalancesGradients)
 
 
 class OwnScheduler:

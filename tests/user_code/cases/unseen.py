@@ -59,7 +59,7 @@ class NoisyWithDeepSupervision(Classifier):
         return found
 
 
-@case("model with state", layouts=("K2",), expect="refused")
+@case("model with state", layouts=("K2",), expect="refused", because="reads what other layers return or leave behind")
 def noise_and_deep_supervision_in_training(setting: Setting) -> Job:
     """Random in training, where it also reads an early layer's output."""
     return Job(model=large_weights(NoisyWithDeepSupervision()))
