@@ -366,6 +366,7 @@ def _rank_main(
     gc.freeze()  # the imported modules: no collection shall walk through them, nor copy their memory
     gc.set_threshold(YOUNG_OBJECTS)
     os.setpgid(0, 0)  # what this rank starts can be killed with it
+    multiprocessing.current_process().name = "MainProcess"  # as a launcher's ranks: a seeded collator asks for it
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
