@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..model.dummy_inputs import dummy_batch
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack
-from ..planning.costs import UnitCost, measure_costs
+from ..planning.costs import FORWARDS_OF_A_BACKWARD, Cost, UnitCost, measure_costs
 from .placeholder_model import GhostProducts
 
 MEASURED_TOKENS = (16, 32, 64)
@@ -35,6 +36,8 @@ class Workload:
         cacheable: numbers of layers above which only one tensor is read. Whether it can be cached depends on more.
         tokens_matter: whether the costs depend on the number of tokens; images have a fixed size.
         tokens: number of tokens in a sample; 1 if they do not matter.
+        backward_forwards: forwards that a backward takes.
+        autocasts: whether autocast computes in 16 bits, and keeps copies of weights.
     """
 
     unit_costs: tuple[UnitCost, ...]
@@ -42,6 +45,8 @@ class Workload:
     cacheable: frozenset[int]
     tokens_matter: bool = True
     tokens: int = 1
+    backward_forwards: float = FORWARDS_OF_A_BACKWARD
+    autocasts: bool = False
 
     def cache_row_bytes(self, boundary: int) -> int:
         """Size of what is cached for a sample at this boundary, that is, above this many layers."""
@@ -97,21 +102,13 @@ def _refuse_length(model: PreTrainedModel, tokens: int | None) -> None:
 def _at(tokens: int, measured: Sequence[UnitCost]) -> UnitCost:
     """Extrapolate a unit's cost with the parabola through the measured values."""
 
-    def value(points: Sequence[float]) -> int:
-        terms = (
-            point * prod((tokens - other) / (here - other) for other in MEASURED_TOKENS if other != here)
-            for here, point in zip(MEASURED_TOKENS, points, strict=True)
-        )
-        return max(round(sum(terms)), 0)
+    def extrapolated(costs: Sequence[Cost], *names: str) -> dict[str, Any]:
+        at = MEASURED_TOKENS
+        weights = [prod((tokens - other) / (here - other) for other in at if other != here) for here in at]
+        points = {name: [getattr(cost, name) for cost in costs] for name in names}
+        sums = {name: sum(p * w for p, w in zip(values, weights, strict=True)) for name, values in points.items()}
+        return {name: type(points[name][0])(max(round(value), 0)) for name, value in sums.items()}
 
-    return replace(
-        measured[0],
-        forward_flops=float(value([unit.forward_flops for unit in measured])),
-        activation_bytes=value([unit.activation_bytes for unit in measured]),
-        boundary_bytes=value([unit.boundary_bytes for unit in measured]),
-        head=replace(
-            measured[0].head,
-            forward_flops=float(value([unit.head.forward_flops for unit in measured])),
-            activation_bytes=value([unit.head.activation_bytes for unit in measured]),
-        ),
-    )
+    first, heads, of_both = measured[0], [unit.head for unit in measured], ("forward_flops", "activation_bytes")
+    head = replace(first.head, **extrapolated(heads, *of_both))
+    return replace(first, head=head, **extrapolated(measured, "boundary_bytes", *of_both))

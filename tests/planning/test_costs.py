@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.planning.costs import UNKNOWN_TO_TORCH, HeadCost, UnitCost, measure_costs
+from hf_pipetransformer.planning.costs import UNKNOWN_TO_TORCH, Cost, UnitCost, measure_costs
 
 ROWS, WIDTH, INNER, CLASSES = 2, 4, 6, 3
 FLOAT, HALF = 4, 2  # bytes
@@ -121,8 +121,8 @@ def test_the_head_goes_on_when_the_last_unit_is_frozen():
     model, batch = Toy(), {"hidden": torch.randn(ROWS, WIDTH)}
     *others, last = measure_costs(LayerStack.discover(model, batch), batch, {"head.weight", "head.bias"})
     copies = {"head.weight": HALF * WIDTH * CLASSES}
-    assert last.head == HeadCost(2 * WIDTH * CLASSES, FLOAT * WIDTH, FLOAT * (WIDTH + 1) * CLASSES, copies)
-    assert {unit.head for unit in others} == {HeadCost()}
+    assert last.head == Cost(2 * WIDTH * CLASSES, FLOAT * WIDTH, FLOAT * (WIDTH + 1) * CLASSES, copies)
+    assert {unit.head for unit in others} == {Cost()}
 
 
 def test_of_a_tied_head_the_last_norm_goes_on():

@@ -90,6 +90,7 @@ def test_processes_with_several_virtual_stages_hold_equal_parts() -> None:
     assert process_costs(costs, balance_holders(split, costs, held), held) == [302, 300]
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 20), min_size=8, max_size=16), st.booleans())
 def test_balancing_processes_makes_nothing_worse(costs: list[int], is_v_shaped: bool) -> None:
     held = held_by_processes(4, 2, is_v_shaped)
@@ -97,12 +98,6 @@ def test_balancing_processes_makes_nothing_worse(costs: list[int], is_v_shaped: 
     bounds = balance_holders(split, costs, held)
     assert bounds in all_bounds(len(costs), 8)
     assert max(process_costs(costs, bounds, held)) <= max(process_costs(costs, split, held))
-
-
-@pytest.mark.parametrize("num_stages", [0, -1, 4])
-def test_split_refuses_more_stages_than_units(num_stages: int) -> None:
-    with pytest.raises(ValueError, match=f"num_stages is {num_stages}, but 3 units .* at most 3"):
-        split_min_max([1, 1, 1], num_stages)
 
 
 @pytest.mark.parametrize(
