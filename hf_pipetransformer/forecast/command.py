@@ -69,14 +69,14 @@ def answer(
     tuning.adapt(model)
     workload = tuning.lighten(measure_workload(model, seq))
     values = forecast(job, workload, device)
-    size = f"samples × {workload.tokens} tokens" if workload.tokens_matter else "samples"
+    size = "samples" if workload.tokens is None else f"samples × {workload.tokens} tokens"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     title = (
         f"{type(model).__name__}: {parameters:,} parameters, {len(workload.unit_costs)} layers; {job.num_devices}"
         f" devices, {job.batch} {size} a step, {job.num_epochs} epochs of {job.num_samples:,} samples"
     )
     values |= {"model": type(model).__name__, "advice": advise(values)}
-    ignored = seq is not None and not workload.tokens_matter
+    ignored = seq is not None and workload.tokens is None
     values["assumed"] = [
         *(["samples have the size of the configuration; --seq does not matter for this model"] if ignored else []),
         *_assumed(model, job, device, values["replica_sharding"], tuning),

@@ -103,7 +103,7 @@ def forecast(job: Job, workload: Workload, device: Device) -> Values:
     Raises:
         ValueError: no layout is possible, as in `Planner`.
     """
-    costs, cache, world = workload.unit_costs, _Cache(job, workload, device), job.num_devices
+    costs, world = workload.unit_costs, job.num_devices
     planner = Planner(
         unit_costs=costs,
         times=device.times(workload, world),
@@ -112,7 +112,8 @@ def forecast(job: Job, workload: Workload, device: Device) -> Values:
         world_size=world,
         request=job.request,
     )
-    epochs, cache_off = _course(job, workload, planner, cache)
+    cache = _Cache(job, workload, device, planner)
+    epochs, cache_off = _course(cache)
     statics, plain = _plain_steps(job, planner)
     seconds = sum(step["seconds"] for step in epochs)
     for step in plain.values():
@@ -271,73 +272,85 @@ def _num_communicators(stages: set[int], world: int) -> int:
     return (world > 1) + sum((k > 1) + (k < world) for k in stages if world > 1)
 
 
-def _course(job: Job, workload: Workload, planner: Planner, cache: _Cache) -> tuple[list[Values], str | None]:
+def _course(cache: _Cache) -> tuple[list[Values], str | None]:
     """Return a step of each epoch, with the decisions of the trainer, and why no more is cached."""
-    layout, stored, epochs = planner.first, 0, list[Values]()
+    job, workload, planner = cache.job, cache.workload, cache.planner
+    layout, epochs = planner.first, list[Values]()
+    cached = stored = refused = 0  # numbers of layers: what is read, what is in the store, what is not worth it
     off = None if job.caches else SWITCHED_OFF
     num_layers, most, steps = len(workload.unit_costs), workload.max_frozen, job.steps_per_epoch
     course = frozen_in_epochs(job.freeze_policy, num_layers, most, job.num_epochs, steps, job.max_frozen_layers)
     for number, frozen in enumerate(course, 1):
-        cached = stored  # the previous epoch has filled the cache
+        if stored > cached:  # the previous epoch has filled the cache
+            off = cache.why_slow(layout, stored)
+            stored, refused = (stored, refused) if off is None else (0, stored)
+        cached = stored
         if (frozen, cached) != (layout.num_frozen_layers, layout.num_cached_layers):
             layout = planner.next(layout, frozen, cached)
             if job.caches:
-                stored, off = cache.boundary(layout, planner)
+                stored, off = cache.fill(layout, cached, refused) or (stored, off)
         puts = stored if stored > cached and number < job.num_epochs else 0
-        loading = cache.sample_seconds(cached, puts) * cache.rows_on_node
+        loading = cache.sample_seconds(cached, puts) * job.batch / cache.num_nodes
         step = step_values(layout, planner, job.gradient_accumulation_steps, loading, puts)
         epochs.append({"epoch": number, **step, "seconds": steps * step["step_seconds"]})
     return epochs, off
 
 
+@dataclass(frozen=True)
 class _Cache:
     """The cache of a node: what it takes, and what the training would store in it."""
 
-    def __init__(self, job: Job, workload: Workload, device: Device) -> None:
-        self._job, self._workload, self._device = job, workload, device
-        self._num_nodes = device.num_nodes(job.num_devices)
-        self.rows_on_node = job.batch / self._num_nodes
-        """Samples of a step that are read on a node."""
+    job: Job
+    workload: Workload
+    device: Device
+    planner: Planner
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.device.num_nodes(self.job.num_devices)
 
     def node_bytes(self, boundary: int) -> float:
         """Return the size of a generation: what is read above so many layers, for all samples of the node."""
-        samples = self._job.num_samples / self._num_nodes
-        return self._workload.cache_row_bytes(boundary) * samples if boundary else 0.0
+        samples = self.job.num_samples / self.num_nodes
+        return self.workload.cache_row_bytes(boundary) * samples if boundary else 0.0
 
     def sample_seconds(self, cached: int, puts: int = 0) -> float:
         """Return the seconds to load a sample. What is being stored displaces what is read from the page cache."""
         if not cached:
             return 0.0
-        memory, live = self._device.host_memory_bytes, self.node_bytes(cached) + self.node_bytes(puts)
+        memory, live = self.device.host_memory_bytes, self.node_bytes(cached) + self.node_bytes(puts)
         in_memory = memory is None or live <= memory
-        speed = self._device.read_bytes_per_second if in_memory else self._device.disk_bytes_per_second
-        return self._workload.cache_row_bytes(cached) / speed
+        speed = self.device.read_bytes_per_second if in_memory else self.device.disk_bytes_per_second
+        return self.workload.cache_row_bytes(cached) / speed
 
-    def boundary(self, layout: Layout, planner: Planner) -> tuple[int, str | None]:
-        """Return above how many layers outputs are stored from now on, and why not above more.
-
-        The first stages of a node read at the same time, so each of them has its samples when all have been loaded.
-        """
-        cached, disk = layout.num_cached_layers, self._device.host_disk_bytes
-        nodes = [str(rank // self._device.devices_per_node) for rank in range(layout.world_size)]
-        highest = layout.most_cached_on(nodes, layout.num_frozen_layers)
-        boundary = max((each for each in self._workload.cacheable if each <= highest), default=0)
-        if highest and not self._workload.cacheable:
+    def fill(self, layout: Layout, cached: int, refused: int) -> tuple[int, str | None] | None:
+        """Return above how many layers outputs are stored from now on, and why not above more; None if as before."""
+        nodes = [str(rank // self.device.devices_per_node) for rank in range(layout.world_size)]
+        highest, disk = layout.most_cached_on(nodes, layout.num_frozen_layers), self.device.host_disk_bytes
+        boundary = max((each for each in self.workload.cacheable if each <= highest), default=0)
+        if highest and not self.workload.cacheable:
             return 0, "more than one tensor is read above each of this model's layers"
-        if boundary <= cached:
-            return cached, None
+        if boundary <= max(cached, refused):
+            return None
         needed = self.node_bytes(boundary) + self.node_bytes(cached)
         if disk is not None and needed > disk:
             why = f"a node would keep {needed / 2**30:,.1f} GiB, and its store may take {disk / 2**30:,.1f} GiB"
             return cached, why
-        readers = self.rows_on_node / self._job.gradient_accumulation_steps / layout.rows_per_pipeline
-        loading = self.sample_seconds(boundary) * max(readers, 1.0)
-        assert planner.times is not None
-        computing = sum(unit.forward.per_row for unit in planner.times.units[:boundary])
-        if not is_worth_loading(loading, computing):
-            why = (
-                f"loading would take {1e3 * loading:.3g} ms a sample, computing the {boundary} frozen layers"
-                f" {1e3 * computing:.3g} ms"
-            )
-            return 0, why
         return boundary, None
+
+    def why_slow(self, layout: Layout, boundary: int) -> str | None:
+        """Return why loading a sample is not worth it, as the training finds out when the cache is filled.
+
+        The first stages of a node read at the same time, so each of them has its samples when all have been loaded.
+        """
+        assert self.planner.times is not None
+        readers = self.job.batch / self.num_nodes / self.job.gradient_accumulation_steps / layout.rows_per_pipeline
+        loading = self.sample_seconds(boundary) * max(readers, 1.0)
+        computing = sum(unit.forward.per_row for unit in self.planner.times.units[:boundary])
+        if is_worth_loading(loading, computing):
+            return None
+        return (
+            f"loading would take {1e3 * loading:.3g} ms a sample, computing the {boundary} frozen layers"
+            f" {1e3 * computing:.3g} ms"
+        )

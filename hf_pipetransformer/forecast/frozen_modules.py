@@ -52,7 +52,7 @@ def estimate(
         inside = next((other for other in names if other.startswith(f"{name}.")), None)
         if inside is not None:
             raise ValueError(f"frozen_module is {name!r} and {inside!r}, which is in it. Leave the second one out.")
-    whole, frozen, row_bytes = _counted(model, modules, workload.tokens)
+    whole, frozen, row_bytes = _counted(model, modules, workload.tokens or 1)
     of_frozen = {id(p) for module in modules.values() for p in module.parameters()}
     sizes = {id(p): p.numel() * p.itemsize for p in model.parameters() if p.requires_grad}
 

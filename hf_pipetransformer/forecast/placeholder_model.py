@@ -118,23 +118,23 @@ def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
         UnknownModelError: No class accepts the configuration.
     """
 
-    def takes(task_name: str) -> bool:
-        return type(config) in getattr(transformers, TASKS[task_name])._model_mapping
-
-    if task != "auto":
-        if not takes(task):
-            raise UnknownModelError(
-                f"transformers has no {task} model for {type(config).__name__}. Pass another --task."
-            )
-        return _class_of_task(config, task)
-    for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type):
-            return found
-    for candidate in TASKS:
-        if takes(candidate) and (candidate != "sequence-classification" or takes("masked-lm")):
-            return _class_of_task(config, candidate)
-    raise UnknownModelError(f"transformers has no model for {type(config).__name__}.")
+    chooses, kind = task == "auto", type(config)
+    for name in (config.architectures or ()) if chooses else ():
+        named = getattr(transformers, name, None)
+        if isinstance(named, type):
+            return named
+    for candidate in TASKS if chooses else (task,):
+        auto: Any = getattr(transformers, TASKS[candidate])
+        is_encoder = kind in transformers.AutoModelForMaskedLM._model_mapping
+        if kind not in auto._model_mapping or (chooses and candidate == "sequence-classification" and not is_encoder):
+            continue
+        found = auto._model_mapping[kind]
+        # of several classes for one configuration (LeViT) the first: the Auto class would look for the architectures
+        # that a configuration of a mere type does not name
+        cls: type = found[0] if isinstance(found, (tuple, list)) and not config.architectures else auto
+        return cls
+    task, advice = ("", "") if chooses else (f"{task} ", " Pass another --task.")
+    raise UnknownModelError(f"transformers has no {task}model for {kind.__name__}.{advice}")
 
 
 def build_placeholder_model(config: PreTrainedConfig, cls: type) -> PreTrainedModel:
@@ -147,9 +147,7 @@ def build_placeholder_model(config: PreTrainedConfig, cls: type) -> PreTrainedMo
         cls: A model class or an Auto class of transformers.
     """
     build = getattr(cls, "from_config", None) or cls._from_config  # type: ignore[attr-defined]
-    config._experts_implementation = (
-        "eager"  # the grouped kernel does not accept stride-0 weights, and its FLOPs are not counted
-    )
+    config._experts_implementation = "eager"  # the grouped kernel does not accept stride-0 weights
     with _LargeTensorsOnMeta(), init_empty_weights(include_buffers=False):
         model: PreTrainedModel = build(config)
     model.tie_weights()  # moving to the meta device has untied the parameters
@@ -195,15 +193,6 @@ class GhostProducts(TorchDispatchMode):
             product = product.clone(memory_format=torch.contiguous_format)
             return product.add_(bias[0]) if bias else product
         return func(*args, **(kwargs or {}))
-
-
-def _class_of_task(config: PreTrainedConfig, task: str) -> type:
-    """Return the Auto class of a task; of several classes for one configuration (LeViT), the first."""
-    auto: Any = getattr(transformers, TASKS[task])
-    found = auto._model_mapping[type(config)]
-    # an Auto class would look for the architectures that a configuration of a mere type does not name
-    cls: type = found[0] if isinstance(found, (tuple, list)) and not config.architectures else auto
-    return cls
 
 
 def _first_line(error: BaseException) -> str:

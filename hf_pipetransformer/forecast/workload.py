@@ -34,8 +34,7 @@ class Workload:
         unit_costs: costs of its units.
         max_frozen: the largest number of layers that can be frozen while something is left to train.
         cacheable: numbers of layers above which only one tensor is read. Whether it can be cached depends on more.
-        tokens_matter: whether the costs depend on the number of tokens; images have a fixed size.
-        tokens: number of tokens in a sample; 1 if they do not matter.
+        tokens: number of tokens in a sample; None if the costs do not depend on it, as images have a fixed size.
         backward_forwards: forwards that a backward takes.
         autocasts: whether autocast computes in 16 bits, and keeps copies of weights.
     """
@@ -43,8 +42,7 @@ class Workload:
     unit_costs: tuple[UnitCost, ...]
     max_frozen: int
     cacheable: frozenset[int]
-    tokens_matter: bool = True
-    tokens: int = 1
+    tokens: int | None = None
     backward_forwards: float = FORWARDS_OF_A_BACKWARD
     autocasts: bool = False
 
@@ -67,25 +65,24 @@ def measure_workload(model: PreTrainedModel, tokens: int | None) -> Workload:
         ValueError: the samples are longer than the model's positions, or their length is needed but not given.
     """
     samples = [dummy_batch(model, 1, tokens=t) for t in MEASURED_TOKENS]
-    tokens_matter = any(samples[0][name].shape != samples[1][name].shape for name in samples[0])
-    if tokens_matter:
-        _refuse_length(model, tokens)
-    if tokens is None or not tokens_matter:
-        tokens, samples = 1, samples[:1]
-    elif tokens <= MEASURED_TOKENS[-1]:
-        samples = [dummy_batch(model, 1, tokens=tokens)]
+    if all(samples[0][name].shape == samples[1][name].shape for name in samples[0]):
+        tokens, samples = None, samples[:1]
+    elif (length := _checked(tokens, model)) <= MEASURED_TOKENS[-1]:
+        samples = [dummy_batch(model, 1, tokens=length)]
     with GhostProducts():
         stack = LayerStack.discover(model, samples[0])
         freezable = FreezableLayers.of(stack, samples[0])
         costs = [measure_costs(stack, sample, freezable.never_frozen) for sample in samples]
-    units = costs[0] if len(costs) == 1 else tuple(_at(tokens, three) for three in zip(*costs, strict=True))
+    units = costs[0]
+    if tokens is not None and len(costs) > 1:
+        units = tuple(_at(tokens, measured) for measured in zip(*costs, strict=True))
     inner = {k for k in range(1, stack.num_units) if sum(slot.is_used for slot in stack.boundaries[k]) == 1}
     # in all known families, the last unit returns the same tensors as the one before it
     whole = {stack.num_units} if stack.num_units - 1 in inner or stack.num_units == 1 else set()
-    return Workload(units, freezable.max_frozen, frozenset(inner | whole), tokens_matter, tokens)
+    return Workload(units, freezable.max_frozen, frozenset(inner | whole), tokens)
 
 
-def _refuse_length(model: PreTrainedModel, tokens: int | None) -> None:
+def _checked(tokens: int | None, model: PreTrainedModel) -> int:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if tokens is None:
         raise ValueError(
@@ -97,6 +94,7 @@ def _refuse_length(model: PreTrainedModel, tokens: int | None) -> None:
             f"seq is {tokens}, but {type(model).__name__} has {positions} positions (max_position_embeddings). Set seq"
             f" to at most {positions}."
         )
+    return tokens
 
 
 def _at(tokens: int, measured: Sequence[UnitCost]) -> UnitCost:

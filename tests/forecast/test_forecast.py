@@ -29,7 +29,7 @@ from hf_pipetransformer.freezing.policies import AdaptivePolicy, AlphaPolicy, Fr
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import Cost
 from hf_pipetransformer.planning.planner import Request
-from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
+from hf_pipetransformer.planning.unit_times import ModelTimes
 from hf_pipetransformer.run.cutting import make_planner
 
 ROW_BYTES, MEMORY_BYTES = 10, 100
@@ -296,18 +296,19 @@ def test_advice_where_freezing_gains_less_than_fsdp() -> None:
 # ------------------------------------------------------------------------------------------ the device table
 def test_times_of_a_device_with_a_head() -> None:
     """10 of the last unit's 25 FLOPs are the head's, at 50 a second; it trains on when all units are cached."""
-    device = Device("toy", 100.0, 1000, 18.0, 4.0, 2.0, efficiency=0.5, seconds_per_unit=0.25, devices_per_node=4)
+    peak, memory, link, network = 100.0, 18.0, 4.0, 2.0
+    device = Device(
+        "toy", peak, 1e12, memory, link, network, efficiency=0.5, seconds_per_unit=0.25, devices_per_node=4
+    )
+    reading = {"read_bytes_per_second": 1e12, "disk_bytes_per_second": 1e12}
+    on = dataclasses.replace(device, host_memory_bytes=None, **reading)
     last = dataclasses.replace(unit(1, flops=25.0, boundary_bytes=ROW_BYTES), head=Cost(10.0))
     of = Workload((unit(0, flops=25.0, boundary_bytes=ROW_BYTES), last), 2, frozenset({1, 2}))
-    times = device.times(of, 4)
-    assert times.units[0] == PartTimes(Seconds(0.25, 0.5), Seconds(0.5, 1.0))
-    assert times.units[1] == PartTimes(Seconds(0.25, 0.3), Seconds(0.5, 0.6))
-    assert times.head == PartTimes(Seconds(0.0, 0.2), Seconds(0.0, 0.4))
-    assert (times.update_seconds_per_byte, times.reduce_seconds_per_byte) == (0.5, 2 * 3 / 4 / 4.0)
-    assert device.times(of, 8).reduce_seconds_per_byte == 2 * 7 / 8 / 2.0  # over the network
-    reading = {"read_bytes_per_second": 1e12, "disk_bytes_per_second": 1e12}
-    on = dataclasses.replace(device, devices_per_node=1, memory_bytes=1e12, **reading)
-    cached = made(1, 3, SchedulePolicy({1: 2}), of=of, on=on)["epochs"][2]
-    assert cached["num_cached_layers"] == 2
-    active = cached["shares"]["active layers"] + cached["shares"]["waiting"]
-    assert active * cached["step_seconds"] == pytest.approx(16 * (0.2 + 0.4))
+    for devices, link in ((1, 4.0), (4, 4.0), (8, 2.0)):  # eight are on two nodes
+        options = {"batch": 16 * devices, "num_samples": 16 * devices, "pipeline_parallel_size": 1}
+        result = made(devices, 3, SchedulePolicy({1: 2}), of=of, on=on, **options)
+        assert each(result, "num_cached_layers") == [0, 0, 2]
+        bytes_reduced = 200 * 2 * (devices - 1) / devices
+        whole = 16 * 3 * 50 / 50 + 2 * 3 * 0.25 + 200 * 9.0 / 18.0 + bytes_reduced / link
+        frozen, cached = (16 * (flops + 3 * 10) / 50 + calls * 0.25 for flops, calls in ((40, 2), (0, 0)))
+        assert each(result, "step_seconds") == pytest.approx([whole, frozen, cached])
