@@ -49,7 +49,7 @@ def answer(
     """Forecast the training of a model.
 
     Args:
-        name: name of a configuration (`placeholder_model.load_config`).
+        name: name of a configuration, as `load_config` takes it.
         task: a key of `placeholder_model.TASKS`, or "auto".
         seq: number of tokens of a sample.
         job: the training.

@@ -121,6 +121,12 @@ def forecast(job: Job, workload: Workload, device: Device) -> Values:
         step["speed_up"] = step["seconds"] / seconds if step["fits"] else None
     fastest = _fastest(plain)
     gain = plain[fastest]["speed_up"] if epochs[-1]["num_frozen_layers"] else None
+    stages, asked = {step["stages"] for step in epochs}, planner.request.pipeline_parallel_size
+    choice = [
+        {**step, "chosen": step["stages"] == planner.first.pipeline_parallel_size}
+        for step in statics
+        if asked in (AUTO, step["stages"])
+    ]
     flops = sum(sum(step_flops(costs, step["num_frozen_layers"], step["num_cached_layers"])) for step in epochs)
     return {
         "devices": world,
@@ -130,13 +136,14 @@ def forecast(job: Job, workload: Workload, device: Device) -> Values:
         "steps_per_epoch": job.steps_per_epoch,
         "memory_budget_bytes": device.memory_budget_bytes,
         "replica_sharding": planner.first.replica_sharding,
-        "sharding_choice": _choice(planner, statics),
+        "sharding_choice": choice if planner.request.replica_sharding == AUTO else None,
         "pipeline_schedule": planner.first.schedule,
         "epochs": epochs,
         "seconds": seconds,
         "compared_with": {name.replace(" ", "_"): step for name, step in plain.items() if name != FSDP},
         "fsdp": plain.get(FSDP),
-        "communicators": _num_communicators({step["stages"] for step in epochs}, world),
+        # NCCL's, of each process and without those for tied weights: of all, and for each K, as numbers come back
+        "communicators": (world > 1) + sum((k > 1) + (k < world) for k in stages if world > 1),
         "flop_bound": len(epochs) * sum(step_flops(costs, 0)) / flops if flops else 1.0,
         "fastest_plain": fastest,
         # how many epochs the fastest training without freezing runs in the time of this training
@@ -253,23 +260,6 @@ def _fastest(plain: Mapping[str, Values]) -> str:
     if fsdp is None or best["stages"] == 1 or not fsdp["fits"]:
         return BEST
     return FSDP if not best["fits"] or fsdp["step_seconds"] < best["step_seconds"] else BEST
-
-
-def _choice(planner: Planner, statics: list[Values]) -> list[Values] | None:
-    """Return what the sharding and the first layout were chosen from; None if the sharding was given."""
-    asked, first = planner.request, planner.first.pipeline_parallel_size
-    if asked.replica_sharding != AUTO:
-        return None
-    considered = [step for step in statics if asked.pipeline_parallel_size in (AUTO, step["stages"])]
-    return [{**step, "chosen": step["stages"] == first} for step in considered]
-
-
-def _num_communicators(stages: set[int], world: int) -> int:
-    """Return the number of NCCL communicators of each process, without those for tied weights: of all, and for each K.
-
-    They stay until the process ends, as numbers of stages come back.
-    """
-    return (world > 1) + sum((k > 1) + (k < world) for k in stages if world > 1)
 
 
 def _course(cache: _Cache) -> tuple[list[Values], str | None]:

@@ -35,11 +35,9 @@ def estimate(
     """Estimate a step with nothing frozen, and with modules that are frozen and computed, or read.
 
     Args:
-        model: a model of placeholders.
+        model: a model of placeholders, of which `workload` has the costs.
         names: the frozen modules. Their inputs must come from the batch alone.
-        workload: the costs of the model.
-        job: the training.
-        device: the kind of its devices.
+        workload, job, device: as of a forecast.
 
     Returns:
         For each of the three: "what", "forward_share" (of the forward FLOPs that are frozen), and "step_seconds".
@@ -54,29 +52,19 @@ def estimate(
             raise ValueError(f"frozen_module is {name!r} and {inside!r}, which is in it. Leave the second one out.")
     whole, frozen, row_bytes = _counted(model, modules, workload.tokens or 1)
     of_frozen = {id(p) for module in modules.values() for p in module.parameters()}
-    sizes = {id(p): p.numel() * p.itemsize for p in model.parameters() if p.requires_grad}
-
+    sizes = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
     units = []
-    for name, flops, numbers in (
-        ("frozen", frozen, of_frozen & sizes.keys()),
-        ("others", whole - frozen, sizes.keys() - of_frozen),
-    ):
-        trained = sum(sizes[number] for number in numbers)
+    for name, flops, numbers in (("frozen", frozen, of_frozen), ("others", whole - frozen, sizes.keys() - of_frozen)):
+        trained = sum(sizes.get(number, 0) for number in numbers)
         units.append(UnitCost(name=name, forward_flops=flops, parameters={name: trained}, trainable_bytes=trained))
-    of_parts = replace(workload, unit_costs=tuple(units))
-    costs = CostModel(of_parts.unit_costs, replace(device, seconds_per_unit=0.0).times(of_parts, job.num_devices))
-    reading = job.batch / device.num_nodes(job.num_devices) * row_bytes / device.read_bytes_per_second
+    of_parts, num_devices = replace(workload, unit_costs=tuple(units)), job.num_devices
+    costs = CostModel(of_parts.unit_costs, replace(device, seconds_per_unit=0.0).times(of_parts, num_devices))
+    reading = job.batch / device.num_nodes(num_devices) * row_bytes / device.read_bytes_per_second
+    layout = Layout(1, num_devices, (0, len(units)), rows_per_device=job.batch // num_devices)
     steps = []
     for what, layers, cached in (("nothing frozen", 0, 0), ("computed", 1, 0), ("read", 1, 1)):
-        layout = Layout(
-            1,
-            job.num_devices,
-            (0, len(units)),
-            rows_per_device=job.batch // job.num_devices,
-            num_frozen_layers=layers,
-            num_cached_layers=cached,
-        )
-        seconds = costs.predict(layout).seconds + cached * reading
+        prediction = costs.predict(replace(layout, num_frozen_layers=layers, num_cached_layers=cached))
+        seconds = prediction.seconds + cached * reading
         steps.append({"what": what, "forward_share": layers * frozen / whole, "step_seconds": seconds})
     return steps
 

@@ -65,9 +65,6 @@ def load_config(name: str) -> PreTrainedConfig:
     The name is looked up as a path first, then as a model type (with its default configuration), then as a name on
     the Hub. Code that comes with a model is never run.
 
-    Args:
-        name: Folder, config.json, model type, or name on the Hub.
-
     Raises:
         UnknownModelError: There is no such configuration.
     """
@@ -107,13 +104,6 @@ def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
     task that its family is mostly fine-tuned for (encoders: sequence classification; decoders: causal language
     modeling).
 
-    Args:
-        config: The configuration.
-        task: A key of `TASKS`, or `"auto"`.
-
-    Returns:
-        A class with the class method `from_config` or `_from_config`.
-
     Raises:
         UnknownModelError: No class accepts the configuration.
     """
@@ -141,10 +131,6 @@ def build_placeholder_model(config: PreTrainedConfig, cls: type) -> PreTrainedMo
     """Build a model in which each parameter occupies the memory of a single element.
 
     Buffers are real, because models compute with them. Tied parameters stay tied, and every parameter is trainable.
-
-    Args:
-        config: The configuration.
-        cls: A model class or an Auto class of transformers.
     """
     build = getattr(cls, "from_config", None) or cls._from_config  # type: ignore[attr-defined]
     config._experts_implementation = "eager"  # the grouped kernel does not accept stride-0 weights

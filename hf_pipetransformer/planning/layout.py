@@ -45,8 +45,6 @@ class Layout:
         stage_bounds: `(0, ..., L)`, length V * K + 1; virtual stage i consists of the units
             `[stage_bounds[i], stage_bounds[i + 1])`.
         schedule: name of the schedule.
-        virtual_pipeline_parallel_size: virtual stages per stage that are wanted; a layout has fewer
-            (`num_virtual_stages`) if there are too few units for so many.
         rows_per_device: samples of a full batch per rank; a pipeline's batch has K times as many.
         requested_microbatches: micro-batches per step and pipeline that the user has asked for; None to choose by the
             number of samples of each batch (`choose_num_microbatches`).
@@ -66,7 +64,6 @@ class Layout:
     data_parallel_size: int
     stage_bounds: tuple[int, ...]
     schedule: str = "1f1b"
-    virtual_pipeline_parallel_size: int = 1
     rows_per_device: int = 1
     requested_microbatches: int | None = None
     most_rows: int | None = None
@@ -90,10 +87,10 @@ class Layout:
                 f"replica_sharding is {self.replica_sharding!r}, but must be one of"
                 f" {', '.join(map(repr, REPLICA_SHARDINGS))}."
             )
-        k, bounds, v = self.pipeline_parallel_size, self.stage_bounds, self.virtual_pipeline_parallel_size
-        assert 1 <= v <= (schedule_named(self.schedule).most_virtual_stages or v), (self.schedule, v)
-        assert 1 <= self.num_virtual_stages <= (v if k > 1 else 1), bounds
-        assert len(bounds) == self.num_virtual_stages * k + 1 and bounds[0] == 0, bounds
+        k, bounds, v = self.pipeline_parallel_size, self.stage_bounds, self.num_virtual_stages
+        most = schedule_named(self.schedule).most_virtual_stages or v
+        assert 1 <= v <= (most if k > 1 else 1), (self.schedule, bounds)
+        assert len(bounds) == v * k + 1 and bounds[0] == 0, bounds
         assert all(a < b for a, b in pairwise(bounds)), bounds
         if not 0 <= self.num_frozen_layers <= self.num_units:
             raise ValueError(

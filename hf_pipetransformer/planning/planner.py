@@ -168,7 +168,6 @@ class Planner(CostModel):
             self.world_size // k,
             (0, *(first + bound for bound in bounds[1:])),
             schedule.name,
-            most,
             request.rows_per_device,
             None if request.num_microbatches == AUTO else request.num_microbatches,
             num_frozen_layers=num_frozen,

@@ -215,12 +215,8 @@ class CostModel:
 
     def _describe_step(self, layout: Layout) -> str:
         """Return the line about the schedule, micro-batches, bubble and time of a step."""
-        k, v, m, rows = (
-            layout.pipeline_parallel_size,
-            layout.num_virtual_stages,
-            layout.num_microbatches,
-            layout.rows_per_pipeline,
-        )
+        k, v, m = layout.pipeline_parallel_size, layout.num_virtual_stages, layout.num_microbatches
+        rows = layout.rows_per_pipeline
         words = [f"{rows} sample{'' if rows == 1 else 's'} a pipeline and step"]
         if k > 1:
             virtual = f", {v} virtual stages per stage" if v > 1 else ""
