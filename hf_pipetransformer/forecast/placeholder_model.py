@@ -123,8 +123,9 @@ def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
         # that a configuration of a mere type does not name
         cls: type = found[0] if isinstance(found, (tuple, list)) and not config.architectures else auto
         return cls
-    task, advice = ("", "") if chooses else (f"{task} ", " Pass another --task.")
-    raise UnknownModelError(f"transformers has no {task}model for {kind.__name__}.{advice}")
+    if chooses:
+        raise UnknownModelError(f"transformers has no model for {kind.__name__}.")
+    raise UnknownModelError(f"transformers has no {task} model for {kind.__name__}. Pass another --task.")
 
 
 def build_placeholder_model(config: PreTrainedConfig, cls: type) -> PreTrainedModel:

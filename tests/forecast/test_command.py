@@ -177,7 +177,7 @@ def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "message"),
     [
-        (["--batch", "63"], 2, "batch is 63, but must be a multiple of the 4 devices"),
+        (["--batch", "63"], 2, "batch is 63, but must be a multiple of the 4 devices. Set it to 60 or 64"),
         (
             ["--gradient-accumulation-steps", "3"],
             2,

@@ -123,13 +123,6 @@ def test_a_pipeline_too_long_for_what_is_left_counts_fewer_as_cached() -> None:
         assert (layout.stage_bounds, layout.num_cached_layers) == ((0, 5, 6, 7, 8), 5)
 
 
-def test_virtual_stages_come_back_in_a_shorter_pipeline() -> None:
-    """4 stages of 8 units have 2 each; the request for 3 is fulfilled with 2 stages."""
-    planner = planner_of(4, 4, schedule="interleaved1f1b", virtual_pipeline_parallel_size=3)
-    found = [planner.in_stages(k, 1).num_virtual_stages for k in (4, 2, 1)]
-    assert found == [2, 3, 1]
-
-
 # ------------------------------------------------------------------------------------------ a chosen sharding
 def sharding(layout: Layout) -> tuple[int, str]:
     return layout.pipeline_parallel_size, layout.replica_sharding
