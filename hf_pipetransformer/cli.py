@@ -135,11 +135,14 @@ def plan(
 ) -> None:
     """Predict a whole training: stages, memory, time and speed-up in each epoch. Nothing is launched."""
     from .errors import UnsupportedModelError
-    from .forecast import command
+    from .forecast.command import answer, policy_of
+    from .forecast.device_table import device_named
     from .forecast.forecast import Job
     from .forecast.forecast_text import as_text
     from .forecast.tuning import Tuning
+    from .planning.planner import Request
     from .planning.schedules import virtual_stages_of
+    from .training_args import int_or_auto
 
     _check_task(task)
     try:
@@ -148,20 +151,22 @@ def plan(
             batch=batch,
             num_epochs=epochs,
             num_samples=samples,
-            freeze_policy=command.policy_of(freeze, alpha, freeze_schedule),
+            freeze_policy=policy_of(freeze, alpha, freeze_schedule),
+            asked=Request(
+                int_or_auto("pipeline_parallel_size", pipeline_parallel_size),
+                is_elastic=elastic,
+                schedule=pipeline_schedule,
+                num_microbatches=int_or_auto("num_microbatches", num_microbatches),
+                replica_sharding=replica_sharding,
+                virtual_pipeline_parallel_size=virtual_stages_of(pipeline_schedule, virtual_pipeline_parallel_size),
+            ),
             max_frozen_layers=max_frozen_layers,
-            pipeline_parallel_size=command.number_or_auto("pipeline_parallel_size", pipeline_parallel_size),
-            is_elastic=elastic,
             caches=cache,
-            schedule=pipeline_schedule,
-            num_microbatches=command.number_or_auto("num_microbatches", num_microbatches),
-            replica_sharding=replica_sharding,
-            virtual_pipeline_parallel_size=virtual_stages_of(pipeline_schedule, virtual_pipeline_parallel_size),
             gradient_accumulation_steps=gradient_accumulation_steps,
         )
-        kind = command.device_for(device, efficiency, memory_gib, disk_gib)
+        kind = device_named(device, efficiency, memory_gib, disk_gib)
         tuning = Tuning(lora_r, gradient_checkpointing, bf16)
-        title, values = command.answer(model_or_config, task, seq, job, kind, frozen_module or (), tuning)
+        title, values = answer(model_or_config, task, seq, job, kind, frozen_module or (), tuning)
     except UnsupportedModelError as error:
         _fail(1, str(error))
     except ImportError as error:

@@ -74,7 +74,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:
+def int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:
+    """Return the value of an argument.
+
+    Raises:
+        ValueError: it is neither a number of at least 1 nor "auto".
+    """
     if value == "auto":
         return "auto"
     try:
@@ -119,7 +124,12 @@ def _pipeline_layers(names: Any) -> list[str] | None:
     return list(names)
 
 
-def _from_json(name: str, text: str) -> dict[str, Any]:
+def from_json(name: str, text: str) -> dict[str, Any]:
+    """Return the value of an argument that is given as a JSON object.
+
+    Raises:
+        ValueError: it is none.
+    """
     try:
         value = json.loads(text)
     except ValueError as error:  # also raised for integers with thousands of digits
@@ -140,7 +150,7 @@ else:
         """Parses an int or "auto" for HfArgumentParser, which takes one type per argument and calls it."""
 
         def __new__(cls, text: str) -> int | str:
-            return _int_or_auto("value", text)
+            return int_or_auto("value", text)
 
     class SlicesOrName:
         """Parses "off", "auto", an int or a list for HfArgumentParser."""
@@ -389,8 +399,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         show_errors_briefly()
         self._check_cache()
         self._check_watchdog()
-        self.pipeline_parallel_size = _int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)
-        self.num_microbatches = _int_or_auto("num_microbatches", self.num_microbatches)
+        self.pipeline_parallel_size = int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)
+        self.num_microbatches = int_or_auto("num_microbatches", self.num_microbatches)
         self.token_slices = _token_slices(self.token_slices)
         self.pipeline_layers = _pipeline_layers(self.pipeline_layers)
         if self.pipeline_schedule not in tuple(SCHEDULES):  # of any type, also one that cannot be hashed
@@ -403,7 +413,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         if not isinstance(self.elastic, bool):
             raise ValueError(f"elastic={self.elastic!r} is invalid. Set it to True or False.")
         if isinstance(self.freeze_schedule, str):
-            self.freeze_schedule = _from_json("freeze_schedule", self.freeze_schedule)
+            self.freeze_schedule = from_json("freeze_schedule", self.freeze_schedule)
         self.make_freeze_policy()  # raises if a value is out of range
         check_when(self.freeze_strategy, self.freeze_steps, self.max_frozen_layers)
         self._check_slices()

@@ -244,7 +244,7 @@ def test_a_damaged_state_is_a_damaged_checkpoint(field: str, checkpoint: Path) -
 @pytest.mark.parametrize(
     ("field", "damage"),
     [
-        ("layout is no plan", lambda s: pipeline_state(s)["memory"]["layout"].update(stages=3)),
+        ("layout is no layout", lambda s: pipeline_state(s)["memory"]["layout"].update(stages=3)),
         ("num_frozen=99", lambda s: freezing(s)["memory"].update(num_frozen=99)),
         ("gradients of 2 layers", lambda s: freezing(s)["memory"].update(observed=[[1.0, 1.0], [1, 1]])),
         ("previous", lambda s: freezing(s)["memory"].update(policy={"previous": 3})),

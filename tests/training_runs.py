@@ -168,7 +168,7 @@ def with_stages(trainer: Trainer, choose: Callable[[Layout, int], int]) -> None:
     """Choose K by (layout, frozen) when another layout follows, in place of the memory rule."""
 
     def following(self: Planner, layout: Layout, num_frozen: int, num_cached: int) -> Layout:
-        return self.in_stages(choose(layout, num_frozen), layout, num_frozen, num_cached)
+        return self.in_stages(choose(layout, num_frozen), num_frozen, num_cached)
 
     while_training(trainer, Planner, "next", following)
 

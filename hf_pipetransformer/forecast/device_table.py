@@ -5,16 +5,12 @@ Peak performance, memory and links come from the vendors' data sheets. Estimates
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
+from ..cache.file_store import USABLE_DISK
 from ..pipeline.devices import USABLE_MEMORY
-from ..planning.costs import FORWARDS_OF_A_BACKWARD
 from ..planning.unit_times import ModelTimes, PartTimes, Seconds
-
-if TYPE_CHECKING:
-    from ..planning.costs import UnitCost
+from .workload import Workload
 
 GB = 1e9
 GIB = 2**30
@@ -22,23 +18,6 @@ GIB = 2**30
 ADAM_TRAFFIC = 9.0
 """Bytes of memory traffic for each byte of a trainable parameter: AdamW reads the parameter, the gradient and two
 moments, and writes three of them; clipping reads the gradient twice."""
-
-
-@dataclass(frozen=True)
-class CacheHost:
-    """Resources of a node for the activation cache.
-
-    Attributes:
-        read_bytes_per_second: read bandwidth from the page cache, for all devices of the node together.
-        disk_bytes_per_second: read bandwidth if the page cache is too small.
-        memory_bytes: memory available to the page cache; None if unknown, which counts as sufficient.
-        disk_bytes: disk space available to the store; None if unknown, which counts as sufficient.
-    """
-
-    read_bytes_per_second: float
-    disk_bytes_per_second: float
-    memory_bytes: float | None = None
-    disk_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +34,11 @@ class Device:
         efficiency: fraction of the peak that a layer reaches. An estimate.
         seconds_per_unit: fixed cost of one unit's forward, for launching its kernels. An estimate.
         devices_per_node: usual number of devices in a node.
-        host: resources for the cache. An estimate.
-        backward_forwards: forwards that a backward takes; not a property of the device, but of the training.
+        read_bytes_per_second: bandwidth at which all devices of a node together read the cache from the page cache.
+            This and the following are estimates.
+        disk_bytes_per_second: the same from the disk, if the page cache is too small.
+        host_memory_bytes: memory available to the page cache; None if unknown, which counts as sufficient.
+        host_disk_bytes: disk space that the cache may take; None if unknown, which counts as sufficient.
     """
 
     name: str
@@ -68,9 +50,10 @@ class Device:
     efficiency: float = 0.45
     seconds_per_unit: float = 1.2e-4
     devices_per_node: int = 8
-    host: CacheHost = CacheHost(20 * GB, 5 * GB, 800 * GB)
-    backward_forwards: float = FORWARDS_OF_A_BACKWARD
-    autocasts: bool = False
+    read_bytes_per_second: float = 20 * GB
+    disk_bytes_per_second: float = 5 * GB
+    host_memory_bytes: float | None = 800 * GB
+    host_disk_bytes: float | None = None
 
     @property
     def memory_budget_bytes(self) -> int | None:
@@ -81,39 +64,29 @@ class Device:
         """Return the number of nodes that have so many devices."""
         return -(-num_devices // self.devices_per_node)
 
-    @property
-    def update_seconds_per_byte(self) -> float:
-        """Seconds per byte of trainable parameters for clipping and an AdamW step."""
-        return ADAM_TRAFFIC / self.memory_bytes_per_second
+    def times(self, workload: Workload, num_devices: int) -> ModelTimes:
+        """Predict from FLOPs how long the parts of a model take.
 
-    def reduce_seconds_per_byte(self, world_size: int) -> float:
-        """Seconds per byte of an all-reduce over so many devices, in a ring."""
-        link = self.link_bytes_per_second
-        if world_size > self.devices_per_node:
-            link = min(link, self.network_bytes_per_second)
-        return 2 * (world_size - 1) / world_size / link
-
-    def times(self, unit_costs: Sequence[UnitCost], world_size: int) -> ModelTimes:
-        """Predict how long the parts of a model take on this device, from their FLOPs.
-
-        A backward takes `backward_forwards` forwards. The part before the units counts as part of the first
-        unit, as its FLOPs do.
+        The part before the units counts as part of the first unit, as its FLOPs do.
 
         Args:
-            unit_costs: costs of the model's units.
-            world_size: number of devices that all-reduce gradients together, in a ring.
+            workload: the costs of the model.
+            num_devices: number of devices that all-reduce gradients together, in a ring.
         """
-        speed = self.flops_per_second * self.efficiency
+        speed, units = self.flops_per_second * self.efficiency, workload.unit_costs
+        link = self.link_bytes_per_second
+        if num_devices > self.devices_per_node:
+            link = min(link, self.network_bytes_per_second)
 
         def part(flops: float, fixed: float) -> PartTimes:
-            return PartTimes.of_forward(Seconds(fixed, flops / speed), self.backward_forwards)
+            return PartTimes.of_forward(Seconds(fixed, flops / speed), workload.backward_forwards)
 
         return ModelTimes(
             PartTimes(),
-            tuple(part(unit.forward_flops - unit.head.forward_flops, self.seconds_per_unit) for unit in unit_costs),
-            part(unit_costs[-1].head.forward_flops, 0.0),
-            self.update_seconds_per_byte,
-            self.reduce_seconds_per_byte(world_size),
+            tuple(part(unit.forward_flops - unit.head.forward_flops, self.seconds_per_unit) for unit in units),
+            part(units[-1].head.forward_flops, 0.0),
+            ADAM_TRAFFIC / self.memory_bytes_per_second,
+            2 * (num_devices - 1) / num_devices / link,
         )
 
 
@@ -135,15 +108,28 @@ DEVICES = {
 """Name -> device. FLOP/s are those of bf16 (V100: fp16) with accumulation in fp32."""
 
 
-def device_named(name: str) -> Device:
-    """Return the device with this name.
+def device_named(
+    name: str, efficiency: float | None = None, memory_gib: float | None = None, disk_gib: float | None = None
+) -> Device:
+    """Return the device with this name, with what the options of `hf-pipetransformer plan` change of it; see there.
 
     Raises:
-        ValueError: it is not in the table.
+        ValueError: it is not in the table, or a value is out of range.
     """
+    for option, value in (("efficiency", efficiency), ("memory_gib", memory_gib), ("disk_gib", disk_gib)):
+        most = 1.0 if option == "efficiency" else None
+        if value is not None and not 0 < value <= (most or value):
+            at_most = f" and at most {most:g}" if most else ""
+            raise ValueError(f"{option} is {value}, but must be above 0{at_most}.")
     if name not in DEVICES:
         raise ValueError(
             f"device={name!r} is not in the device table, which contains {', '.join(DEVICES)}. Use the most similar"
             " one and set memory_gib and efficiency."
         )
-    return DEVICES[name]
+    device = DEVICES[name]
+    return replace(
+        device,
+        efficiency=efficiency or device.efficiency,
+        memory_bytes=device.memory_bytes if memory_gib is None else memory_gib * GIB,
+        host_disk_bytes=None if disk_gib is None else disk_gib * GIB * USABLE_DISK,
+    )

@@ -1,9 +1,9 @@
 """Forecast of a whole training, before anything is launched.
 
     freeze policy -> f in each epoch
-    cache         -> c in each epoch      number of these f layers that come from the cache
+    cache         -> c in each epoch        number of these f layers that come from the cache
     planner       -> layout of each epoch   the first, and another where f or c changes, as the trainer makes them
-    predict       -> step                 plus the time to load what is cached
+    cost model    -> step                   plus the time to load what is cached
 
 The forecast is compared with static layouts and FSDP, in which nothing is frozen, and with the bound from the counted
 FLOPs. All of them are layouts (`planning.layout`), and their steps and memory are what a `CostModel` predicts.
@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal
+from typing import Any
 
 from ..freezing.policies import FreezePolicy
 from ..freezing.schedule_cost import frozen_in_epochs
@@ -22,13 +21,16 @@ from ..planning.costs import step_flops
 from ..planning.layout import AUTO, Layout
 from ..planning.planner import Planner, Request
 from ..planning.predictions import CostModel, is_worth_loading
-from ..planning.timeline import StepPrediction
 from .device_table import Device
 from .fully_sharded import FullySharded
 from .workload import Workload
 
 BEST, DDP, PIPELINE, FSDP = "best static layout", "plain DDP", "static pipeline", "plain FSDP"
 """Names of the trainings without freezing that a forecast is compared with."""
+Values = dict[str, Any]
+"""Plain values for JSON, from which text and advice are made: times in seconds, sizes in bytes."""
+SWITCHED_OFF = "switched off"
+"""Why nothing is cached, if the user wants it so."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,9 @@ class Job:
         num_epochs: number of epochs; freezing is decided at the start of each.
         num_samples: number of samples in an epoch.
         freeze_policy: a policy that needs no gradients.
+        asked: what is asked of the planner; the samples of a device follow from the batch.
         max_frozen_layers: the user's upper bound on the number of frozen layers.
-        pipeline_parallel_size: K, or "auto".
-        is_elastic: whether the layers are repacked into fewer stages after a freeze.
         caches: whether frozen layers' outputs are cached.
-        schedule: name of the schedule.
-        num_microbatches: M, or "auto".
-        replica_sharding: what the replicas of a stage divide among them, or "auto"; nothing in the comparison with
-            plain DDP.
-        virtual_pipeline_parallel_size: virtual stages per stage of an interleaved schedule.
         gradient_accumulation_steps: number of batches, run one after the other, in which the global batch is run.
 
     Raises:
@@ -61,24 +57,18 @@ class Job:
     num_epochs: int
     num_samples: int
     freeze_policy: FreezePolicy
+    asked: Request
     max_frozen_layers: int | None = None
-    pipeline_parallel_size: int | Literal["auto"] = "auto"
-    is_elastic: bool = True
     caches: bool = True
-    schedule: str = "1f1b"
-    num_microbatches: int | Literal["auto"] = "auto"
-    replica_sharding: str = "none"
-    virtual_pipeline_parallel_size: int = 1
     gradient_accumulation_steps: int = 1
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "batch", "num_epochs", "num_samples", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1.")
-        parts = self.num_devices * self.gradient_accumulation_steps
+        steps, parts = self.gradient_accumulation_steps, self.num_devices * self.gradient_accumulation_steps
         if self.batch % parts:
             below = self.batch - self.batch % parts
-            steps = self.gradient_accumulation_steps
             times = "" if steps == 1 else f" times gradient_accumulation_steps={steps}"
             raise ValueError(
                 f"batch is {self.batch}, but must be a multiple of the {self.num_devices} devices{times}. Set it to"
@@ -91,319 +81,267 @@ class Job:
             )
 
     @property
-    def rows_per_device(self) -> int:
-        """Samples of a device in one of the batches of a step, `per_device_train_batch_size`."""
-        return self.batch // (self.num_devices * self.gradient_accumulation_steps)
+    def request(self) -> Request:
+        """What is asked of the planner, with the samples of a device in one of the batches of a step."""
+        return replace(self.asked, rows_per_device=self.batch // (self.num_devices * self.gradient_accumulation_steps))
 
     @property
     def steps_per_epoch(self) -> int:
         """Number of steps in an epoch."""
         return -(-self.num_samples // self.batch)
 
-    def num_frozen(self, workload: Workload) -> list[int]:
-        """Return f in each epoch."""
-        num_layers, most, bound = len(workload.unit_costs), workload.max_frozen, self.max_frozen_layers
-        return frozen_in_epochs(self.freeze_policy, num_layers, most, self.num_epochs, self.steps_per_epoch, bound)
+
+def forecast(job: Job, workload: Workload, device: Device) -> Values:
+    """Predict a training on devices of this kind.
+
+    Returns:
+        Beside the job's numbers: "epochs", a step of each as `step_values` describes it; "sharding_choice", the steps
+        from which the sharding and the first layout were chosen; "compared_with" and "fsdp", as `_plain_steps` makes
+        them, and the name of the fastest; "flop_bound", FLOPs without freezing over those with it; and for the cache,
+        bytes on a node of the largest generation and of the two that exist together after a freeze, and why it is off.
+
+    Raises:
+        ValueError: no layout is possible, as in `Planner`.
+    """
+    costs, world = workload.unit_costs, job.num_devices
+    planner = Planner(
+        unit_costs=costs,
+        times=device.times(workload, world),
+        memory_budget_bytes=device.memory_budget_bytes,
+        autocasts=workload.autocasts,
+        world_size=world,
+        request=job.request,
+    )
+    cache = _Cache(job, workload, device, planner)
+    epochs, cache_off = _course(cache)
+    statics, plain = _plain_steps(job, planner)
+    seconds = sum(step["seconds"] for step in epochs)
+    for step in plain.values():
+        step["seconds"] = job.num_epochs * job.steps_per_epoch * step["step_seconds"] if step["fits"] else None
+        step["speed_up"] = step["seconds"] / seconds if step["fits"] else None
+    fastest = _fastest(plain)
+    gain = plain[fastest]["speed_up"] if epochs[-1]["num_frozen_layers"] else None
+    stages, asked = {step["stages"] for step in epochs}, planner.request.pipeline_parallel_size
+    choice = [
+        {**step, "chosen": step["stages"] == planner.first.pipeline_parallel_size}
+        for step in statics
+        if asked in (AUTO, step["stages"])
+    ]
+    flops = sum(sum(step_flops(costs, step["num_frozen_layers"], step["num_cached_layers"])) for step in epochs)
+    return {
+        "devices": world,
+        "batch": job.batch,
+        "gradient_accumulation_steps": job.gradient_accumulation_steps,
+        "samples": job.num_samples,
+        "steps_per_epoch": job.steps_per_epoch,
+        "memory_budget_bytes": device.memory_budget_bytes,
+        "replica_sharding": planner.first.replica_sharding,
+        "sharding_choice": choice if planner.request.replica_sharding == AUTO else None,
+        "pipeline_schedule": planner.first.schedule,
+        "epochs": epochs,
+        "seconds": seconds,
+        "compared_with": {name.replace(" ", "_"): step for name, step in plain.items() if name != FSDP},
+        "fsdp": plain.get(FSDP),
+        # NCCL's, of each process and without those for tied weights: of all, and for each K, as numbers come back
+        # of a process: of all; for each K of the pipeline, of the replicas, and of two ranks with each neighbour
+        "communicators": (world > 1) + sum((k > 1) + (k < world) + min(k - 1, 2) for k in stages if world > 1),
+        "flop_bound": len(epochs) * sum(step_flops(costs, 0)) / flops if flops else 1.0,
+        "fastest_plain": fastest,
+        # how many epochs the fastest training without freezing runs in the time of this training
+        "plain_epochs_of_equal_cost": None if gain is None else len(epochs) / gain,
+        "cache": {
+            "generation_bytes_per_node": max(cache.node_bytes(step["puts"]) for step in epochs),
+            # the generation that is read is kept until the next one is complete
+            "peak_bytes_per_node": max(
+                sum(map(cache.node_bytes, {step["puts"], step["num_cached_layers"]})) for step in epochs
+            ),
+            "off": cache_off,
+            "host_memory_bytes": device.host_memory_bytes,
+            "host_disk_bytes": device.host_disk_bytes,
+        },
+    }
 
 
-@dataclass(frozen=True)
-class Step:
-    """What a step takes under a layout.
+def step_values(
+    layout: Layout, costs: CostModel, num_batches: int = 1, load_seconds: float = 0.0, puts: int = 0
+) -> Values:
+    """Predict a step.
 
-    Attributes:
-        costs: predicts it.
+    Args:
         layout: the layout.
+        costs: predicts it, from times.
         num_batches: number of batches of the step, run one after the other; gradients are reduced, and the optimizer
             runs, once after them.
         load_seconds: time to load cached outputs.
         puts: number of layers whose output is stored in the cache; 0 if nothing is stored.
+
+    Returns:
+        Beside numbers of the layout and these: "stage_layers", the layers in each virtual stage of each stage;
+        "receive_bytes", the part of the stages' bytes in which they receive tensors of others; whether the largest
+        stage "fits" a device; and "shares", activity -> fraction of the step's seconds, averaged over the stages.
     """
+    assert costs.times is not None
+    k, m, rows = layout.pipeline_parallel_size, layout.num_microbatches, layout.rows_per_pipeline
+    prediction, stage_bytes = costs.predict(layout), costs.stage_bytes(layout)
+    timeline, at_end = prediction.timeline, prediction.seconds_at_end
+    seconds = num_batches * timeline.seconds + at_end + load_seconds
+    frozen_units = costs.times.units[layout.num_cached_layers : layout.num_frozen_layers]
+    frozen = m * sum(unit.forward.of(rows / m) for unit in frozen_units) / k
+    waiting = timeline.bubble * timeline.seconds
+    spent = {
+        "active layers": num_batches * (timeline.seconds - waiting - frozen),
+        "frozen layers": num_batches * frozen,
+        "waiting": num_batches * waiting,
+        "reduction, optimizer": at_end,
+        "loading": load_seconds,
+    }
+    return {
+        "replica_sharding": layout.replica_sharding,
+        "pipeline_schedule": layout.schedule,
+        "stages": k,
+        "replicas": layout.data_parallel_size,
+        "virtual_stages": layout.num_virtual_stages,
+        "num_microbatches": m,
+        "num_frozen_layers": layout.num_frozen_layers,
+        "num_cached_layers": layout.num_cached_layers,
+        "puts": puts,
+        "stage_bounds": list(layout.stage_bounds),
+        "stage_layers": [list(map(len, layout.ranges_of(stage))) for stage in range(k)],
+        "stage_bytes": stage_bytes,
+        "largest_stage_bytes": max(stage_bytes),
+        "receive_bytes": [costs.received_bytes(layout, stage) for stage in range(k)],
+        "fits": costs.fits(layout),
+        "bubble": timeline.bubble,
+        "load_seconds": load_seconds,
+        "step_seconds": seconds,
+        "samples_per_second": num_batches * rows * layout.data_parallel_size / seconds,
+        "shares": {activity: value / seconds for activity, value in spent.items()},
+    }
 
-    costs: CostModel
-    layout: Layout
-    num_batches: int = 1
-    load_seconds: float = 0.0
-    puts: int = 0
 
-    @cached_property
-    def prediction(self) -> StepPrediction:
-        """Prediction for one of the batches, without loading."""
-        return self.costs.predict(self.layout)
+def plain_trainings(values: Values) -> dict[str, Values]:
+    """Return the trainings without freezing that a forecast is compared with, by name."""
+    found = {name.replace("_", " "): step for name, step in values["compared_with"].items()}
+    return found if values["fsdp"] is None else {**found, FSDP: values["fsdp"]}
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of the step."""
-        prediction = self.prediction
-        return self.num_batches * prediction.timeline.seconds + prediction.seconds_at_end + self.load_seconds
 
-    @property
-    def stage_bytes(self) -> list[int]:
-        """Memory of each stage."""
-        return self.costs.stage_bytes(self.layout)
+def _plain_steps(job: Job, planner: Planner) -> tuple[list[Values], dict[str, Values]]:
+    """Return a step of each static layout, one for each number of stages, and of the trainings without freezing.
 
-    @property
-    def fits(self) -> bool:
-        """Whether the largest stage fits a device."""
-        return self.costs.fits(self.layout)
+    These are the fastest static layout that fits; plain DDP, K = 1; a static pipeline of the first layout's K, or else
+    of the smallest one above 1; and FSDP in as few micro-batches as fit. What is not possible is left out.
+    """
+    parts, k = job.gradient_accumulation_steps, planner.first.pipeline_parallel_size
+    of_any_size = replace(planner, request=replace(planner.request, pipeline_parallel_size=AUTO))
+    statics = [step_values(layout, planner, parts) for layout in of_any_size.considered]
+    found = {
+        BEST: min(statics, key=lambda step: (not step["fits"], step["step_seconds"])),
+        DDP: step_values(planner.in_stages(1, sharding="none"), planner, parts),
+    }
+    longer = next((step for step in statics if step["stages"] > 1 and k in (1, step["stages"])), None)
+    if longer is not None:
+        found[PIPELINE] = longer
+    if job.num_devices > 1:
+        rows = job.batch // job.num_devices
+        sharded = FullySharded(planner.unit_costs, planner.times, planner.memory_budget_bytes)
+        for m in (m for m in range(1, rows + 1) if rows % m == 0):
+            step = step_values(sharded.layout(job.num_devices, rows // m), sharded, m)
+            found[FSDP] = {**step, "num_microbatches": m}
+            if step["fits"]:
+                break
+    return statics, {name: dict(step) for name, step in found.items()}
 
-    @property
-    def samples_per_second(self) -> float:
-        """Samples of the global batch per second."""
-        layout = self.layout
-        return self.num_batches * layout.rows_per_pipeline * layout.data_parallel_size / self.seconds
 
-    @cached_property
-    def shares(self) -> dict[str, float]:
-        """Fractions of the time by activity, averaged over the stages; they add up to 1."""
-        layout, timeline, times = self.layout, self.prediction.timeline, self.costs.times
-        assert times is not None
-        k, m = layout.pipeline_parallel_size, layout.num_microbatches
-        rows = layout.rows_per_pipeline / m
-        busy = sum(span.end - span.start for span in timeline.spans) / k
-        frozen_units = times.units[layout.num_cached_layers : layout.num_frozen_layers]
-        frozen = m * sum(unit.forward.of(rows) for unit in frozen_units) / k
-        of_batch = {
-            "active layers": busy - frozen,
-            "frozen layers": frozen,
-            "waiting": timeline.seconds - busy,
-        }
-        seconds = {
-            **{part: self.num_batches * value for part, value in of_batch.items()},
-            "reduction, optimizer": self.prediction.seconds_at_end,
-            "loading": self.load_seconds,
-        }
-        return {part: value / self.seconds for part, value in seconds.items()}
+def _fastest(plain: Mapping[str, Values]) -> str:
+    """Return what is fastest without freezing: a static layout, or FSDP where the best layout is a pipeline.
+
+    Where DDP is possible, FSDP would only look faster: DDP's all-reduce is counted as if nothing hid it.
+    """
+    best, fsdp = plain[BEST], plain.get(FSDP)
+    if fsdp is None or best["stages"] == 1 or not fsdp["fits"]:
+        return BEST
+    return FSDP if not best["fits"] or fsdp["step_seconds"] < best["step_seconds"] else BEST
+
+
+def _course(cache: _Cache) -> tuple[list[Values], str | None]:
+    """Return a step of each epoch, with the decisions of the trainer, and why no more is cached."""
+    job, workload, planner = cache.job, cache.workload, cache.planner
+    layout, epochs = planner.first, list[Values]()
+    cached = stored = refused = 0  # numbers of layers: what is read, what is in the store, what is not worth it
+    off = None if job.caches else SWITCHED_OFF
+    num_layers, most, steps = len(workload.unit_costs), workload.max_frozen, job.steps_per_epoch
+    course = frozen_in_epochs(job.freeze_policy, num_layers, most, job.num_epochs, steps, job.max_frozen_layers)
+    for number, frozen in enumerate(course, 1):
+        if stored > cached:  # the previous epoch has filled the cache
+            off = cache.why_slow(layout, stored)
+            stored, refused = (stored, refused) if off is None else (0, stored)
+        cached = stored
+        if (frozen, cached) != (layout.num_frozen_layers, layout.num_cached_layers):
+            layout = planner.next(layout, frozen, cached)
+            if job.caches:
+                stored, off = cache.fill(layout, cached, refused) or (stored, off)
+        puts = stored if stored > cached and number < job.num_epochs else 0
+        loading = cache.sample_seconds(cached, puts) * job.batch / cache.num_nodes
+        step = step_values(layout, planner, job.gradient_accumulation_steps, loading, puts)
+        epochs.append({"epoch": number, **step, "seconds": steps * step["step_seconds"]})
+    return epochs, off
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """Forecast of the whole training.
-
-    Attributes:
-        planner: has made the layouts.
-        epochs: a step of each epoch in order.
-        plain: name -> step of a training in which nothing is frozen: the fastest static layout that fits; plain DDP,
-            K = 1; a static pipeline of the requested K, or of that of the first epoch, or else of the smallest one
-            above 1; and FSDP in as few micro-batches as fit. What is not possible is left out.
-        flop_bound: FLOPs of the training without freezing divided by those with freezing.
-        cache_bytes: size of the largest generation on a node; 0 if nothing is cached.
-        cache_peak_bytes: largest size of the two generations that exist together after a freeze.
-        cache_off: why nothing is cached, or no longer; None if the cache is used.
-    """
+class _Cache:
+    """The cache of a node: what it takes, and what the training would store in it."""
 
     job: Job
     workload: Workload
     device: Device
     planner: Planner
-    epochs: tuple[Step, ...]
-    plain: Mapping[str, Step]
-    flop_bound: float
-    cache_bytes: float
-    cache_peak_bytes: float
-    cache_off: str | None
 
     @property
-    def seconds(self) -> float:
-        """Seconds of the training."""
-        return self.job.steps_per_epoch * sum(step.seconds for step in self.epochs)
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.device.num_nodes(self.job.num_devices)
 
-    @property
-    def first(self) -> Layout:
-        """The layout that the training begins with."""
-        return self.epochs[0].layout
+    def node_bytes(self, boundary: int) -> float:
+        """Return the size of a generation: what is read above so many layers, for all samples of the node."""
+        samples = self.job.num_samples / self.num_nodes
+        return self.workload.cache_row_bytes(boundary) * samples if boundary else 0.0
 
-    @property
-    def sharding_choice(self) -> list[Step]:
-        """What the sharding and the first layout were chosen from; nothing if the sharding was given."""
-        considered = self.planner.considered if self.job.replica_sharding == AUTO else ()
-        return [self.step_in(each) for each in considered]
+    def sample_seconds(self, cached: int, puts: int = 0) -> float:
+        """Return the seconds to load a sample. What is being stored displaces what is read from the page cache."""
+        if not cached:
+            return 0.0
+        memory, live = self.device.host_memory_bytes, self.node_bytes(cached) + self.node_bytes(puts)
+        in_memory = memory is None or live <= memory
+        speed = self.device.read_bytes_per_second if in_memory else self.device.disk_bytes_per_second
+        return self.workload.cache_row_bytes(cached) / speed
 
-    def step_in(self, layout: Layout) -> Step:
-        """Return a step of this training under a layout, without the cache."""
-        return Step(self.planner, layout, self.job.gradient_accumulation_steps)
+    def fill(self, layout: Layout, cached: int, refused: int) -> tuple[int, str | None] | None:
+        """Return above how many layers outputs are stored from now on, and why not above more; None if as before."""
+        nodes = [str(rank // self.device.devices_per_node) for rank in range(layout.world_size)]
+        highest, disk = layout.most_cached_on(nodes, layout.num_frozen_layers), self.device.host_disk_bytes
+        boundary = max((each for each in self.workload.cacheable if each <= highest), default=0)
+        if highest and not self.workload.cacheable:
+            return 0, "more than one tensor is read above each of this model's layers"
+        if boundary <= max(cached, refused):
+            return None
+        needed = self.node_bytes(boundary) + self.node_bytes(cached)
+        if disk is not None and needed > disk:
+            why = f"a node would keep {needed / 2**30:,.1f} GiB, and its store may take {disk / 2**30:,.1f} GiB"
+            return cached, why
+        return boundary, None
 
-    @property
-    def freezes(self) -> bool:
-        """Whether a layer freezes."""
-        return self.epochs[-1].layout.num_frozen_layers > 0
-
-    @property
-    def fastest_plain(self) -> str:
-        """What is fastest without freezing: a static layout, or FSDP where the best layout is a pipeline.
-
-        Where DDP is possible, FSDP would only look faster: DDP's all-reduce is counted as if nothing hid it.
-        """
-        best, fsdp = self.plain[BEST], self.plain.get(FSDP)
-        if fsdp is None or best.layout.pipeline_parallel_size == 1 or not fsdp.fits:
-            return BEST
-        return FSDP if not best.fits or fsdp.seconds < best.seconds else BEST
-
-    def seconds_of(self, name: str) -> float | None:
-        """Return the seconds of a training without freezing; None if it does not fit."""
-        step = self.plain[name]
-        return step.seconds * self.job.steps_per_epoch * self.job.num_epochs if step.fits else None
-
-    def speed_up_over(self, name: str) -> float | None:
-        """Return the speed-up over a training without freezing; None if that does not fit."""
-        plain = self.seconds_of(name)
-        return None if plain is None else plain / self.seconds
-
-
-def forecast(job: Job, workload: Workload, device: Device) -> Forecast:
-    """Predict a training on devices of this kind.
-
-    Raises:
-        ValueError: no layout is possible, as in `Planner`.
-    """
-    course = _Course(job, workload, device)
-    (epochs, cache_off), planner = course.run(), course.planner
-    costs, layouts = workload.unit_costs, [step.layout for step in epochs]
-    frozen = [step_flops(costs, each.num_frozen_layers, each.num_cached_layers) for each in layouts]
-    with_freezing, without = sum(map(sum, frozen)), len(epochs) * sum(step_flops(costs, 0))
-    node_rows = job.num_samples / device.num_nodes(job.num_devices)
-    sizes = {f: workload.cache_row_bytes(f) * node_rows for f in {step.puts for step in epochs} if f}
-    # the generation that is read is kept until the next one is complete
-    live = [sum(sizes.get(f, 0.0) for f in {step.puts, step.layout.num_cached_layers}) for step in epochs]
-    return Forecast(
-        job,
-        workload,
-        device,
-        planner,
-        tuple(epochs),
-        _plain_steps(job, workload, device, planner.first.pipeline_parallel_size),
-        without / with_freezing if with_freezing else 1.0,
-        max(sizes.values(), default=0.0),
-        max(live),
-        cache_off,
-    )
-
-
-def _plain_steps(job: Job, workload: Workload, device: Device, k: int) -> dict[str, Step]:
-    """Return the trainings without freezing, as in `Forecast.plain`, beside one that begins with K stages."""
-    costs, devices, parts = workload.unit_costs, job.num_devices, job.gradient_accumulation_steps
-
-    def static(k: int, **changes: str) -> Step:
-        planner = _planner(replace(job, pipeline_parallel_size=k, **changes), workload, device)  # type: ignore[arg-type]
-        return Step(planner, planner.first, parts)
-
-    statics = {k: static(k) for k in range(1, min(devices, len(costs)) + 1) if devices % k == 0}
-    asked = job.pipeline_parallel_size
-    longer = asked if isinstance(asked, int) and asked > 1 else k
-    if longer == 1:
-        longer = next((k for k in statics if k > 1), 1)
-    found = {
-        BEST: min(statics.values(), key=lambda step: (not step.fits, step.seconds)),
-        DDP: static(1, replica_sharding="none"),
-    }
-    if longer > 1:
-        found[PIPELINE] = statics[longer]
-    if devices > 1:
-        rows, sharded = (
-            job.batch // devices,
-            FullySharded(costs, device.times(costs, devices), device.memory_budget_bytes),
-        )
-        in_parts = [Step(sharded, sharded.layout(devices, rows // m), m) for m in range(1, rows + 1) if rows % m == 0]
-        found[FSDP] = next((step for step in in_parts if step.fits), in_parts[-1])
-    return found
-
-
-class _Course:
-    """Simulates the epochs with the decisions of the trainer."""
-
-    def __init__(self, job: Job, workload: Workload, device: Device) -> None:
-        self._job, self._workload, self._device = job, workload, device
-        self.planner = _planner(job, workload, device)
-        self._times = device.times(workload.unit_costs, job.num_devices)
-        self._boundary = 0  # number of layers whose output is in the store, or is being stored
-        self._refused = 0  # number of layers whose output is not worth caching
-        self._off: str | None = None if job.caches else "switched off"
-
-    def run(self) -> tuple[list[Step], str | None]:
-        """Return a step of each epoch, and why nothing is cached or no longer."""
-        job = self._job
-        layout, cached, epochs = self.planner.first, 0, list[Step]()
-        for index, frozen in enumerate(job.num_frozen(self._workload)):
-            if self._boundary > cached:  # the previous epoch has filled the cache
-                cached = self._boundary if self._pays(layout) else 0
-            if (frozen, cached) != (layout.num_frozen_layers, layout.num_cached_layers):
-                layout = self.planner.next(layout, frozen, cached)
-                self._fill(layout)
-            writes = self._off is None and self._boundary > cached and index + 1 < job.num_epochs
-            puts = self._boundary if writes else 0
-            loading = self._load_seconds(cached, puts)
-            epochs.append(Step(self.planner, layout, job.gradient_accumulation_steps, loading, puts))
-        return epochs, self._off
-
-    def _fill(self, layout: Layout) -> None:
-        """Choose the boundary whose outputs are stored from now on, as the training's cache does."""
-        if self._off is not None and not self._refused:
-            return
-        nodes = [str(rank // self._device.devices_per_node) for rank in range(layout.world_size)]
-        highest = layout.most_cached_on(nodes, layout.num_frozen_layers)
-        boundary = max((each for each in self._workload.cacheable if each <= highest), default=0)
-        if highest and not self._workload.cacheable:
-            self._off = "more than one tensor is read above each of this model's layers"
-        elif boundary > max(self._boundary, self._refused):
-            self._off = None
-            disk, needed = self._device.host.disk_bytes, self._node_bytes(boundary) + self._node_bytes(self._boundary)
-            if disk is not None and needed > disk:
-                self._off = (
-                    f"a node would keep {needed / 2**30:,.1f} GiB, and its store may take {disk / 2**30:,.1f} GiB"
-                )
-                self._boundary = self._refused = 0
-            else:
-                self._boundary = boundary
-
-    def _pays(self, layout: Layout) -> bool:
-        """Whether loading a sample is faster than computing it by the margin that the training's cache requires.
+    def why_slow(self, layout: Layout, boundary: int) -> str | None:
+        """Return why loading a sample is not worth it, as the training finds out when the cache is filled.
 
         The first stages of a node read at the same time, so each of them has its samples when all have been loaded.
         """
-        job, parts = self._job, self._job.gradient_accumulation_steps
-        rows_of_node = job.batch / parts / self._device.num_nodes(job.num_devices)
-        loading = self._load_seconds(self._boundary) / parts / min(layout.rows_per_pipeline, rows_of_node)
-        computing = sum(unit.forward.per_row for unit in self._times.units[: self._boundary])
+        assert self.planner.times is not None
+        readers = self.job.batch / self.num_nodes / self.job.gradient_accumulation_steps / layout.rows_per_pipeline
+        loading = self.sample_seconds(boundary) * max(readers, 1.0)
+        computing = sum(unit.forward.per_row for unit in self.planner.times.units[:boundary])
         if is_worth_loading(loading, computing):
-            return True
-        self._off = (
-            f"loading would take {1e3 * loading:.3g} ms a sample, computing the {self._boundary} frozen layers"
+            return None
+        return (
+            f"loading would take {1e3 * loading:.3g} ms a sample, computing the {boundary} frozen layers"
             f" {1e3 * computing:.3g} ms"
         )
-        self._boundary, self._refused = 0, self._boundary
-        return False
-
-    def _node_bytes(self, boundary: int) -> float:
-        nodes = self._device.num_nodes(self._job.num_devices)
-        return self._workload.cache_row_bytes(boundary) * self._job.num_samples / nodes if boundary else 0.0
-
-    def _load_seconds(self, cached: int, puts: int = 0) -> float:
-        """Loading time of a step, for all samples of a node, whose first stages read at the same time.
-
-        What is being stored displaces what is read from the page cache.
-        """
-        if not cached:
-            return 0.0
-        host, nodes = self._device.host, self._device.num_nodes(self._job.num_devices)
-        live = self._node_bytes(cached) + self._node_bytes(puts)
-        in_memory = host.memory_bytes is None or live <= host.memory_bytes
-        speed = host.read_bytes_per_second if in_memory else host.disk_bytes_per_second
-        return self._workload.cache_row_bytes(cached) * self._job.batch / nodes / speed
-
-
-def _planner(job: Job, workload: Workload, device: Device) -> Planner:
-    return Planner(
-        unit_costs=workload.unit_costs,
-        times=device.times(workload.unit_costs, job.num_devices),
-        memory_budget_bytes=device.memory_budget_bytes,
-        autocasts=device.autocasts,
-        world_size=job.num_devices,
-        request=Request(
-            job.pipeline_parallel_size,
-            job.rows_per_device,
-            job.is_elastic,
-            job.schedule,
-            job.num_microbatches,
-            job.replica_sharding,
-            job.virtual_pipeline_parallel_size,
-        ),
-    )

@@ -10,6 +10,7 @@ FLOPs are counted in one forward of a sample. One stage on each device, as only 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,55 +20,53 @@ from transformers import PreTrainedModel
 
 from ..model.dummy_inputs import dummy_batch
 from ..model.nested import tensors_of
+from ..planning.costs import UnitCost
+from ..planning.layout import Layout
+from ..planning.predictions import CostModel
 from .device_table import Device
 from .forecast import Job
 from .placeholder_model import GhostProducts
+from .workload import Workload
 
 
 def estimate(
-    model: PreTrainedModel, names: Sequence[str], tokens: int, job: Job, device: Device
+    model: PreTrainedModel, names: Sequence[str], workload: Workload, job: Job, device: Device
 ) -> list[dict[str, Any]]:
     """Estimate a step with nothing frozen, and with modules that are frozen and computed, or read.
 
     Args:
-        model: a model of placeholders.
+        model: a model of placeholders, of which `workload` has the costs.
         names: the frozen modules. Their inputs must come from the batch alone.
-        tokens: number of tokens of a text sample.
-        job: the training.
-        device: the kind of its devices.
+        workload, job, device: as of a forecast.
 
     Returns:
         For each of the three: "what", "forward_share" (of the forward FLOPs that are frozen), and "step_seconds".
 
     Raises:
-        ValueError: the model has no such module, or one of them contains another.
+        ValueError: the model has no such module, one of them contains another, or one does not run.
     """
     modules = {name: _module(model, name) for name in names}
     for name in names:
         inside = next((other for other in names if other.startswith(f"{name}.")), None)
         if inside is not None:
             raise ValueError(f"frozen_module is {name!r} and {inside!r}, which is in it. Leave the second one out.")
-    counted = _Counted(model, modules, tokens)
-    whole, frozen = counted.whole, counted.frozen
-    rows, host = job.batch / job.num_devices, device.host
-    speed = device.flops_per_second * device.efficiency
-    at_end = device.update_seconds_per_byte + device.reduce_seconds_per_byte(job.num_devices)
+    whole, frozen, row_bytes = _counted(model, modules, workload.tokens or 1)
     of_frozen = {id(p) for module in modules.values() for p in module.parameters()}
-    sizes = {id(p): p.numel() * p.itemsize for p in model.parameters() if p.requires_grad}
-    trained = sum(size for number, size in sizes.items() if number not in of_frozen)
-    on_node = min(device.devices_per_node, job.num_devices)
-    reading = rows * on_node * counted.row_bytes / host.read_bytes_per_second
-    passes = 1 + device.backward_forwards
-    active = passes * rows * (whole - frozen) / speed
-    seconds = {
-        "nothing frozen": passes * rows * whole / speed + at_end * sum(sizes.values()),
-        "computed": active + rows * frozen / speed + at_end * trained,
-        "read": active + reading + at_end * trained,
-    }
-    return [
-        {"what": what, "forward_share": frozen / whole if what != "nothing frozen" else 0.0, "step_seconds": step}
-        for what, step in seconds.items()
-    ]
+    sizes = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
+    units = []
+    for name, flops, numbers in (("frozen", frozen, of_frozen), ("others", whole - frozen, sizes.keys() - of_frozen)):
+        trained = sum(sizes.get(number, 0) for number in numbers)
+        units.append(UnitCost(name=name, forward_flops=flops, parameters={name: trained}, trainable_bytes=trained))
+    of_parts, num_devices = replace(workload, unit_costs=tuple(units)), job.num_devices
+    costs = CostModel(of_parts.unit_costs, replace(device, seconds_per_unit=0.0).times(of_parts, num_devices))
+    reading = job.batch / device.num_nodes(num_devices) * row_bytes / device.read_bytes_per_second
+    layout = Layout(1, num_devices, (0, len(units)), rows_per_device=job.batch // num_devices)
+    steps = []
+    for what, layers, cached in (("nothing frozen", 0, 0), ("computed", 1, 0), ("read", 1, 1)):
+        prediction = costs.predict(replace(layout, num_frozen_layers=layers, num_cached_layers=cached))
+        seconds = prediction.seconds + cached * reading
+        steps.append({"what": what, "forward_share": layers * frozen / whole, "step_seconds": seconds})
+    return steps
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:
@@ -78,54 +77,35 @@ def _module(model: nn.Module, name: str) -> nn.Module:
         raise ValueError(f"frozen_module is {name!r}, which is no module of the model. It has {others}.") from None
 
 
-class _Counted:
-    """Forward FLOPs of a sample, and bytes of what is read of it.
+def _counted(model: PreTrainedModel, modules: Mapping[str, nn.Module], tokens: int) -> tuple[float, float, int]:
+    """Return the forward FLOPs of a sample, those of the modules among them, and the bytes of what is read of it.
 
     A tower that text does not run (a vision tower under a language model) is counted on one sample of its own. Of
     frozen modules that follow one another the last one's output is read.
-
-    Args:
-        model: a model of placeholders.
-        modules: the frozen modules.
-        tokens: number of tokens of a text sample.
-
-    Raises:
-        ValueError: a module does not run in a forward of the model.
     """
+    outputs = dict[int, torch.Tensor]()  # that are not the input of another frozen module
+    has_run = set[nn.Module]()
 
-    def __init__(self, model: PreTrainedModel, modules: Mapping[str, nn.Module], tokens: int) -> None:
-        self.frozen = 0.0
-        """Of the modules."""
-        self._counter = FlopCounterMode(display=False)
-        self._began = 0.0
-        self._outputs: dict[int, torch.Tensor] = {}  # that are not the input of another frozen module
-        self._has_run: list[nn.Module] = []
-        handles = []
-        for module in modules.values():
-            handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._after))
-        try:
-            with torch.no_grad(), GhostProducts(), self._counter:
-                model(**dummy_batch(model, 1, tokens=tokens))
-                for module in set(modules.values()) - set(self._has_run):
-                    if isinstance(module, PreTrainedModel):
-                        module(**dummy_batch(module, 1, tokens=tokens))
-        finally:
-            for handle in handles:
-                handle.remove()
-        for name, module in modules.items():
-            if module not in self._has_run:
-                raise ValueError(f"frozen_module is {name!r}, which does not run in a forward pass of the model.")
-        self.whole = float(self._counter.get_total_flops())
-        self.row_bytes = sum(tensor.nbytes for tensor in self._outputs.values())
-
-    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._began = self._counter.get_total_flops()
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        has_run.add(module)
         for tensor in tensors_of((args, kwargs)):
-            self._outputs.pop(id(tensor), None)
-
-    def _after(self, module: nn.Module, _: Any, output: Any) -> None:
-        self._has_run.append(module)
-        self.frozen += self._counter.get_total_flops() - self._began
+            outputs.pop(id(tensor), None)
         largest = max(tensors_of(output), key=lambda tensor: tensor.nbytes)
-        self._outputs[id(largest)] = largest
+        outputs[id(largest)] = largest
+
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules.values()]
+    try:
+        with torch.no_grad(), GhostProducts(), FlopCounterMode(display=False) as counter:
+            model(**dummy_batch(model, 1, tokens=tokens))
+            for module in set(modules.values()) - has_run:
+                if isinstance(module, PreTrainedModel):
+                    module(**dummy_batch(module, 1, tokens=tokens))
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, module in modules.items():
+        if module not in has_run:
+            raise ValueError(f"frozen_module is {name!r}, which does not run in a forward pass of the model.")
+    flops = counter.get_flop_counts()
+    frozen = sum(sum(flops.get(f"{type(model).__name__}.{name}", {}).values()) for name in modules)
+    return counter.get_total_flops(), frozen, sum(tensor.nbytes for tensor in outputs.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from os.path import commonpath
 from typing import Any, Literal
 
@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from ..model.batch_statistics import normalised_by_batch
 from ..model.dummy_inputs import dummy_batch
-from ..planning.costs import UnitCost
 from ..planning.planner import Planner, Request
 from ..planning.tables import MIB, align
 from .workload import measure_workload
@@ -49,44 +48,39 @@ def inspect(model: PreTrainedModel, tokens: int, stages: Sequence[int]) -> tuple
         for k in dict.fromkeys(stages)
         if k <= len(units)
     ]
-    sample = dummy_batch(model, 1, tokens=tokens)
     report = {
         "model": type(model).__name__,
-        "sample": {name: list(value.shape[1:]) for name, value in sample.items()},
+        "sample": {name: list(value.shape[1:]) for name, value in dummy_batch(model, 1, tokens=tokens).items()},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "bytes": sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
-        "units": [_values_of(unit, number_of) for unit in units],
+        "bytes": sum(parameter.nbytes for parameter in model.parameters()),
+        "units": [
+            {
+                "name": unit.name,
+                "parameters": sum(number_of[name] for name in unit.parameters),
+                "bytes": sum(unit.parameters.values()),
+                "forward_flops_per_sample": unit.forward_flops,
+                "activation_bytes_per_sample": unit.activation_bytes,
+                "boundary_bytes_per_sample": unit.boundary_bytes,
+            }
+            for unit in units
+        ],
         "shared_parameters": {name: where for name, where in needed_by.items() if len(where) > 1},
         # with several stages, training does not divide the batch of a pipeline
         "single_micro_batch": coupled,
-        "stages": {str(planner.world_size): _stages_of(planner) for planner in planners},
+        "stages": {
+            str(planner.world_size): [
+                {
+                    "first_unit": start,
+                    "last_unit": stop - 1,
+                    "parameter_bytes": planner.parameter_bytes_of(planner.first, stage),
+                    "forward_flops_per_sample": sum(unit.forward_flops for unit in units[start:stop]),
+                }
+                for stage, (start, stop) in enumerate(pairwise(planner.first.stage_bounds))
+            ]
+            for planner in planners
+        },
     }
     return report, _as_text(report, planners)
-
-
-def _values_of(unit: UnitCost, number_of: Mapping[str, int]) -> dict[str, Any]:
-    return {
-        "name": unit.name,
-        "parameters": sum(number_of[name] for name in unit.parameters),
-        "bytes": sum(unit.parameters.values()),
-        "forward_flops_per_sample": unit.forward_flops,
-        "activation_bytes_per_sample": unit.activation_bytes,
-        "boundary_bytes_per_sample": unit.boundary_bytes,
-    }
-
-
-def _stages_of(planner: Planner) -> list[dict[str, Any]]:
-    layout = planner.first
-    held = map(layout.units_of, range(layout.pipeline_parallel_size))
-    return [
-        {
-            "first_unit": units[0],
-            "last_unit": units[-1],
-            "parameter_bytes": planner.parameter_bytes_of(layout, stage),
-            "forward_flops_per_sample": sum(planner.unit_costs[unit].forward_flops for unit in units),
-        }
-        for stage, units in enumerate(held)
-    ]
 
 
 def _as_text(report: Mapping[str, Any], planners: Iterable[Planner]) -> str:

@@ -28,42 +28,31 @@ PLACEHOLDER_VALUE = 0.01
 """Value of all placeholders. It is not zero, because CLIP divides by the norm of its embeddings."""
 LARGE_BYTES = 64 * MIB
 """Tensors of at least this size are parameters, not buffers."""
-
-TASKS: Mapping[str, str] = {
-    "causal-lm": "AutoModelForCausalLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-    "question-answering": "AutoModelForQuestionAnswering",
-    "multiple-choice": "AutoModelForMultipleChoice",
-    "image-classification": "AutoModelForImageClassification",
-    "video-classification": "AutoModelForVideoClassification",
-    "audio-classification": "AutoModelForAudioClassification",
-    "ctc": "AutoModelForCTC",
-    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
-    "image-text-to-text": "AutoModelForImageTextToText",
-    "base": "AutoModel",
-}
-"""Name of a task -> the Auto class that builds its model."""
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default)
+"""Operations whose last argument is a matrix by which the one before it is multiplied."""
 
 # Many families are in several mappings (BART in five), so the order decides, from the narrow mapping to the wide
 # one: encoder-decoders first, because BART is also listed as a masked and a causal language model; then encoders,
 # recognized by masked-language modeling and fine-tuned as classifiers, because BERT is also listed as a causal
-# model; then decoders, because Llama is also listed as a classifier. The rest do not overlap with text.
-_TASK_ORDER = (
-    "speech-seq2seq",
-    "seq2seq-lm",
-    "sequence-classification",  # only for families that are in masked-lm as well
-    "causal-lm",
-    "image-classification",
-    "video-classification",
-    "audio-classification",
-    "image-text-to-text",
-    "masked-lm",
-    "ctc",
-    "base",
-)
+# model; then decoders, because Llama is also listed as a classifier. The rest do not overlap with text. What follows
+# "base", which takes every family, has to be asked for.
+TASKS: Mapping[str, str] = {
+    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "causal-lm": "AutoModelForCausalLM",
+    "image-classification": "AutoModelForImageClassification",
+    "video-classification": "AutoModelForVideoClassification",
+    "audio-classification": "AutoModelForAudioClassification",
+    "image-text-to-text": "AutoModelForImageTextToText",
+    "masked-lm": "AutoModelForMaskedLM",
+    "ctc": "AutoModelForCTC",
+    "base": "AutoModel",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "multiple-choice": "AutoModelForMultipleChoice",
+}
+"""Name of a task -> the Auto class that builds its model."""
 
 
 class UnknownModelError(ValueError):
@@ -75,9 +64,6 @@ def load_config(name: str) -> PreTrainedConfig:
 
     The name is looked up as a path first, then as a model type (with its default configuration), then as a name on
     the Hub. Code that comes with a model is never run.
-
-    Args:
-        name: Folder, config.json, model type, or name on the Hub.
 
     Raises:
         UnknownModelError: There is no such configuration.
@@ -118,48 +104,37 @@ def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
     task that its family is mostly fine-tuned for (encoders: sequence classification; decoders: causal language
     modeling).
 
-    Args:
-        config: The configuration.
-        task: A key of `TASKS`, or `"auto"`.
-
-    Returns:
-        A class with the class method `from_config` or `_from_config`.
-
     Raises:
         UnknownModelError: No class accepts the configuration.
     """
 
-    def takes(task_name: str) -> bool:
-        return type(config) in getattr(transformers, TASKS[task_name])._model_mapping
-
-    if task != "auto":
-        if not takes(task):
-            raise UnknownModelError(
-                f"transformers has no {task} model for {type(config).__name__}. Pass another --task."
-            )
-        return _class_of_task(config, task)
-    for name in config.architectures or ():
-        if isinstance(getattr(transformers, name, None), type):
-            return _class(name)
-    for candidate in _TASK_ORDER:
-        if takes(candidate) and (candidate != "sequence-classification" or takes("masked-lm")):
-            return _class_of_task(config, candidate)
-    raise UnknownModelError(f"transformers has no model for {type(config).__name__}.")
+    chooses, kind = task == "auto", type(config)
+    for name in (config.architectures or ()) if chooses else ():
+        named = getattr(transformers, name, None)
+        if isinstance(named, type):
+            return named
+    for candidate in TASKS if chooses else (task,):
+        auto: Any = getattr(transformers, TASKS[candidate])
+        is_encoder = kind in transformers.AutoModelForMaskedLM._model_mapping
+        if kind not in auto._model_mapping or (chooses and candidate == "sequence-classification" and not is_encoder):
+            continue
+        found = auto._model_mapping[kind]
+        # of several classes for one configuration (LeViT) the first: the Auto class would look for the architectures
+        # that a configuration of a mere type does not name
+        cls: type = found[0] if isinstance(found, (tuple, list)) and not config.architectures else auto
+        return cls
+    if chooses:
+        raise UnknownModelError(f"transformers has no model for {kind.__name__}.")
+    raise UnknownModelError(f"transformers has no {task} model for {kind.__name__}. Pass another --task.")
 
 
 def build_placeholder_model(config: PreTrainedConfig, cls: type) -> PreTrainedModel:
     """Build a model in which each parameter occupies the memory of a single element.
 
     Buffers are real, because models compute with them. Tied parameters stay tied, and every parameter is trainable.
-
-    Args:
-        config: The configuration.
-        cls: A model class or an Auto class of transformers.
     """
     build = getattr(cls, "from_config", None) or cls._from_config  # type: ignore[attr-defined]
-    config._experts_implementation = (
-        "eager"  # the grouped kernel does not accept stride-0 weights, and its FLOPs are not counted
-    )
+    config._experts_implementation = "eager"  # the grouped kernel does not accept stride-0 weights
     with _LargeTensorsOnMeta(), init_empty_weights(include_buffers=False):
         model: PreTrainedModel = build(config)
     model.tie_weights()  # moving to the meta device has untied the parameters
@@ -198,37 +173,13 @@ class GhostProducts(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        aten = torch.ops.aten
-        if func is aten.mm.default and _is_placeholder_matrix(args[1]):
-            return _times_placeholder(*args)
-        if func is aten.addmm.default and not kwargs and len(args) == 3 and _is_placeholder_matrix(args[2]):
-            return _times_placeholder(args[1], args[2]).add_(args[0])
-        if func is aten.bmm.default and _is_placeholder_matrix(args[1]):
-            return _times_placeholder(*args)
+        if func in PRODUCTS and not kwargs and args[-1].numel() > 1 and not any(args[-1].stride()):
+            *bias, left, empty = args  # [..., N, K] @ [..., K, M]
+            row_sums = left.sum(-1, keepdim=True) * empty.as_strided((), ())
+            product = row_sums.expand(*left.shape[:-1], empty.shape[-1])
+            product = product.clone(memory_format=torch.contiguous_format)
+            return product.add_(bias[0]) if bias else product
         return func(*args, **(kwargs or {}))
-
-
-def _is_placeholder_matrix(matrix: torch.Tensor) -> bool:
-    return matrix.numel() > 1 and not any(matrix.stride())
-
-
-def _times_placeholder(left: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-    """Return `left @ empty` for a placeholder of one value. `[..., N, K] @ [..., K, M]`"""
-    row_sums = left.sum(-1, keepdim=True) * empty.as_strided((), ())
-    return row_sums.expand(*left.shape[:-1], empty.shape[-1]).clone(memory_format=torch.contiguous_format)
-
-
-def _class_of_task(config: PreTrainedConfig, task: str) -> type:
-    """Return the Auto class of a task; of several classes for one configuration (LeViT), the first."""
-    auto = _class(TASKS[task])
-    found = auto._model_mapping[type(config)]  # type: ignore[attr-defined]
-    # an Auto class would look for the architectures that a configuration of a mere type does not name
-    return found[0] if isinstance(found, (tuple, list)) and not config.architectures else auto
-
-
-def _class(name: str) -> type:
-    cls: type = getattr(transformers, name)
-    return cls
 
 
 def _first_line(error: BaseException) -> str:

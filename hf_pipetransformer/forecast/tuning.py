@@ -31,12 +31,6 @@ class Tuning:
         if self.lora_r is not None and self.lora_r < 1:
             raise ValueError(f"lora_r is {self.lora_r}, but must be at least 1.")
 
-    @property
-    def backward_forwards(self) -> float:
-        """Forwards that a backward takes."""
-        backward = FULL_BACKWARD if self.lora_r is None else ADAPTED_BACKWARD
-        return backward + (1.0 if self.gradient_checkpointing else 0.0)
-
     def adapt(self, model: PreTrainedModel) -> None:
         """Add LoRA adapters to a model, if they are asked for. A new head is trained as well.
 
@@ -58,42 +52,26 @@ class Tuning:
                 head.requires_grad_(True)
 
     def lighten(self, workload: Workload) -> Workload:
-        """Return a workload with the activations that bf16 and gradient checkpointing leave."""
+        """Return a workload with the activations and the backward that these options leave."""
         units = workload.unit_costs
+        backward = FULL_BACKWARD if self.lora_r is None else ADAPTED_BACKWARD
         if self.gradient_checkpointing:  # of each unit only its input is kept
+            backward += 1.0
             inputs = [units[0].boundary_bytes, *(unit.boundary_bytes for unit in units[:-1])]
             units = tuple(
                 replace(unit, activation_bytes=kept + unit.head.activation_bytes)
                 for unit, kept in zip(units, inputs, strict=True)
             )
-        return replace(workload, unit_costs=tuple(map(self._in_half, units)) if self.bf16 else units)
+        if self.bf16:
+            units = tuple(map(_in_half, units))
+        return replace(workload, unit_costs=units, backward_forwards=backward, autocasts=self.bf16)
 
-    def _in_half(self, unit: UnitCost) -> UnitCost:
-        """Halve what is in fp32 without autocast. Weights in 16 bits have 16-bit activations already."""
-        if not unit.copies and not unit.untrained_copies_bytes:
-            return unit
-        head = replace(unit.head, activation_bytes=unit.head.activation_bytes // 2)
-        return replace(
-            unit, activation_bytes=unit.activation_bytes // 2, boundary_bytes=unit.boundary_bytes // 2, head=head
-        )
 
-    @property
-    def assumed(self) -> list[str]:
-        """What the forecast takes for granted about these options."""
-        what = (
-            f"LoRA adapters of rank {self.lora_r} are trained, and a new head: a backward takes one forward"
-            if self.lora_r is not None
-            else "all weights train: a backward takes two forwards"
-        )
-        checkpointing = (
-            "with gradient checkpointing each layer runs forward once more, and the activations of the layer that"
-            " does are not counted"
-            if self.gradient_checkpointing
-            else "without gradient checkpointing (--gradient-checkpointing)"
-        )
-        precision = (
-            "bf16 by autocast: activations of fp32 weights take half, and 16-bit copies of the weights are kept"
-            if self.bf16
-            else "memory without autocast (--bf16), with which activations are smaller and copies of weights are kept"
-        )
-        return [f"{what}; {checkpointing}", precision]
+def _in_half(unit: UnitCost) -> UnitCost:
+    """Halve what is in fp32 without autocast. Weights in 16 bits have 16-bit activations already."""
+    if not unit.copies and not unit.untrained_copies_bytes:
+        return unit
+    head = replace(unit.head, activation_bytes=unit.head.activation_bytes // 2)
+    return replace(
+        unit, activation_bytes=unit.activation_bytes // 2, boundary_bytes=unit.boundary_bytes // 2, head=head
+    )

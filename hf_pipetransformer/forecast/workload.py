@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..model.dummy_inputs import dummy_batch
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack
-from ..planning.costs import UnitCost, measure_costs
+from ..planning.costs import FORWARDS_OF_A_BACKWARD, Cost, UnitCost, measure_costs
 from .placeholder_model import GhostProducts
 
 MEASURED_TOKENS = (16, 32, 64)
@@ -33,15 +34,17 @@ class Workload:
         unit_costs: costs of its units.
         max_frozen: the largest number of layers that can be frozen while something is left to train.
         cacheable: numbers of layers above which only one tensor is read. Whether it can be cached depends on more.
-        tokens_matter: whether the costs depend on the number of tokens; images have a fixed size.
-        tokens: number of tokens in a sample; 1 if they do not matter.
+        tokens: number of tokens in a sample; None if the costs do not depend on it, as images have a fixed size.
+        backward_forwards: forwards that a backward takes.
+        autocasts: whether autocast computes in 16 bits, and keeps copies of weights.
     """
 
     unit_costs: tuple[UnitCost, ...]
     max_frozen: int
     cacheable: frozenset[int]
-    tokens_matter: bool = True
-    tokens: int = 1
+    tokens: int | None = None
+    backward_forwards: float = FORWARDS_OF_A_BACKWARD
+    autocasts: bool = False
 
     def cache_row_bytes(self, boundary: int) -> int:
         """Size of what is cached for a sample at this boundary, that is, above this many layers."""
@@ -62,25 +65,24 @@ def measure_workload(model: PreTrainedModel, tokens: int | None) -> Workload:
         ValueError: the samples are longer than the model's positions, or their length is needed but not given.
     """
     samples = [dummy_batch(model, 1, tokens=t) for t in MEASURED_TOKENS]
-    tokens_matter = any(samples[0][name].shape != samples[1][name].shape for name in samples[0])
-    if tokens_matter:
-        _refuse_length(model, tokens)
-    if tokens is None or not tokens_matter:
-        tokens, samples = 1, samples[:1]
-    elif tokens <= MEASURED_TOKENS[-1]:
-        samples = [dummy_batch(model, 1, tokens=tokens)]
+    if all(samples[0][name].shape == samples[1][name].shape for name in samples[0]):
+        tokens, samples = None, samples[:1]
+    elif (length := _checked(tokens, model)) <= MEASURED_TOKENS[-1]:
+        samples = [dummy_batch(model, 1, tokens=length)]
     with GhostProducts():
         stack = LayerStack.discover(model, samples[0])
         freezable = FreezableLayers.of(stack, samples[0])
         costs = [measure_costs(stack, sample, freezable.never_frozen) for sample in samples]
-    units = costs[0] if len(costs) == 1 else tuple(_at(tokens, three) for three in zip(*costs, strict=True))
+    units = costs[0]
+    if tokens is not None and len(costs) > 1:
+        units = tuple(_at(tokens, measured) for measured in zip(*costs, strict=True))
     inner = {k for k in range(1, stack.num_units) if sum(slot.is_used for slot in stack.boundaries[k]) == 1}
     # in all known families, the last unit returns the same tensors as the one before it
     whole = {stack.num_units} if stack.num_units - 1 in inner or stack.num_units == 1 else set()
-    return Workload(units, freezable.max_frozen, frozenset(inner | whole), tokens_matter, tokens)
+    return Workload(units, freezable.max_frozen, frozenset(inner | whole), tokens)
 
 
-def _refuse_length(model: PreTrainedModel, tokens: int | None) -> None:
+def _checked(tokens: int | None, model: PreTrainedModel) -> int:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if tokens is None:
         raise ValueError(
@@ -92,26 +94,19 @@ def _refuse_length(model: PreTrainedModel, tokens: int | None) -> None:
             f"seq is {tokens}, but {type(model).__name__} has {positions} positions (max_position_embeddings). Set seq"
             f" to at most {positions}."
         )
+    return tokens
 
 
 def _at(tokens: int, measured: Sequence[UnitCost]) -> UnitCost:
     """Extrapolate a unit's cost with the parabola through the measured values."""
 
-    def value(points: Sequence[float]) -> int:
-        terms = (
-            point * prod((tokens - other) / (here - other) for other in MEASURED_TOKENS if other != here)
-            for here, point in zip(MEASURED_TOKENS, points, strict=True)
-        )
-        return max(round(sum(terms)), 0)
+    def extrapolated(costs: Sequence[Cost], *names: str) -> dict[str, Any]:
+        at = MEASURED_TOKENS
+        weights = [prod((tokens - other) / (here - other) for other in at if other != here) for here in at]
+        points = {name: [getattr(cost, name) for cost in costs] for name in names}
+        sums = {name: sum(p * w for p, w in zip(values, weights, strict=True)) for name, values in points.items()}
+        return {name: type(points[name][0])(max(round(value), 0)) for name, value in sums.items()}
 
-    return replace(
-        measured[0],
-        forward_flops=float(value([unit.forward_flops for unit in measured])),
-        activation_bytes=value([unit.activation_bytes for unit in measured]),
-        boundary_bytes=value([unit.boundary_bytes for unit in measured]),
-        head=replace(
-            measured[0].head,
-            forward_flops=float(value([unit.head.forward_flops for unit in measured])),
-            activation_bytes=value([unit.head.activation_bytes for unit in measured]),
-        ),
-    )
+    first, heads, of_both = measured[0], [unit.head for unit in measured], ("forward_flops", "activation_bytes")
+    head = replace(first.head, **extrapolated(heads, *of_both))
+    return replace(first, head=head, **extrapolated(measured, "boundary_bytes", *of_both))

@@ -156,7 +156,7 @@ class PlacedPipeline:
         if groups.pipeline is None:
             return
         if plan.num_virtual_stages == 1:
-            most_parts = plan.micro_batching.requested or plan.num_microbatches
+            most_parts = plan.requested_microbatches or plan.num_microbatches
             if stage.has_last_unit:
                 self._served = ServedCalls(stage.last, self.messages, most_parts)
             else:

@@ -1,1 +1,1 @@
-"""Planning of what runs on which rank: costs and times of the units, the split into stages, the plan."""
+"""Planning of what runs on which rank: costs and times of the units, the split into stages, the layout."""

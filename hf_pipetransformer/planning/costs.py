@@ -22,44 +22,32 @@ HALF_PRECISION_BYTES = 2
 
 
 @dataclass(frozen=True)
-class HeadCost:
-    """The part of a unit's cost that remains when the unit is frozen, per sample of the probed batch.
-
-    For the last unit this is the cost of the head; for any other unit it is zero.
-    """
+class Cost:
+    """The cost of a part of a model, per sample of the probed batch."""
 
     forward_flops: float = 0.0
     activation_bytes: int = 0
-    trainable_bytes: int = 0
-    copies: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """As `UnitCost.copies`."""
-    untrained_copies_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class UnitCost:
-    """The cost of one unit, per sample of the probed batch.
-
-    The part before the first unit (embeddings) counts with the first unit, and the head with the last.
-    """
-
-    name: str
-    """Module path of the unit, `bert.encoder.layer.3`."""
-    forward_flops: float
-    activation_bytes: int
     """Bytes saved for the backward."""
-    boundary_bytes: int
-    """Bytes sent to the next unit, including outputs of earlier stacks that are read later; 0 for the last unit."""
-    parameters: Mapping[str, int]
-    """Parameter name -> bytes. A parameter that several units need appears in each of them."""
-    trainable_bytes: int
+    trainable_bytes: int = 0
     """Bytes of those of its parameters that require a gradient."""
-    head: HeadCost = HeadCost()
-    """The part of all these costs that remains when the unit is frozen."""
-    copies: Mapping[str, int] = field(default_factory=dict)
+    copies: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Trained parameter -> bytes of the 16-bit copy that autocast would keep of it from forward to backward."""
     untrained_copies_bytes: int = 0
     """Bytes of such copies of parameters that are not trained. Autocast makes one for each use of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCost(Cost):
+    """The cost of one unit. What precedes the first unit (embeddings) counts with it, and the head with the last."""
+
+    name: str
+    """Module path of the unit, `bert.encoder.layer.3`."""
+    parameters: Mapping[str, int]
+    """Parameter name -> bytes. A parameter that several units need appears in each of them."""
+    boundary_bytes: int = 0
+    """Bytes sent to the next unit, including outputs of earlier stacks that are read later; 0 for the last unit."""
+    head: Cost = Cost()
+    """The part of its cost that remains when the unit is frozen: nothing, or of the last unit that of the head."""
 
 
 def measure_costs(
@@ -67,14 +55,14 @@ def measure_costs(
 ) -> tuple[UnitCost, ...]:
     """Count the operations and saved bytes of one forward of `batch` through the whole model.
 
-    Unlike times, counts are the same on every process, so every process derives the same plan.
+    Unlike times, counts are the same on every process, so every process makes the same layouts.
 
     Args:
         stack: the units of a complete model.
         batch: the keyword arguments of the model's forward, with a few samples.
         never_frozen: names of the parameters that are trained even if every unit is frozen.
     """
-    rows = batch_rows(batch)
+    rows, table = batch_rows(batch), stack.table
     meter = _Meter(stack)
     with evaluation_mode(stack.model), meter:
         stack.runner.install()
@@ -83,33 +71,30 @@ def measure_costs(
         finally:
             stack.runner.remove()
     meter.count()  # the head
-    last = stack.num_units - 1
-    boundaries = [*stack.boundaries[1:], ()]
-    costs = []
+
+    def counted(parts: Sequence[int], trainable: Collection[str]) -> dict[str, Any]:
+        copies, untrained = _copies_of(table, set().union(*(meter.read_again[part] for part in parts)))
+        return {
+            "forward_flops": sum(meter.flops[part] for part in parts) / rows,
+            "activation_bytes": round(sum(meter.saved_bytes[part] for part in parts) / rows),
+            "trainable_bytes": sum(num_bytes(table[name]) for name in trainable),
+            "copies": copies,
+            "untrained_copies_bytes": untrained,
+        }
+
+    last, costs = stack.num_units - 1, []
     for k, unit in enumerate(stack.units):
-        mine = [k, last + 1] if k == last else [k]
-        parameters = {name: num_bytes(stack.table[name]) for name in stack.table.names if name in stack.owners[k]}
-        trainable = {name: size for name, size in parameters.items() if stack.table[name].requires_grad}
-        head = HeadCost()
-        if k == last:
-            head = HeadCost(
-                meter.flops[-1] / rows,
-                round(meter.saved_bytes[-1] / rows),
-                sum(size for name, size in trainable.items() if name in never_frozen),
-                *_copies_of(stack.table, meter.read_again[-1]),
-            )
-        copies, untrained_copies_bytes = _copies_of(stack.table, set().union(*(meter.read_again[i] for i in mine)))
+        names = [name for name in table.names if name in stack.owners[k]]
+        trainable = [name for name in names if table[name].requires_grad]
+        of_head = counted([last + 1], set(trainable) & set(never_frozen)) if k == last else {}
+        boundary = stack.boundaries[k + 1] if k < last else ()
         costs.append(
             UnitCost(
                 name=unit.name,
-                forward_flops=sum(meter.flops[i] for i in mine) / rows,
-                activation_bytes=round(sum(meter.saved_bytes[i] for i in mine) / rows),
-                boundary_bytes=round(meter.bytes_of(boundaries[k], after=k) / rows),
-                parameters=parameters,
-                trainable_bytes=sum(trainable.values()),
-                head=head,
-                copies=copies,
-                untrained_copies_bytes=untrained_copies_bytes,
+                parameters={name: num_bytes(table[name]) for name in names},
+                boundary_bytes=round(meter.bytes_of(boundary, after=k) / rows),
+                head=Cost(**of_head),
+                **counted([k, last + 1] if k == last else [k], trainable),
             )
         )
     return tuple(costs)
@@ -128,39 +113,15 @@ def _copies_of(table: ParameterTable, names: Collection[str]) -> tuple[dict[str,
 
 
 def cost_of_whole(stack: LayerStack) -> UnitCost:
-    """The cost of a model that is not split, as a single unit; only its parameters are counted."""
+    """Return the cost of a model that is not split, as a single unit; only its parameters are counted."""
     table = stack.table
     parameters = {name: num_bytes(table[name]) for name in table.names}
     trainable = sum(size for name, size in parameters.items() if table[name].requires_grad)
-    return UnitCost(type(stack.model).__name__, 0.0, 0, 0, parameters, trainable)
-
-
-def parameter_bytes(units: Sequence[UnitCost]) -> int:
-    """Return the bytes of the units' parameters; a parameter that several of them need is counted once."""
-    return sum({name: size for unit in units for name, size in unit.parameters.items()}.values())
-
-
-def copied_bytes(units: Sequence[UnitCost], num_frozen: int) -> int:
-    """Return the bytes of the 16-bit copies of weights that autocast has made when a forward of the units ends.
-
-    Args:
-        units: the units in execution order.
-        num_frozen: number of units, from the first one on, that are frozen; of a last one the head is still trained.
-    """
-    costs: list[UnitCost | HeadCost] = [*(unit.head for unit in units[:num_frozen]), *units[num_frozen:]]
-    copies = {name: size for cost in costs for name, size in cost.copies.items()}
-    return sum(copies.values()) + sum(cost.untrained_copies_bytes for cost in costs)
+    return UnitCost(name=type(stack.model).__name__, parameters=parameters, trainable_bytes=trainable)
 
 
 def step_flops(unit_costs: Sequence[UnitCost], num_frozen_layers: int, num_cached_layers: int = 0) -> list[float]:
-    """Return the FLOPs of each unit in a training step, per sample."""
-    return [sum(both) for both in unit_flops(unit_costs, num_frozen_layers, num_cached_layers)]
-
-
-def unit_flops(
-    unit_costs: Sequence[UnitCost], num_frozen_layers: int, num_cached_layers: int = 0
-) -> list[tuple[float, float]]:
-    """Return the FLOPs of each unit's forward and of its backward in a training step, per sample.
+    """Return the FLOPs of each unit in a training step, per sample.
 
     A frozen unit has no backward, and a cached unit is not run. The head is always trained.
     """
@@ -168,7 +129,7 @@ def unit_flops(
     for index, unit in enumerate(unit_costs):
         forward = unit if index >= num_cached_layers else unit.head
         backward = unit if index >= num_frozen_layers else unit.head
-        flops.append((forward.forward_flops, FORWARDS_OF_A_BACKWARD * backward.forward_flops))
+        flops.append(forward.forward_flops + FORWARDS_OF_A_BACKWARD * backward.forward_flops)
     return flops
 
 

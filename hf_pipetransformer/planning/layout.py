@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final
 
 from .partition import choose_num_microbatches, more_microbatches
 from .placement import Placement
@@ -30,36 +31,8 @@ from .schedules import schedule_named, schedule_of_step
 
 REPLICA_SHARDINGS = ("none", "optimizer")
 """What the replicas of a stage may divide among them: nothing, or the optimizer's state (ZeRO-1)."""
-AUTO = "auto"
+AUTO: Final = "auto"
 """The value of an argument with which the planner chooses."""
-
-
-@dataclass(frozen=True)
-class MicroBatching:
-    """Into how many micro-batches a batch is split.
-
-    Attributes:
-        rows_per_device: samples of a full batch per rank; a pipeline's batch has K times as many.
-        requested: micro-batches per step and pipeline that the user has asked for; None to choose by the number of
-            samples of each batch (`choose_num_microbatches`).
-        most_rows: upper bound on the samples of a micro-batch, with which the stages fit their devices; None if the
-            chosen number needs no bound.
-    """
-
-    rows_per_device: int = 1
-    requested: int | None = None
-    most_rows: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.rows_per_device < 1:
-            raise ValueError(
-                f"rows_per_device is {self.rows_per_device}, but must be at least 1. Increase"
-                " per_device_train_batch_size."
-            )
-        if self.requested is not None and self.requested < 1:
-            raise ValueError(
-                f"num_microbatches is {self.requested}, but must be at least 1. Increase it, or set it to 'auto'."
-            )
 
 
 @dataclass(frozen=True)
@@ -72,9 +45,11 @@ class Layout:
         stage_bounds: `(0, ..., L)`, length V * K + 1; virtual stage i consists of the units
             `[stage_bounds[i], stage_bounds[i + 1])`.
         schedule: name of the schedule.
-        virtual_pipeline_parallel_size: virtual stages per stage that are wanted; a layout has fewer
-            (`num_virtual_stages`) if there are too few units for so many.
-        micro_batching: how batches are split into micro-batches.
+        rows_per_device: samples of a full batch per rank; a pipeline's batch has K times as many.
+        requested_microbatches: micro-batches per step and pipeline that the user has asked for; None to choose by the
+            number of samples of each batch (`choose_num_microbatches`).
+        most_rows: upper bound on the samples of a micro-batch, with which the stages fit their devices; None if the
+            chosen number needs no bound.
         num_frozen_layers: f; the first f units run forward only, and their parameters have neither gradients nor
             optimizer state. A stage may consist of frozen units alone.
         num_cached_layers: c <= f; the outputs of the first c units are read from the activation cache, and these
@@ -89,22 +64,33 @@ class Layout:
     data_parallel_size: int
     stage_bounds: tuple[int, ...]
     schedule: str = "1f1b"
-    virtual_pipeline_parallel_size: int = 1
-    micro_batching: MicroBatching = MicroBatching()
+    rows_per_device: int = 1
+    requested_microbatches: int | None = None
+    most_rows: int | None = None
     num_frozen_layers: int = 0
     num_cached_layers: int = 0
     replica_sharding: str = "none"
 
     def __post_init__(self) -> None:
+        if self.rows_per_device < 1:
+            raise ValueError(
+                f"rows_per_device is {self.rows_per_device}, but must be at least 1. Increase"
+                " per_device_train_batch_size."
+            )
+        if self.requested_microbatches is not None and self.requested_microbatches < 1:
+            raise ValueError(
+                f"num_microbatches is {self.requested_microbatches}, but must be at least 1. Increase it, or set it to"
+                " 'auto'."
+            )
         if self.replica_sharding not in REPLICA_SHARDINGS:
             raise ValueError(
                 f"replica_sharding is {self.replica_sharding!r}, but must be one of"
                 f" {', '.join(map(repr, REPLICA_SHARDINGS))}."
             )
-        k, bounds, v = self.pipeline_parallel_size, self.stage_bounds, self.virtual_pipeline_parallel_size
-        assert 1 <= v <= (schedule_named(self.schedule).most_virtual_stages or v), (self.schedule, v)
-        assert 1 <= self.num_virtual_stages <= (v if k > 1 else 1), bounds
-        assert len(bounds) == self.num_virtual_stages * k + 1 and bounds[0] == 0, bounds
+        k, bounds, v = self.pipeline_parallel_size, self.stage_bounds, self.num_virtual_stages
+        most = schedule_named(self.schedule).most_virtual_stages or v
+        assert 1 <= v <= (most if k > 1 else 1), (self.schedule, bounds)
+        assert len(bounds) == v * k + 1 and bounds[0] == 0, bounds
         assert all(a < b for a, b in pairwise(bounds)), bounds
         if not 0 <= self.num_frozen_layers <= self.num_units:
             raise ValueError(
@@ -191,7 +177,7 @@ class Layout:
     @property
     def rows_per_pipeline(self) -> int:
         """Number of samples in a full batch of one pipeline and step."""
-        return self.micro_batching.rows_per_device * self.pipeline_parallel_size
+        return self.rows_per_device * self.pipeline_parallel_size
 
     @property
     def num_microbatches(self) -> int:
@@ -204,12 +190,10 @@ class Layout:
         It is the requested number if there is one, otherwise it comes from a fixed rule (`choose_num_microbatches`),
         and where micro-batches must be smaller so that stages fit, it is the smallest larger number.
         """
-        k, asked = self.pipeline_parallel_size, self.micro_batching
-        by_rule = choose_num_microbatches(rows, k, asked.requested, self.runs_as)
-        if asked.most_rows is None or rows <= asked.most_rows * by_rule:
-            return by_rule
-        larger = more_microbatches(rows, k, by_rule, self.runs_as)
-        return next((m for m in larger if rows <= asked.most_rows * m), by_rule)
+        k, most = self.pipeline_parallel_size, self.most_rows or rows
+        by_rule = choose_num_microbatches(rows, k, self.requested_microbatches, self.runs_as)
+        tried = (by_rule, *more_microbatches(rows, k, by_rule, self.runs_as))
+        return next((m for m in tried if rows <= most * m), by_rule)
 
     # -- cached layers -------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ device badly."""
 def check_pipeline_size(world_size: int, k: int, num_units: int) -> None:
     """Check that K divides the world size and that each stage gets a unit."""
     if num_units < 1:
-        raise ValueError("unit_costs is empty, but a plan needs at least 1 unit. Measure the model's costs first.")
+        raise ValueError("unit_costs is empty, but a layout needs at least 1 unit. Measure the model's costs first.")
     if k < 1 or world_size % k:
         divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
         hint = ""
@@ -73,16 +73,9 @@ def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     Returns:
         Bounds `(0, ..., L)` of length K + 1; stage s holds the units `bounds[s]` to `bounds[s + 1] - 1`,
         at least one.
-
-    Raises:
-        ValueError: If K is not between 1 and L.
     """
     num_units, prefix = len(costs), _exact_prefix_sums(costs)
-    if not 1 <= num_stages <= num_units:
-        raise ValueError(
-            f"num_stages is {num_stages}, but {num_units} units can form between 1 and {num_units} stages. "
-            f"Set pipeline_parallel_size to at most {num_units}."
-        )
+    assert 1 <= num_stages <= num_units, (num_stages, num_units)
 
     @cache
     def largest_of(begin: int, stages: int) -> int:
@@ -95,23 +88,21 @@ def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     largest = largest_of(0, num_stages)
 
     @cache
-    def squares(begin: int, stages: int) -> tuple[int | None, int]:
-        """Return the least sum of squares of stages up to `largest`, None if there are none, and the first cut."""
-        cuts = range(begin + 1, num_units - stages + 2) if stages > 1 else (num_units,)
-        found: tuple[int | None, int] = (None, num_units)
-        for cut in cuts:
+    def squares(begin: int, stages: int) -> tuple[int, tuple[int, ...]] | None:
+        """Return the least sum of squares of stages up to `largest`, and the bounds; None if there are none."""
+        found: list[tuple[int, tuple[int, ...]]] = []
+        for cut in range(begin + 1, num_units - stages + 2) if stages > 1 else (num_units,):
             stage = prefix[cut] - prefix[begin]
             if stage > largest:
                 break
-            rest = squares(cut, stages - 1)[0] if stages > 1 else 0
-            if rest is not None and (found[0] is None or stage * stage + rest < found[0]):
-                found = stage * stage + rest, cut  # of equal ones the least bound is kept
-        return found
+            rest = squares(cut, stages - 1) if stages > 1 else (0, ())
+            if rest is not None:
+                found.append((stage * stage + rest[0], (cut, *rest[1])))
+        return min(found, default=None)
 
-    bounds = [0]
-    for stages in range(num_stages, 0, -1):
-        bounds.append(squares(bounds[-1], stages)[1])
-    return tuple(bounds)
+    best = squares(0, num_stages)
+    assert best is not None
+    return (0, *best[1])
 
 
 def balance_holders(bounds: Sequence[int], costs: Sequence[float], held: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from .costs import step_flops
-from .layout import AUTO, REPLICA_SHARDINGS, Layout, MicroBatching
+from .layout import AUTO, REPLICA_SHARDINGS, Layout
 from .partition import balance_holders, check_pipeline_size, more_microbatches, split_min_max
 from .predictions import CostModel
 from .schedules import GPIPE, schedule_named
@@ -102,11 +102,11 @@ class Planner(CostModel):
         Each has the least sharding that fits, or if none fits, the one that needs least memory.
         """
         k, sharding = self.request.pipeline_parallel_size, self.request.replica_sharding
-        ks = self._lengths(min(self.world_size, len(self.unit_costs))) if k == "auto" else [k]
+        ks = self._lengths(min(self.world_size, len(self.unit_costs))) if k == AUTO else [k]
         shardings = REPLICA_SHARDINGS if sharding == AUTO else (sharding,)
         found = []
         for size in ks:
-            layouts = [self._begin(size, each) for each in shardings]
+            layouts = [self.in_stages(size, sharding=each) for each in shardings]
             found.append(next(filter(self.fits, layouts), min(layouts, key=self._largest)))
         return tuple(found)
 
@@ -133,71 +133,58 @@ class Planner(CostModel):
             budget = self.memory_budget_bytes if self.request.pipeline_parallel_size == AUTO else None
             most = self._largest(self.first) if budget is None else budget
             for k in self._lengths(longest - 1):
-                shorter = self.in_stages(k, layout, num_frozen, num_cached)
+                shorter = self.in_stages(k, num_frozen, num_cached)
                 if self._largest(shorter) <= most:
                     return shorter
-        return self.in_stages(longest, layout, num_frozen, num_cached)
+        return self.in_stages(longest, num_frozen, num_cached)
 
-    def in_stages(self, k: int, like: Layout, num_frozen: int = 0, num_cached: int = 0) -> Layout:
+    def in_stages(self, k: int, num_frozen: int = 0, num_cached: int = 0, sharding: str | None = None) -> Layout:
         """Return a layout with K stages, split by the units' cost in a step.
 
         Each stage has as many virtual stages as wanted, or as many as the units that are not cached allow.
 
         Args:
             k: number of stages K.
-            like: has the schedule, the wanted virtual stages, the sharding and the micro-batches that the user wants.
             num_frozen: number of frozen layers.
             num_cached: number of these that are cached; if the stages are too many for it, fewer count as cached.
+            sharding: what the replicas of a stage divide; None for what they divide in the first layout.
 
         Raises:
             ValueError: K does not divide the world size or exceeds the number of units, or a number is out of range.
         """
-        num_units = len(self.unit_costs)
+        request, num_units = self.request, len(self.unit_costs)
         check_pipeline_size(self.world_size, k, num_units)
+        schedule = GPIPE if request.is_driven else schedule_named(request.schedule)
+        most = 1 if request.is_driven else request.virtual_pipeline_parallel_size
         cached = min(num_cached, num_units - k + 1)
-        v = max(1, min(like.virtual_pipeline_parallel_size, (num_units - cached) // k)) if k > 1 else 1
+        v = max(1, min(most, (num_units - cached) // k)) if k > 1 else 1
         first = min(cached, num_units - k * v)  # the first virtual stage holds all cached units
         costs = step_flops(self.unit_costs, num_frozen, cached)[first:]
-        placement = schedule_named(like.schedule).placement(k, v)
+        placement = schedule.placement(k, v)
         held = [placement.held_by(stage) for stage in range(k)]
         bounds = balance_holders(split_min_max(costs, k * v), costs, held)
         layout = Layout(
             k,
             self.world_size // k,
             (0, *(first + bound for bound in bounds[1:])),
-            like.schedule,
-            like.virtual_pipeline_parallel_size,
-            replace(like.micro_batching, most_rows=None),
-            num_frozen,
-            cached,
-            like.replica_sharding,
+            schedule.name,
+            request.rows_per_device,
+            None if request.num_microbatches == AUTO else request.num_microbatches,
+            num_frozen_layers=num_frozen,
+            num_cached_layers=cached,
+            replica_sharding=self.first.replica_sharding if sharding is None else sharding,
         )
         return self._in_small_micro_batches(layout)
 
     def _in_small_micro_batches(self, layout: Layout) -> Layout:
         """Return the layout with more micro-batches, if none are requested and only this makes it fit."""
-        k, rows, asked = layout.pipeline_parallel_size, layout.rows_per_pipeline, layout.micro_batching
-        if asked.requested is None and k > 1 and not self.fits(layout):
+        k, rows = layout.pipeline_parallel_size, layout.rows_per_pipeline
+        if layout.requested_microbatches is None and k > 1 and not self.fits(layout):
             for m in more_microbatches(rows, k, layout.num_microbatches, layout.runs_as):
-                smaller = replace(layout, micro_batching=replace(asked, most_rows=rows // m))
+                smaller = replace(layout, most_rows=rows // m)
                 if self.fits(smaller):
                     return smaller
         return layout
-
-    def _begin(self, k: int, sharding: str) -> Layout:
-        """Return a layout with K stages in which nothing is frozen."""
-        request = self.request
-        m = None if request.num_microbatches == "auto" else request.num_microbatches
-        asked = Layout(
-            1,
-            self.world_size,
-            (0, max(1, len(self.unit_costs))),
-            GPIPE.name if request.is_driven else request.schedule,
-            1 if request.is_driven else request.virtual_pipeline_parallel_size,
-            MicroBatching(request.rows_per_device, m),
-            replica_sharding=sharding,
-        )
-        return self.in_stages(k, asked)
 
     def _largest(self, layout: Layout) -> int:
         return max(self.stage_bytes(layout))
@@ -247,10 +234,10 @@ class Planner(CostModel):
         if facts["asked"] != self._asked or facts["num_frozen"] > most_frozen or units != first.num_units:
             return None
         try:
-            layout = self.in_stages(facts["stages"], first, facts["num_frozen"], facts["counted_as_cached"])
+            layout = self.in_stages(facts["stages"], facts["num_frozen"], facts["counted_as_cached"])
         except ValueError as error:
             raise ValueError(
-                f"trainer_state.json: stateful_callbacks.PipelineState.attributes.memory.layout is no plan: {error}"
+                f"trainer_state.json: stateful_callbacks.PipelineState.attributes.memory.layout is no layout: {error}"
             ) from error
         fits = self.fits(layout) or self._largest(layout) <= self._largest(first)
         return layout if fits else None

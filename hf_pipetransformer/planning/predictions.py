@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from .costs import HeadCost, UnitCost, copied_bytes, parameter_bytes, step_flops, unit_flops
+from .costs import Cost, UnitCost, step_flops
 from .layout import Layout
 from .schedules import schedule_of_step
 from .tables import MIB, align
@@ -105,17 +105,6 @@ class CostModel:
         # each replica updates its part and sends it to the others, which is a gather
         return update / layout.data_parallel_size + trainable * per_byte * (1 + SHARE_OF_A_REDUCTION)
 
-    def step_flops(self, layout: Layout) -> float:
-        """Simulate a step on a full batch, in FLOPs instead of seconds: they are the same in every run."""
-        rows = layout.rows_per_pipeline / layout.num_microbatches
-        flops = unit_flops(self.unit_costs, layout.num_frozen_layers, layout.num_cached_layers)
-        forward, backward = (
-            [rows * sum(each[start:stop]) for start, stop in pairwise(layout.stage_bounds)]
-            for each in zip(*flops, strict=True)
-        )
-        v = layout.num_virtual_stages
-        return simulate(forward, backward, layout.num_microbatches, layout.schedule, v).seconds
-
     # -- memory ----------------------------------------------------------------------------------------------
 
     def stage_bytes(self, layout: Layout) -> list[int]:
@@ -147,10 +136,12 @@ class CostModel:
 
     def parameter_bytes_of(self, layout: Layout, stage: int) -> int:
         """Return the bytes of a stage's parameters; a parameter that several of its units need is counted once."""
-        return parameter_bytes([self.unit_costs[unit] for unit in layout.units_of(stage)])
+        return sum(
+            {n: size for k in layout.units_of(stage) for n, size in self.unit_costs[k].parameters.items()}.values()
+        )
 
-    def _trained(self, layout: Layout, units: Sequence[int]) -> list[UnitCost | HeadCost]:
-        """Return the costs of those of the units that are trained; of a frozen last unit only the head's remains."""
+    def _trained(self, layout: Layout, units: Sequence[int]) -> list[Cost]:
+        """Return what remains of the units' costs if frozen ones are not trained: of the last unit, the head's."""
         costs = self.unit_costs
         return [costs[k] if k >= layout.num_frozen_layers else costs[k].head for k in units]
 
@@ -175,25 +166,23 @@ class CostModel:
 
     def _activation_bytes(self, layout: Layout, stage: int) -> int:
         """Return the bytes that a stage keeps from its forwards until their backwards, and that it receives."""
-        k, m, v, rows = (
-            layout.pipeline_parallel_size,
-            layout.num_microbatches,
-            layout.num_virtual_stages,
-            layout.rows_per_pipeline,
-        )
-        ranges, frozen = layout.ranges_of(stage), layout.num_frozen_layers
+        k, m, v = layout.pipeline_parallel_size, layout.num_microbatches, layout.num_virtual_stages
         per_forward = [
-            sum(cost.activation_bytes for cost in self._trained(layout, units)) * (rows // m)
-            + self.autocasts
-            * copied_bytes([self.unit_costs[unit] for unit in units], sum(unit < frozen for unit in units))
-            for units in ranges
+            self._kept_bytes(layout, units, layout.rows_per_pipeline // m) for units in layout.ranges_of(stage)
         ]
         schedule = schedule_of_step(layout.schedule, k, m, v)
         changes = (
             per_forward[part] * ((kind == "forward") - schedule.frees_activations(kind))
-            for kind, part, _ in schedule.order_of_work(stage, k, m, v)
+            for kind, part, _ in schedule.order(stage, k, m, v)
         )
         return max(accumulate(changes)) + self.received_bytes(layout, stage)
+
+    def _kept_bytes(self, layout: Layout, units: Sequence[int], rows: int) -> int:
+        """Return the bytes that a forward of some samples keeps in these units: activations, and autocast's copies."""
+        trained = self._trained(layout, units)
+        copies = {name: size for cost in trained for name, size in cost.copies.items()}  # one of each weight
+        copied = sum(copies.values()) + sum(cost.untrained_copies_bytes for cost in trained)
+        return rows * sum(cost.activation_bytes for cost in trained) + self.autocasts * copied
 
     def received_bytes(self, layout: Layout, stage: int) -> int:
         """Return the bytes of the buffers in which a stage receives the tensors of a full batch and their gradients.
@@ -226,12 +215,8 @@ class CostModel:
 
     def _describe_step(self, layout: Layout) -> str:
         """Return the line about the schedule, micro-batches, bubble and time of a step."""
-        k, v, m, rows = (
-            layout.pipeline_parallel_size,
-            layout.num_virtual_stages,
-            layout.num_microbatches,
-            layout.rows_per_pipeline,
-        )
+        k, v, m = layout.pipeline_parallel_size, layout.num_virtual_stages, layout.num_microbatches
+        rows = layout.rows_per_pipeline
         words = [f"{rows} sample{'' if rows == 1 else 's'} a pipeline and step"]
         if k > 1:
             virtual = f", {v} virtual stages per stage" if v > 1 else ""

@@ -75,7 +75,7 @@ class Schedule:
     Attributes:
         name: the value of `pipeline_schedule`.
         torch_name: torch's name of the class that runs it (`get_schedule_class`).
-        order: the order of torch's schedule.
+        order: what a stage does in a step, in the order of torch's schedule.
         keeps_all: whether activations of all micro-batches are kept, so that memory grows with their number.
         is_interleaved: whether a stage may have several virtual stages.
         most_virtual_stages: their largest number per stage; None if there is no bound.
@@ -101,12 +101,6 @@ class Schedule:
     def placement(self, num_stages: int, num_virtual_stages: int = 1) -> Placement:
         """Return which stage holds which virtual stages."""
         return Placement(num_stages, num_virtual_stages, self.is_v_shaped)
-
-    def order_of_work(
-        self, stage: int, num_stages: int, num_microbatches: int, num_virtual_stages: int = 1
-    ) -> list[Work]:
-        """Return what a stage does in a step, in the order of torch's schedules."""
-        return self.order(stage, num_stages, num_microbatches, num_virtual_stages)
 
     def frees_activations(self, kind: Kind) -> bool:
         """Whether the activations of a forward are needed until a pass of this kind."""
@@ -151,9 +145,9 @@ def _zero_bubble_v(stage: int, num_stages: int, num_microbatches: int, _: int) -
             order.append(Work(kind, part, run[kind, part]))
             run[kind, part] += 1
 
-    forwards: tuple[tuple[Kind, int], tuple[Kind, int]] = ("forward", 0), ("forward", 1)
-    inputs: tuple[tuple[Kind, int], tuple[Kind, int]] = ("backward", 0), ("backward", 1)
-    weights: tuple[tuple[Kind, int], tuple[Kind, int]] = ("weights", 0), ("weights", 1)
+    forwards: list[tuple[Kind, int]] = [("forward", 0), ("forward", 1)]
+    inputs: list[tuple[Kind, int]] = [("backward", 0), ("backward", 1)]
+    weights: list[tuple[Kind, int]] = [("weights", 0), ("weights", 1)]
     add(*[forwards[0]] * (2 * (num_stages - stage) - 1))
     add(*[forwards[1], forwards[0]] * stage)
     add(*[forwards[1], inputs[1], weights[1]] * (num_stages - stage))
@@ -242,7 +236,7 @@ def schedule_named(name: str) -> Schedule:
 
 
 def schedule_of_step(name: str, num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
-    """Return the schedule that runs a step of a plan with the schedule `name`.
+    """Return the schedule that runs a step of a layout with the schedule `name`.
 
     An interleaved schedule with one virtual stage is 1F1B. With fewer micro-batches than stages 1F1B has no steady
     state: the order is that of GPipe, and torch refuses 1F1B. On NCCL it would hang, as one end of some messages would

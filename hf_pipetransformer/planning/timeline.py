@@ -86,7 +86,7 @@ def simulate(
     order = schedule_of_step(schedule, k, num_microbatches, num_virtual_stages)
     placement = order.placement(k, num_virtual_stages)
     held = [placement.held_by(stage) for stage in range(k)]
-    work = [order.order_of_work(stage, k, num_microbatches, num_virtual_stages) for stage in range(k)]
+    work = [order.order(stage, k, num_microbatches, num_virtual_stages) for stage in range(k)]
     share = WEIGHTS_SHARE if order.splits_backward else 0.0
     seconds: dict[Kind, list[float]] = {
         "forward": list(forward),

@@ -256,6 +256,6 @@ class Slicing:
             messages.of_each_stage,
             self.on_plan,
             # the dynamic program also chooses the parts of the batch, unless the user has chosen their number
-            chooses_parts=self.token_slices == "auto" and plan.micro_batching.requested is None,
+            chooses_parts=self.token_slices == "auto" and plan.requested_microbatches is None,
         )
         return TokenScheduler(stage, messages, second_group, shape_book, self.windows, chooser)

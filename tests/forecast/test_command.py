@@ -178,7 +178,7 @@ def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "message"),
     [
-        (["--batch", "63"], 2, "batch is 63, but must be a multiple of the 4 devices"),
+        (["--batch", "63"], 2, "batch is 63, but must be a multiple of the 4 devices. Set it to 60 or 64"),
         (
             ["--gradient-accumulation-steps", "3"],
             2,
@@ -187,10 +187,10 @@ def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
         (["--seq", "513"], 2, "seq is 513, but BertForSequenceClassification has 512 positions"),
         (["--device", "abacus"], 2, "device='abacus' is not in the device table, which contains v100-16g"),
         (["--alpha", "1"], 2, "freeze_alpha=1.0"),
-        (["--freeze-schedule", "{1: 2}"], 2, "freeze_schedule is '{1: 2}', which is not valid JSON"),
+        (["--freeze-schedule", "{1: 2}"], 2, "freeze_schedule='{1: 2}' is not valid JSON"),
         (["--freeze-schedule", '{"1": 99}'], 2, "freeze_schedule requests 99 frozen layers"),
         (["--pipeline-parallel-size", "3"], 2, "pipeline_parallel_size is 3, but must divide the world size 4"),
-        (["--pipeline-parallel-size", "many"], 2, "pipeline_parallel_size is 'many'"),
+        (["--pipeline-parallel-size", "many"], 2, "pipeline_parallel_size='many' is invalid"),
         (["--memory-gib", "0.001"], 2, "no pipeline fits"),
         (["--efficiency", "45"], 2, "efficiency is 45.0, but must be above 0 and at most 1"),
         (["--task", "cooking"], 2, "--task is 'cooking'"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from layouts import planner_of, times_of, unit
 
-from hf_pipetransformer.forecast.fully_sharded import FullySharded, Part, divide
+from hf_pipetransformer.forecast.fully_sharded import FullySharded
 from hf_pipetransformer.planning.layout import Layout
 from hf_pipetransformer.planning.planner import Planner
 
@@ -26,12 +26,11 @@ UNITS = tuple(
 
 
 def test_layers_and_what_is_outside_of_them() -> None:
-    divided = divide(UNITS)
-    assert divided.layers == tuple(Part(size, size) for size in SIZES) and divided.outside == Part(50, 50)
-    shared = divide([unit(i, parameters={"layer.0.weight": 100}) for i in range(2)])
-    assert shared.layers == (Part(), Part()) and shared.outside == Part(100, 100), "ALBERT"
-    adapters = divide([unit(0, parameters={"layer.0.weight": 90, "head": 10}, trainable_bytes=20)])
-    assert adapters.layers == (Part(90, 18),) and adapters.outside == Part(10, 2)
+    assert FullySharded(UNITS).parts == ((50, 50), *((size, size) for size in SIZES))
+    shared = FullySharded(tuple(unit(i, parameters={"layer.0.weight": 100}) for i in range(2)))
+    assert shared.parts == ((100, 100), (0, 0), (0, 0)), "ALBERT"
+    adapters = FullySharded((unit(0, parameters={"layer.0.weight": 90, "head": 10}, trainable_bytes=20),))
+    assert adapters.parts == ((10, 2), (90, 18))
 
 
 def test_autocast_keeps_copies_of_each_forward() -> None:

@@ -64,10 +64,5 @@ def test_images_have_one_size() -> None:
     )
     model = build_placeholder_model(config, model_class(config))
     short, long = measure_workload(model, 8), measure_workload(model, 4096)
-    assert short == long and not short.tokens_matter
+    assert short == long and short.tokens is None
     assert torch.Size([1, 3, 32, 32]) == dummy_batch(model, 1)["pixel_values"].shape
-
-
-def test_rows_longer_than_the_positions() -> None:
-    with pytest.raises(ValueError, match="seq is 513, but BertForSequenceClassification has 512 positions"):
-        measure_workload(tiny("bert"), 513)

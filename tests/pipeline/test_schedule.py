@@ -30,7 +30,7 @@ def orders(rank: int, world_size: int, kept: dict[str, int]) -> None:
 
         def noting(self: Any, *args: Any, planned=planned, kinds=kinds, seen=seen, **options: Any) -> Any:  # type: ignore[no-untyped-def]
             by_torch = [str(action) for action in self.pipeline_order[self.rank] if action is not None]
-            work = planned.order_of_work(self.rank, STAGES, self._n_microbatches, VIRTUAL)
+            work = planned.order(self.rank, STAGES, self._n_microbatches, VIRTUAL)
             held = planned.placement(STAGES, VIRTUAL).held_by(self.rank)
             assert by_torch == [f"{held[part]}{kinds[kind]}{i}" for kind, part, i in work]
             seen.add(self)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from layouts import layout_of
 
-from hf_pipetransformer.planning.layout import REPLICA_SHARDINGS, Layout, MicroBatching
+from hf_pipetransformer.planning.layout import REPLICA_SHARDINGS, Layout
 
 
 def test_ranks_are_laid_out_as_drawn() -> None:
@@ -41,6 +41,8 @@ def test_a_v_brings_the_last_units_to_the_first_stage() -> None:
     ("changes", "message"),
     [
         ({"schedule": "zigzag"}, "schedule is 'zigzag'"),
+        ({"rows_per_device": 0}, "rows_per_device is 0, but must be at least 1"),
+        ({"requested_microbatches": 0}, "num_microbatches is 0, but must be at least 1"),
         ({"num_frozen_layers": 9}, "num_frozen_layers is 9, but must be between 0 and 8"),
         ({"num_frozen_layers": 2, "num_cached_layers": 3}, r"num_cached_layers is 3.* num_frozen_layers \(2\)"),
         ({"num_frozen_layers": 8, "num_cached_layers": 5}, "num_cached_layers is 5.* which has 4 units"),
@@ -54,17 +56,14 @@ def test_numbers_that_contradict_one_another(changes: dict[str, Any], message: s
 
 def test_number_of_microbatches() -> None:
     """Of 24 samples the rule makes 4, of which each has 6; smaller ones where only these fit."""
-    layout = Layout(2, 1, (0, 4, 8), micro_batching=MicroBatching(12))
+    layout = Layout(2, 1, (0, 4, 8), rows_per_device=12)
     assert (layout.rows_per_pipeline, layout.num_microbatches) == (24, 4)
 
     def with_at_most(rows: int) -> Layout:
-        return replace(layout, micro_batching=MicroBatching(12, most_rows=rows))
+        return replace(layout, most_rows=rows)
 
     assert [with_at_most(rows).num_microbatches for rows in (6, 4, 3, 2, 1)] == [4, 6, 8, 12, 4]
     assert [with_at_most(3).num_microbatches_for(rows) for rows in (24, 12, 10, 7)] == [8, 4, 5, 7]
-    for field, value in (("rows_per_device", 0), ("requested", 0)):
-        with pytest.raises(ValueError, match=" is 0, but must be at least 1"):
-            MicroBatching(**{field: value})
 
 
 @pytest.mark.parametrize(

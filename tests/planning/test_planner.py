@@ -51,7 +51,7 @@ def test_one_process_is_told_how_to_start_more() -> None:
 )
 def test_number_of_virtual_stages(k: int, wanted: int, frozen: int, cached: int, bounds: tuple[int, ...]) -> None:
     planner = planner_of(k, schedule="interleaved1f1b", virtual_pipeline_parallel_size=wanted)
-    layout = planner.in_stages(k, planner.first, frozen, cached)
+    layout = planner.in_stages(k, frozen, cached)
     assert (layout.stage_bounds, layout.num_cached_layers) == (bounds, cached)
     assert layout.runs_as == ("interleaved1f1b" if layout.num_virtual_stages > 1 else "1f1b")
 
@@ -72,7 +72,7 @@ def test_more_micro_batches_where_only_that_makes_the_stages_fit() -> None:
 # ------------------------------------------------------------------------------------------ after a freeze
 def test_frozen_units_cost_a_third_in_the_split() -> None:
     planner = planner_of(2, 4)
-    layout = planner.in_stages(2, planner.first, 3)
+    layout = planner.in_stages(2, 3)
     assert layout.stage_bounds == (0, 5, 8)  # 3 x 1 + 2 x 3 = 9 = 3 x 3
     assert "3 frozen" in planner.describe(layout)
 
@@ -123,13 +123,6 @@ def test_a_pipeline_too_long_for_what_is_left_counts_fewer_as_cached() -> None:
         assert (layout.stage_bounds, layout.num_cached_layers) == ((0, 5, 6, 7, 8), 5)
 
 
-def test_virtual_stages_come_back_in_a_shorter_pipeline() -> None:
-    """4 stages of 8 units have 2 each; the request for 3 is fulfilled with 2 stages."""
-    planner = planner_of(4, 4, schedule="interleaved1f1b", virtual_pipeline_parallel_size=3)
-    found = [planner.in_stages(k, planner.first, 1).num_virtual_stages for k in (4, 2, 1)]
-    assert found == [2, 3, 1]
-
-
 # ------------------------------------------------------------------------------------------ a chosen sharding
 def sharding(layout: Layout) -> tuple[int, str]:
     return layout.pipeline_parallel_size, layout.replica_sharding
@@ -175,14 +168,14 @@ def as_stored(planner: Planner, layout: Layout) -> dict[str, Any]:
 
 def test_a_layout_is_restored_where_the_same_is_asked_for() -> None:
     planner = planner_of(1, 1)
-    layout = planner.in_stages(1, planner.first, 3, 2)
+    layout = planner.in_stages(1, 3, 2)
     facts = as_stored(planner, layout)
     assert planner.again(facts, most_frozen=3) == layout
     assert planner.again(facts, most_frozen=2) is None  # a user who freezes no more
     assert planner.again({**facts, "units": 7}, most_frozen=3) is None  # another model
     for other in (planner_of(1, 1, rows_per_device=3), planner_of(1, 1, is_elastic=False), planner_of(1, 2)):
         assert other.again(facts, most_frozen=3) is None
-    with pytest.raises(ValueError, match=r"trainer_state.json: .*layout is no plan: num_frozen_layers is 9"):
+    with pytest.raises(ValueError, match=r"trainer_state.json: .*layout is no layout: num_frozen_layers is 9"):
         planner.again({**facts, "num_frozen": 9}, most_frozen=9)
 
 
@@ -198,6 +191,6 @@ def test_a_layout_of_an_earlier_version_is_made_again() -> None:
 def test_a_layout_that_needs_more_memory_than_there_is_now_is_not_restored() -> None:
     made, small = planner_of(1, 2), planner_of(1, 2, memory_budget_bytes=1)
     assert small.again(as_stored(made, made.first), most_frozen=0) == made.first, "no more than the first needs"
-    one = as_stored(made, made.in_stages(1, made.first))
+    one = as_stored(made, made.in_stages(1))
     two = planner_of(2, 2, memory_budget_bytes=1)
     assert two.again({**one, "asked": as_stored(two, two.first)["asked"]}, most_frozen=0) is None

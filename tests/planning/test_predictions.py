@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from layouts import layout_of, planner_of, times_of, unit
 
-from hf_pipetransformer.planning.costs import HeadCost, step_flops
+from hf_pipetransformer.planning.costs import Cost, step_flops
 from hf_pipetransformer.planning.planner import Planner
 from hf_pipetransformer.planning.tables import MIB
 
@@ -62,14 +62,14 @@ def test_replicas_that_divide_the_optimizer_state_hold_a_part_of_it() -> None:
 
 def test_the_head_is_trained_when_all_units_are_frozen() -> None:
     """2 of the last unit's 3 FLOPs, 5 of its 15 bytes of activations, 30 of its 100 of weights are the head's."""
-    last = dataclasses.replace(unit(3, flops=3.0, activation_bytes=15), head=HeadCost(2.0, 5, 30))
+    last = dataclasses.replace(unit(3, flops=3.0, activation_bytes=15), head=Cost(2.0, 5, 30))
     units = (unit(0), unit(1), unit(2), last)
     assert step_flops(units, 3) == [1, 1, 1, 3 * 3]
     assert step_flops(units, 4) == [1, 1, 1, 1 + 3 * 2]
     assert step_flops(units, 4, 4) == [0, 0, 0, 3 * 2]
     times = dataclasses.replace(times_of(4), update_seconds_per_byte=1.0)
     planner = planner_of(2, 2, units, rows_per_device=8, num_microbatches=8, times=times)
-    layout = planner.in_stages(2, planner.first, num_frozen=4)
+    layout = planner.in_stages(2, num_frozen=4)
     weights, trained = 100 * len(layout.units_of(1)), 30
     assert planner.stage_bytes(layout)[1] == weights + 3 * trained + 5 * 2
     assert planner.predict(layout).seconds_at_end == trained

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from hf_pipetransformer.planning.schedules import SCHEDULES, schedule_named, schedule_of_step
@@ -9,7 +8,7 @@ from hf_pipetransformer.planning.schedules import SCHEDULES, schedule_named, sch
 def drawn(name: str, stage: int, num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> str:
     """F and B: the passes of the stage's first virtual stage; f and b: those of its second one."""
     schedule = schedule_of_step(name, num_stages, num_microbatches, num_virtual_stages)
-    order = schedule.order_of_work(stage, num_stages, num_microbatches, num_virtual_stages)
+    order = schedule.order(stage, num_stages, num_microbatches, num_virtual_stages)
     return " ".join(f"{kind[0].lower() if part else kind[0].upper()}{i}" for kind, part, i in order)
 
 
@@ -38,11 +37,6 @@ def test_rounds_of_an_interleaved_schedule_have_equal_sizes() -> None:
     interleaved = schedule_named("interleaved1f1b")
     assert [m for m in range(1, 13) if interleaved.divides(4, m)] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12]
     assert all(schedule_named("1f1b").divides(4, m) for m in range(1, 13))
-
-
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="schedule is 'zigzag'"):
-        schedule_named("zigzag")
 
 
 def test_torch_runs_every_schedule() -> None:

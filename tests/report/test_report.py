@@ -65,7 +65,7 @@ class Run:
     def event(self, kind: str, step: int, stages: int, frozen: int = 0, times: Any = TIMES, **facts: Any) -> Run:
         v = virtual_stages_of(self.schedule, None)
         planner = planner_of(stages, 4, UNITS, schedule=self.schedule, virtual_pipeline_parallel_size=v, times=times)
-        layout = planner.in_stages(stages, planner.first, frozen)
+        layout = planner.in_stages(stages, frozen)
         begins = kind in ("start", "resume")
         return self._record(kind, planner, layout, step, **({"facts": {**FACTS, **facts}} if begins else {}))
 
