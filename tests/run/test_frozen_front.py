@@ -28,7 +28,6 @@ from frozen_runs import (
     lower_layers,
     noise,
     t5,
-    whisper,
 )
 from selection import few, slow
 from torch import nn
@@ -504,9 +503,7 @@ def with_lora_like() -> tuple[nn.Module, Columns]:
 
 
 STAGED: dict[str, tuple[Build, type | Callable[[], TrainerCallback] | None, int]] = {
-    "lower layers": (lower_layers, None, 2),
     "a vision tower": (llava, None, 3),
-    "Whisper's encoder": (whisper, None, 3),
     "thawed before the first step": (lower_layers, ThawsFirst, 0),
     "thawed later": (lower_layers, lambda: Acts(thaw, epoch=2), 2),
     "nothing at the bottom": (with_lora_like, None, 0),
