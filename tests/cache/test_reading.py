@@ -75,22 +75,6 @@ def test_what_was_read_ahead_is_not_read_again(reading: Reading) -> None:
     assert reading.read == [("activation-cache-reader", 4), ("activation-cache-reader", 2)]
 
 
-def test_micro_batches_are_found_in_what_was_read_ahead(reading: Reading) -> None:
-    reading.ahead([0, 1, 2, 9])
-    reading.ahead([4])  # the batch after
-    reading.assert_found([1, 0], {3: [0, 1]})
-    reading.assert_found([9, 2], {2: [1]})
-    reading.assert_found([4], {3: [0]})
-    assert [count for _, count in reading.read] == [4, 2, 1]
-
-
-def test_another_batch_than_expected_is_read(reading: Reading) -> None:
-    reading.ahead([0, 1])
-    reading.assert_found([0, 3], {3: [0], 2: [1]})
-    reading.assert_found([3], {2: [0]})
-    assert [count for _, count in reading.read] == [2, 2, 1, 1, 1]
-
-
 def test_a_state_is_given_out_once(reading: Reading) -> None:
     """A model may write into its inputs, and then be called on the same batch again."""
     reading.ahead([0, 1])
