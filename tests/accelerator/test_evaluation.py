@@ -10,6 +10,7 @@ import fake_device
 import fake_groups
 import pytest
 import test_seq2seq
+from distributed import run_ranks
 from test_accelerator import on_the_device, prepare
 from training_runs import Run, pipeline_trainer
 
@@ -46,6 +47,10 @@ def evaluate(rank: int, world_size: int, library: Path) -> tuple[list[dict[str, 
     return counts, sites, gathered, metrics["eval_loss"]
 
 
+def on_the_cpu(rank: int, world_size: int) -> tuple[float]:
+    return (pipeline_trainer(Run(samples=8), STAGES, use_cpu=True).evaluate()["eval_loss"],)
+
+
 def generate(rank: int, world_size: int, library: Path) -> test_seq2seq.Outcome:
     prepare(world_size, library)
     options = {"use_cpu": False, "dataloader_pin_memory": False, "eval_use_gather_object": False}
@@ -57,7 +62,7 @@ def generate(rank: int, world_size: int, library: Path) -> test_seq2seq.Outcome:
 def test_batches_travel_and_weights_are_gathered_to_generate_from_device_to_device(library: Path) -> None:
     """The loader has moved each batch to the device of its own process."""
     found = on_the_device({"evaluated": (evaluate,), "generated": (generate,)}, STAGES, library)
-    expected = pipeline_trainer(Run(samples=8), 1, use_cpu=True).evaluate()["eval_loss"]
+    (expected,) = {loss for (loss,) in run_ranks(on_the_cpu, STAGES)}
     for counts, sites, gathered, loss in found["evaluated"]:
         assert gathered == 0, "objects, pickled, over gloo"
         for counted, where in zip(counts, sites, strict=True):

@@ -35,7 +35,7 @@ from hf_pipetransformer.cache import writing
 from hf_pipetransformer.cache.sharing import STORE
 from hf_pipetransformer.model.watched_weights import digest_of
 from hf_pipetransformer.run.frozen_function import OTHER_WEIGHTS
-from hf_pipetransformer.run.run import PipelineRun, watch_steps
+from hf_pipetransformer.run.run import PipelineRun
 
 RUN = Run(samples=24, epochs=4, accumulation=1)
 """Three steps an epoch, on two processes."""
@@ -321,16 +321,6 @@ def test_other_weights_are_not_evaluated_from_the_cache() -> None:
     torch.testing.assert_close(with_cache[0][1], without[0][1], rtol=0, atol=1e-5)
     assert_same_training([outcome for outcome, *_ in with_cache], without[0][0])
     assert hit_rates(with_cache[0][2])[-1] == (1, 0)  # and the training goes on from it
-
-
-class RunningAverage(TrainerCallback):
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        pass
-
-
-def test_weights_stay_where_a_callback_reads_them_in_each_step() -> None:
-    assert watch_steps([RunningAverage()])
-    assert not watch_steps([Averaged()])
 
 
 def changed_while_off(rank: int, world_size: int) -> list[dict[str, bool]]:
