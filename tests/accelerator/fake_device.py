@@ -146,6 +146,10 @@ def register(path: Path) -> None:
     _save_from_the_cpu()
 
 
+def is_registered() -> bool:
+    return _library is not None
+
+
 def as_cpu(value: Any) -> Any:
     """A tensor of the device as one of the CPU, with the same memory; other values as they are."""
     return _library.as_cpu(value) if isinstance(value, torch.Tensor) and value.device.type == "fake" else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import fake_groups
 import pytest
 import torch
 from distributed import run_ranks
+from one_job import run_calls, run_each
 from training_data import PadCollator
 from training_runs import (
     Outcome,
@@ -123,6 +125,9 @@ class Seen:
 
 
 def prepare(world_size: int, library: Path) -> None:
+    """Before the first of this process's trainings."""
+    if fake_device.is_registered():
+        return
     fake_device.register(library)
     if world_size > 1:
         fake_groups.register()
@@ -131,124 +136,98 @@ def prepare(world_size: int, library: Path) -> None:
             del os.environ[name]
 
 
-def on_the_device(rank: int, world_size: int, library: Path, run: Run, stages: int, **options: Any) -> Seen:
-    prepare(world_size, library)
-    return seen_by(pipeline_trainer(run, stages, **options))
+def on_the_device(calls: Mapping[str, Any], world_size: int, library: Path) -> dict[str, list[Any]]:
+    """What each rank returns of each call, whose function takes the library, too."""
+    given = {name: (function, library, *arguments) for name, (function, *arguments) in calls.items()}
+    return run_calls(world_size, given, env=fake_device.ENVIRONMENT, timeout=300)
 
 
-def stock_on_the_device(rank: int, world_size: int, library: Path, runs: list[Run]) -> list[Seen]:
+def stock(rank: int, world_size: int, library: Path, run: Run) -> Seen:
     prepare(world_size, library)
-    return [
-        seen_by(
-            Trainer(
-                run.build_model(),
-                TrainingArguments(
-                    "stock",
-                    per_device_train_batch_size=run.per_device,
-                    gradient_accumulation_steps=run.accumulation,
-                    dataloader_pin_memory=False,
-                    **{**run.common_options(), "logging_strategy": "no"},
-                ),
-                train_dataset=run.data(run.samples),
-                data_collator=PadCollator(run.kind),
-            )
-        )
-        for run in runs
-    ]
+    options = {**run.common_options(), "logging_strategy": "no", "dataloader_pin_memory": False}
+    arguments = TrainingArguments(
+        "stock",
+        per_device_train_batch_size=run.per_device,
+        gradient_accumulation_steps=run.accumulation,
+        **options,
+    )
+    data, collator = run.data(run.samples), PadCollator(run.kind)
+    return seen_by(Trainer(run.build_model(), arguments, train_dataset=data, data_collator=collator))
 
 
 def seen_by(trainer: Trainer) -> Seen:
     counts = Counts()
     trainer.add_callback(counts)
     assert trainer.args.device.type == "fake"
+    num_calls = len(fake_groups.log)
     outcome = outcome_of(trainer)
     assert not fake_device.errors, fake_device.errors  # a probe may have caught one
-    return Seen(outcome, counts.of_step, counts.sites, dict(fake_groups.wrong), list(fake_groups.log))
+    return Seen(outcome, counts.of_step, counts.sites, dict(fake_groups.wrong), fake_groups.log[num_calls:])
 
 
-def train(library: Path, way: Way, **options: Any) -> list[Seen]:
-    options = {**QUIET, **way.options, **options}
-    return run_ranks(
-        on_the_device,
-        way.stages * way.replicas,
-        library,
-        way.run,
-        way.stages,
-        env=fake_device.ENVIRONMENT,
-        timeout=180,
-        **options,
-    )
+def train(rank: int, world_size: int, library: Path, way: Way) -> Seen:
+    prepare(world_size, library)
+    return seen_by(pipeline_trainer(way.run, way.stages, **{**QUIET, **way.options}))
 
 
-def test_the_stock_trainer_waits_as_noted(library: Path) -> None:
-    """What the bounds of the ways are compared with."""
-    runs = [Run(samples=48, epochs=4, accumulation=accumulation) for accumulation in (1, 2)]
-    (everything,) = run_ranks(stock_on_the_device, 1, library, runs, env=fake_device.ENVIRONMENT)
-    for run, seen in zip(runs, everything, strict=True):
-        expected = forwards(run.accumulation, to_device=3 * (run.accumulation - 1))
-        assert seen.of_step[seen.steady] == expected
+def train_on_the_cpu(rank: int, world_size: int, way: Way) -> Outcome:
+    return pipeline(rank, world_size, way.run, way.stages, **{**QUIET, **way.options, "use_cpu": True})
+
+
+def told(seen: Seen, step: int) -> str:
+    sites = "\n".join(f"{n} {site}" for site, n in sorted(seen.sites[step].items()))
+    return f"{seen.of_step[step]}\n{sites}"
+
+
+def assert_waits(name: str, everyone: list[Seen]) -> None:
+    way = WAYS[name]
+    for rank, (seen, most) in enumerate(zip(everyone, way.waits, strict=True)):
+        assert not seen.wrong
+        assert seen.of_step[seen.steady] == most, f"{name}, rank {rank}: {told(seen, seen.steady)}"
+        if name in ("cached", "two-stages-cached"):
+            first = 3 * (seen.outcome.steps // 4) + 1
+            begins = seen.of_step[first]
+            assert begins["to_device"] <= 16 and begins.get("from_device", 0) <= 4, told(seen, first)
 
 
 COMPARED = ("cached", "two-stages-cached", "two-stages-zbv", "two-replicas-cached", "sliced")
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_a_steady_step_waits_as_noted(name: str, library: Path) -> None:
-    """And what is compared trains as on the CPU.
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_steady_step_waits_as_noted(world_size: int, library: Path) -> None:
+    """As the stock Trainer's on one process. And what is compared trains as on the CPU.
 
     Weights of cached layers are on the host. To see at an epoch's begin whether they have changed nobody waits for
     copies of each.
     """
-    way, everyone = WAYS[name], train(library, WAYS[name])
-    for rank, (seen, most) in enumerate(zip(everyone, way.waits, strict=True)):
-        assert not seen.wrong
-        found = seen.of_step[seen.steady]
-        sites = "\n".join(f"{n} {site}" for site, n in sorted(seen.sites[seen.steady].items()))
-        assert found == most, f"rank {rank}: {found}\n{sites}"
-        if name in ("cached", "two-stages-cached"):
-            first = 3 * (seen.outcome.steps // 4) + 1
-            begins = seen.of_step[first]
-            assert begins["to_device"] <= 16 and begins.get("from_device", 0) <= 4, f"{begins}: {seen.sites[first]}"
-    if name in COMPARED:
-        options = {**QUIET, **way.options, "use_cpu": True}
-        expected = run_ranks(pipeline, way.stages * way.replicas, way.run, way.stages, **options)[0]
-        assert all(largest_difference(seen.outcome.weights, expected.weights)[0] < 1e-5 for seen in everyone)
-
-
-@pytest.mark.parametrize("kind", ["causal-lm", "image-classification", "seq2seq"])
-def test_other_models(kind: str, library: Path) -> None:
-    """Whole trainings with freezing and the cache: a mixed operation is an error."""
-    way = Way(2, (), kind, options={**FREEZING, "activation_cache": "on"})
-    for seen in train(library, way):
-        assert not seen.wrong and seen.outcome.steps == max(seen.of_step)
+    ways = {name: way for name, way in WAYS.items() if way.stages * way.replicas == world_size}
+    runs = [Run(samples=48, epochs=4, accumulation=n) for n in (1, 2)] if world_size == 1 else []
+    calls = {f"stock {run.accumulation}": (stock, run) for run in runs}
+    found = on_the_device({**calls, **{name: (train, way) for name, way in ways.items()}}, world_size, library)
+    for run in runs:
+        (seen,) = found[f"stock {run.accumulation}"]
+        assert seen.of_step[seen.steady] == forwards(run.accumulation, to_device=3 * (run.accumulation - 1))
+    for name in ways:
+        assert_waits(name, found[name])
+    compared = {name: (way,) for name, way in ways.items() if name in COMPARED}
+    for name, outcomes in run_each(train_on_the_cpu, world_size, compared).items():
+        assert all(largest_difference(s.outcome.weights, outcomes[0].weights)[0] < 1e-5 for s in found[name]), name
 
 
 def shrinking(rank: int, world_size: int, library: Path | None, run: Run) -> Outcome:
     """From one pipeline of two stages to two replicas of one, when a layer freezes; without a library on the CPU."""
-    if library is None:
-        trainer = pipeline_trainer(run, 2, use_cpu=True, **ELASTIC)
-        stages_by_frozen(trainer, {0: 2, 1: 1})
-        return outcome_of(trainer)
-    prepare(world_size, library)
-    trainer = pipeline_trainer(run, 2, **ELASTIC)
+    if library is not None:
+        prepare(world_size, library)
+    trainer = pipeline_trainer(run, 2, use_cpu=library is None, **ELASTIC)
     stages_by_frozen(trainer, {0: 2, 1: 1})
+    if library is None:
+        return outcome_of(trainer)
     seen = seen_by(trainer)
-    assert not seen.wrong
-    seen.outcome.notes["last"] = seen.of_step[seen.steady], seen.sites[seen.steady]
+    seen.outcome.notes["last"] = seen.of_step[seen.steady], told(seen, seen.steady)
     return seen.outcome
 
 
 ELASTIC = {**QUIET, **FREEZING, "activation_cache": "on"}
-
-
-def test_repacks_and_replicates_as_on_the_cpu(library: Path) -> None:
-    run = Run(samples=48, epochs=4, accumulation=1)
-    expected = run_ranks(shrinking, 2, None, run)[0]
-    for outcome in run_ranks(shrinking, 2, library, run, env=fake_device.ENVIRONMENT, timeout=180):
-        assert largest_difference(outcome.weights, expected.weights)[0] < 1e-5
-        counts, sites = outcome.notes["last"]
-        # as one process each, but for the number of items in the prepared batch: nothing of the pipeline is left
-        assert counts == forwards(1, from_device=1), sites
 
 
 class LooksAtWeights(TrainerCallback):
@@ -265,19 +244,11 @@ def with_a_users_callback(rank: int, world_size: int, library: Path, run: Run) -
     return seen_by(trainer)
 
 
-def test_a_users_step_callback_costs_few_waits(library: Path) -> None:
-    """One look at the frozen weights, which the callback may have changed, and not one for each of them."""
-    run = Run(samples=48, epochs=4, accumulation=1)
-    for seen in run_ranks(with_a_users_callback, 2, library, run, env=fake_device.ENVIRONMENT, timeout=180):
-        found, without = seen.of_step[seen.steady], WAYS["two-stages"].waits[0]
-        more = {
-            what: found.get(what, 0) - without.get(what, 0) for what in ("item", "wait", "to_device", "from_device")
-        }
-        assert sum(more.values()) <= 2, f"{found}: {seen.sites[seen.steady]}"
+def with_adapters(rank: int, world_size: int, library: Path, run: Run) -> Seen | None:
+    if find_spec("peft") is None:
+        return None
+    import peft
 
-
-def with_adapters(rank: int, world_size: int, library: Path, run: Run) -> Seen:
-    peft = pytest.importorskip("peft")
     prepare(world_size, library)
     config = peft.LoraConfig(r=4, task_type="SEQ_CLS", target_modules=["query", "value"], lora_dropout=0.0)
     torch.manual_seed(0)
@@ -285,10 +256,61 @@ def with_adapters(rank: int, world_size: int, library: Path, run: Run) -> Seen:
     return seen_by(pipeline_trainer(run, world_size, model=model, **ELASTIC))
 
 
-def test_adapters_of_peft(library: Path) -> None:
+def interrupted(rank: int, world_size: int, library: Path, folder: str) -> Seen:
+    prepare(world_size, library)
+    run = Way(world_size, ()).run
+    saving = {"save_strategy": "epoch", "eval_strategy": "epoch", "max_grad_norm": 0.5, **FREEZING}
+    trainer = pipeline_trainer(run, world_size, folder, **{**QUIET, **saving})
+    trainer.add_callback(StopAfter(2 * 48 // (4 * world_size)))  # two epochs
+    trainer.train()
+    trainer.evaluate()
+    trainer = pipeline_trainer(run, world_size, folder, **{**QUIET, **saving})
+    counts = Counts()
+    trainer.add_callback(counts)
+    outcome = outcome_of(trainer, resume_from_checkpoint=True)  # type: ignore[arg-type]
+    assert all(torch.isfinite(torch.tensor(value)) for value in outcome.metrics.values())
+    return Seen(outcome, counts.of_step, counts.sites, dict(fake_groups.wrong))
+
+
+def assert_resumed(everyone: list[Seen]) -> None:
+    for seen in everyone:
+        assert not seen.wrong
+        assert min(seen.of_step) > 2 * 48 // (4 * len(everyone))  # it went on behind the second of four epochs
+
+
+def test_evaluates_saves_and_resumes(library: Path, tmp_path: Path) -> None:
+    assert_resumed(on_the_device({"": (interrupted, str(tmp_path))}, 1, library)[""])
+
+
+def test_two_processes(library: Path, tmp_path: Path) -> None:
+    """Whole trainings with freezing and the cache: a mixed operation is an error."""
     run = Run(samples=48, epochs=4, accumulation=1)
-    for seen in run_ranks(with_adapters, 2, library, run, env=fake_device.ENVIRONMENT, timeout=180):
-        assert not seen.wrong and seen.outcome.steps == max(seen.of_step)
+    kinds = ("causal-lm", "image-classification", "seq2seq")
+    calls = {kind: (train, Way(2, (), kind, options={**FREEZING, "activation_cache": "on"})) for kind in kinds}
+    others = {
+        "adapters": (with_adapters, run),
+        "shrinking": (shrinking, run),
+        "callback": (with_a_users_callback, run),
+        "resumed": (interrupted, str(tmp_path)),
+    }
+    found = on_the_device({**calls, **others}, 2, library)
+    for name in (*kinds, "adapters"):
+        for seen in filter(None, found[name]):
+            assert not seen.wrong and seen.outcome.steps == max(seen.of_step), name
+    assert_resumed(found["resumed"])
+
+    expected = run_ranks(shrinking, 2, None, run)[0]
+    for outcome in found["shrinking"]:
+        assert largest_difference(outcome.weights, expected.weights)[0] < 1e-5
+        counts, sites = outcome.notes["last"]
+        # as one process each, but for the number of items in the prepared batch: nothing of the pipeline is left
+        assert counts == forwards(1, from_device=1), sites
+
+    # one look at the frozen weights, which the callback may have changed, and not one for each of them
+    for seen in found["callback"]:
+        steady, without = seen.of_step[seen.steady], WAYS["two-stages"].waits[0]
+        more = [steady.get(what, 0) - without.get(what, 0) for what in ("item", "wait", "to_device", "from_device")]
+        assert sum(more) <= 2, told(seen, seen.steady)
 
 
 def frozen_below(rank: int, world_size: int, library: Path, run: Run) -> Seen:
@@ -302,34 +324,9 @@ def frozen_below(rank: int, world_size: int, library: Path, run: Run) -> Seen:
 def test_every_group_is_connected_by_all_its_members_first(library: Path) -> None:
     """A first stage that trains nothing does not call all that the others call, and NCCL waits in the first call."""
     run = Run(samples=48, epochs=1, accumulation=1)
-    for seen in run_ranks(frozen_below, 3, library, run, env=fake_device.ENVIRONMENT, timeout=180):
+    for seen in on_the_device({"": (frozen_below, run)}, 3, library)[""]:
         first = {group: name for name, group in reversed(seen.calls)}
         assert len(first) == 2 and set(first.values()) == {"all_reduce"}  # all processes, and the pipeline
-
-
-def interrupted(rank: int, world_size: int, library: Path, run: Run, stages: int, folder: str) -> Seen:
-    prepare(world_size, library)
-    saving = {"save_strategy": "epoch", "eval_strategy": "epoch", "max_grad_norm": 0.5, **FREEZING}
-    trainer = pipeline_trainer(run, stages, folder, **{**QUIET, **saving})
-    trainer.add_callback(StopAfter(2 * 48 // (4 * stages)))  # two epochs
-    trainer.train()
-    trainer.evaluate()
-    trainer = pipeline_trainer(run, stages, folder, **{**QUIET, **saving})
-    counts = Counts()
-    trainer.add_callback(counts)
-    outcome = outcome_of(trainer, resume_from_checkpoint=True)  # type: ignore[arg-type]
-    assert all(torch.isfinite(torch.tensor(value)) for value in outcome.metrics.values())
-    return Seen(outcome, counts.of_step, counts.sites, dict(fake_groups.wrong))
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-def test_evaluates_saves_and_resumes(stages: int, library: Path, tmp_path: Path) -> None:
-    way = Way(stages, ())
-    for seen in run_ranks(
-        interrupted, stages, library, way.run, stages, str(tmp_path), env=fake_device.ENVIRONMENT, timeout=180
-    ):
-        assert not seen.wrong
-        assert min(seen.of_step) > 2 * 48 // (4 * stages)  # it went on behind the second of four epochs
 
 
 def misuses(rank: int, world_size: int, library: Path) -> dict[str, list[str]]:

@@ -11,6 +11,7 @@ import fake_groups
 import pytest
 import test_seq2seq
 from distributed import run_ranks
+from test_accelerator import on_the_device, prepare
 from training_runs import Run, pipeline_trainer
 
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
@@ -22,8 +23,7 @@ STAGES = 2
 
 def evaluate(rank: int, world_size: int, library: Path) -> tuple[list[dict[str, int]], list[dict[str, int]], int, Any]:
     """The counts of each step and their sites, how often objects were gathered in a step, and the loss."""
-    fake_device.register(library)
-    fake_groups.register()
+    prepare(world_size, library)
     options = {"dataloader_pin_memory": False, "eval_use_gather_object": False}
     trainer = pipeline_trainer(Run(samples=8), STAGES, **options)
     step, counts, sites, gathered = trainer.prediction_step, [], [], 0
@@ -47,30 +47,25 @@ def evaluate(rank: int, world_size: int, library: Path) -> tuple[list[dict[str, 
     return counts, sites, gathered, metrics["eval_loss"]
 
 
-def test_batches_travel_from_device_to_device(library: Path) -> None:
-    """The loader has moved each of them to the device of its own process."""
-    everyone = run_ranks(evaluate, STAGES, library, env=fake_device.ENVIRONMENT, timeout=180)
-    for counts, sites, gathered, _ in everyone:
-        assert gathered == 0, "objects, pickled, over gloo"
-        for counted, where in zip(counts, sites, strict=True):
-            assert not {"to_device", "from_device"} & set(counted), where
-    (expected,) = {loss for *_, loss in run_ranks(on_the_cpu, STAGES)}
-    assert all(loss == pytest.approx(expected, abs=1e-6) for *_, loss in everyone)
-
-
 def on_the_cpu(rank: int, world_size: int) -> tuple[float]:
     return (pipeline_trainer(Run(samples=8), STAGES, use_cpu=True).evaluate()["eval_loss"],)
 
 
 def generate(rank: int, world_size: int, library: Path) -> test_seq2seq.Outcome:
-    fake_device.register(library)
-    fake_groups.register()
+    prepare(world_size, library)
     options = {"use_cpu": False, "dataloader_pin_memory": False, "eval_use_gather_object": False}
     outcome = test_seq2seq.trained(rank, world_size, "t5", STAGES, "generating", generation_num_beams=3, **options)
     assert not fake_groups.wrong and not fake_device.errors
     return outcome
 
 
-def test_weights_are_gathered_on_the_device_to_generate(library: Path) -> None:
-    outcomes = run_ranks(generate, STAGES, library, env=fake_device.ENVIRONMENT, timeout=180)
-    test_seq2seq.assert_same(outcomes, test_seq2seq.expected("t5", 3))
+def test_batches_travel_and_weights_are_gathered_to_generate_from_device_to_device(library: Path) -> None:
+    """The loader has moved each batch to the device of its own process."""
+    found = on_the_device({"evaluated": (evaluate,), "generated": (generate,)}, STAGES, library)
+    (expected,) = {loss for (loss,) in run_ranks(on_the_cpu, STAGES)}
+    for counts, sites, gathered, loss in found["evaluated"]:
+        assert gathered == 0, "objects, pickled, over gloo"
+        for counted, where in zip(counts, sites, strict=True):
+            assert not {"to_device", "from_device"} & set(counted), where
+        assert loss == pytest.approx(expected, abs=1e-6)
+    test_seq2seq.assert_same(found["generated"], test_seq2seq.expected("t5", 3))

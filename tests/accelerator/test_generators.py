@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import fake_device
 import pytest
 import torch
-from distributed import run_ranks
+from one_job import run_calls
 from torch import nn
 from training_data import PadCollator
 from training_runs import Run, pipeline_trainer
@@ -25,6 +26,7 @@ OPTIONS: dict[str, Any] = {"dataloader_pin_memory": False, "logging_strategy": "
 RUN = Run(samples=12, epochs=1, accumulation=1)
 
 
+@cache
 def give_a_generator(library: Path) -> torch.Generator:
     """Register the device, with a generator of its own; its kernels draw from the CPU's."""
     generator = torch.Generator()
@@ -55,10 +57,6 @@ def seed_and_restore(rank: int, world_size: int, library: Path) -> None:
         assert draw(generator) == inside
     with seeded(6):
         assert draw(generator) != inside
-
-
-def test_the_generator_of_the_device_is_seeded_and_restored(library: Path) -> None:
-    run_ranks(seed_and_restore, 1, library)
 
 
 class States(TrainerCallback):
@@ -98,9 +96,9 @@ def states_of(rank: int, world_size: int, library: Path, kind: str) -> list[list
 
 
 def test_probes_draw_nothing_from_the_device(library: Path) -> None:
-    expected, *others = (
-        run_ranks(states_of, 1, library, kind, env=fake_device.ENVIRONMENT)[0]
-        for kind in ("stock", "probed", "frozen")
-    )
+    """And the device's generator is seeded and restored with the others."""
+    calls = {kind: (states_of, library, kind) for kind in ("stock", "probed", "frozen")}
+    found = run_calls(1, {**calls, "": (seed_and_restore, library)}, env=fake_device.ENVIRONMENT)
+    (expected,) = found["stock"]
     assert len(expected) == 3 and expected[0] != expected[1]
-    assert others == [expected, expected]
+    assert found["probed"] == found["frozen"] == [expected]

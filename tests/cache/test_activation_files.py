@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-import resource
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -16,10 +14,10 @@ from pathlib import Path
 import pytest
 import xxhash
 from selection import few
-from stored_rows import FINGERPRINT, Child, folder_of, hits_of, open_writer, put
+from stored_rows import FINGERPRINT, folder_of, hits_of, open_writer, put
 
 from hf_pipetransformer.cache.activation_files import FileReader, FileWriter
-from hf_pipetransformer.cache.file_store import FileStore, StoreFull
+from hf_pipetransformer.cache.file_store import FileStore
 from hf_pipetransformer.own_files import MARKER, OwnFolder
 
 
@@ -48,18 +46,6 @@ def test_calls_of_the_system_may_do_less_than_asked(
     monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: preadv(file, [buffers[0][:9]], offset))
     assert put(writer, range(3)) == 3
     assert hits_of(reader, range(3)) == [0, 1, 2]
-
-
-def test_a_damaged_entry_is_stored_again(store: FileStore, reader: FileReader, writer: FileWriter) -> None:
-    put(writer, [1, 2])
-    with open(next(folder_of(store).glob("segment-*")), "r+b") as segment:
-        segment.seek(100)
-        segment.write(b"\0\1\2\3\4\5\6\7")
-    assert hits_of(reader, [1, 2, 3]) == [2]
-    assert reader.num_damaged == 1
-    assert put(writer, [1, 2]) == 1
-    with closing(store.reader(3, FINGERPRINT)) as fresh:
-        assert hits_of(reader, [1, 2]) == hits_of(fresh, [1, 2]) == [1, 2]
 
 
 def damage(folder: Path, rng: random.Random) -> str:
@@ -168,41 +154,6 @@ def test_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ full disks
-def check_what_a_full_disk_leaves(store: FileStore) -> int:
-    """Put batches of four, each twice the size of the last, until there is no space; return how many were stored."""
-    with closing(open_writer(store)) as writer, closing(store.reader(3, FINGERPRINT)) as reader:
-        stored: list[int] = []
-        lengths = [1000 << n for n in range(20)]
-        for batch, nbytes in enumerate(lengths):
-            mine = [n + 4 * batch for n in range(4)]
-            before = store.nbytes()
-            try:
-                put(writer, mine, nbytes)
-            except OSError as error:
-                assert error.errno in (errno.ENOSPC, errno.EFBIG)
-                assert not isinstance(error, StoreFull)
-                assert store.nbytes() == before  # taken back
-                assert hits_of(reader, mine, nbytes) == []
-                break
-            stored += mine
-        else:
-            pytest.fail("the disk was never full")
-        assert put(writer, [1000], 500) == 1  # so much there still is
-        assert hits_of(reader, [1000], 500) == [1000]
-        for n in stored:
-            assert hits_of(reader, [n], lengths[n // 4]) == [n]
-        return len(stored)
-
-
-def limited_file_size(folder: Path) -> int:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    return check_what_a_full_disk_leaves(FileStore(folder))
-
-
-def test_limited_file_size(tmp_path: Path) -> None:
-    with Child(limited_file_size, tmp_path) as child:
-        assert child.result() >= 4
 
 
 @pytest.mark.parametrize("space", [0, 150, 450, 615])  # of two payloads of 200 bytes and two records of 32
@@ -241,8 +192,3 @@ def small_disk(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
-
-
-def test_full_disk(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk"):
-        assert check_what_a_full_disk_leaves(FileStore(tmp_path / "disk" / "store")) >= 4

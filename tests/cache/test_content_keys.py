@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import UserDict
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,12 +13,9 @@ from transformers import BatchEncoding
 
 from hf_pipetransformer.cache.content_keys import (
     KEYS_NAME,
-    NOT_IN_KEYS,
-    KeyedInputs,
     KeyingCollator,
     content_keys,
     pop_keys,
-    spans_of,
 )
 from hf_pipetransformer.model.micro_batch import slice_rows
 
@@ -82,9 +78,7 @@ def collate_words(samples):
     ids=["hole", "empty row", "1-D", "4-D", "packed", "additive", "no tensor"],
 )
 def test_masks_that_say_no_spans(mask):
-    batch = {"input_ids": torch.zeros(2, 3), "attention_mask": mask}
-    assert spans_of(batch) is None
-    assert content_keys(batch) is None
+    assert content_keys({"input_ids": torch.zeros(2, 3), "attention_mask": mask}) is None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -140,39 +134,37 @@ def with_one_bit_flipped(tensor: torch.Tensor, row: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool])
 def test_every_bit_counts(dtype):
-    batch = {"pixel_values": torch.ones(3, 2, 4, 4, dtype=dtype)}
-    first, second, third = keys_of(batch)
+    images = torch.ones(3, 2, 4, 4, dtype=dtype)
+    first, second, third = keys_of({"pixel_values": images})
     assert first == second == third
-    changed = {"pixel_values": with_one_bit_flipped(batch["pixel_values"], 1)}
-    assert [key == first for key in keys_of(changed)] == [True, False, True]
+    changed = keys_of({"pixel_values": with_one_bit_flipped(images, 1)})
+    assert [key == first for key in changed] == [True, False, True]
 
 
-def test_the_same_bytes_of_another_kind_are_another_input():
-    values = torch.arange(16, dtype=torch.int32).view(2, 8)
-    images = [values, values.view(torch.float32), values.view(2, 2, 4), values.view(2, 4, 2)]
-    assert len({tuple(keys_of({"pixel_values": tensor})) for tensor in images}) == len(images)
-
-
-CHANGES = {
-    "dtype": lambda batch: {**batch, "input_ids": batch["input_ids"].int()},
-    "name": lambda batch: {("ids" if name == "input_ids" else name): value for name, value in batch.items()},
-    "missing": lambda batch: {name: value for name, value in batch.items() if name != "token_type_ids"},
-    "plain value": lambda batch: {**batch, "use_cache": False},
-    "shared tensor": lambda batch: {**batch, "constants": torch.zeros(2, 2)},
-    "entry per row": lambda batch: {**batch, "task": torch.zeros(4)},
+VALUES = torch.arange(16, dtype=torch.int32).view(2, 8)
+OTHERS = {
+    "the same bytes": [
+        {"pixel_values": values}
+        for values in (VALUES, VALUES.view(torch.float32), VALUES.view(2, 2, 4), VALUES.view(2, 4, 2))
+    ],
+    "plain values, with their type": [
+        {**padded(WORDS), "option": value} for value in (None, False, 0, 0.0, "0", "", 1, True)
+    ],
+    "names, dtypes and other inputs": [
+        batch := padded(WORDS),
+        {**batch, "input_ids": batch["input_ids"].int()},
+        {("ids" if name == "input_ids" else name): value for name, value in batch.items()},
+        {name: value for name, value in batch.items() if name != "token_type_ids"},
+        {**batch, "constants": torch.zeros(2, 2)},  # shared by the rows
+        {**batch, "task": torch.zeros(4)},
+    ],
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_names_dtypes_and_other_inputs_count(change):
-    batch = padded(WORDS)
-    assert not set(keys_of(CHANGES[change](batch))) & set(keys_of(batch))
-
-
-def test_plain_values_count_with_their_type():
-    batch = padded(WORDS)
-    keys = [keys_of({**batch, "option": value})[0] for value in (None, False, 0, 0.0, "0", "", 1, True)]
-    assert len(set(keys)) == len(keys)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_input_has_other_keys(kind):
+    keys = [set(keys_of(batch)) for batch in OTHERS[kind]]
+    assert len(set().union(*keys)) == sum(map(len, keys))
 
 
 @pytest.mark.parametrize("value", [["a", "b", "c", "d"], object()])
@@ -266,7 +258,6 @@ def test_each_sequence_of_a_sample_has_a_key_and_they_are_cut_with_the_sample():
     flat = {name: value for name, value in padded(WORDS).items() if name != "labels"}
     choices = {name: value.view(2, 2, -1) for name, value in flat.items()} | {"labels": torch.tensor([0, 1])}
     assert keys_of(choices) == keys_of(flat)
-    assert spans_of(choices) == spans_of(flat)
     batch = KeyingCollator(FixedCollator(choices))([])
     assert popped(slice_rows(batch, 1, 2)) == keys_of(flat)[2:]
     topics = torch.tensor([3, 4])  # of the samples
@@ -276,39 +267,3 @@ def test_each_sequence_of_a_sample_has_a_key_and_they_are_cut_with_the_sample():
 def test_the_reserved_name_is_refused():
     with pytest.raises(ValueError, match=rf"'{KEYS_NAME}'.*Rename"):
         KeyingCollator(FixedCollator({**padded(WORDS), KEYS_NAME: torch.ones(4)}))([])
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Are they still the inputs?
-# ---------------------------------------------------------------------------------------------------------
-
-
-def with_images() -> dict[str, torch.Tensor]:
-    return {"pixel_values": torch.rand(2, 3, 4, 4), "labels": torch.tensor([0, 1])}
-
-
-KEPT = {
-    "the same": lambda batch: dict(batch),
-    "other labels": lambda batch: {**batch, "labels": torch.tensor([1, 1])},
-    "another type": lambda batch: {**batch, "pixel_values": batch["pixel_values"].bfloat16()},
-    "left out": lambda batch: {"labels": batch["labels"]},
-    "of the loss": lambda batch: {**batch, "weights": torch.ones(2)},
-}
-EXCHANGED = {
-    "other rows": lambda batch: {**batch, "pixel_values": batch["pixel_values"].flip(0)},
-    "written to": lambda batch: {**batch, "pixel_values": batch["pixel_values"].mul_(2)},
-    "embedded": lambda batch: {"labels": batch["labels"], "inputs_embeds": torch.ones(2, 4)},
-}
-
-
-@pytest.mark.parametrize("change", KEPT | EXCHANGED)
-def test_inputs_are_exchanged_if_a_cut_model_would_not_see_it(change):
-    keyed = KeyedInputs(batch := with_images())
-    assert keyed.are_exchanged((KEPT | EXCHANGED)[change](batch), NOT_IN_KEYS) == (change in EXCHANGED)
-
-
-def test_what_has_no_keys_may_be_anything():
-    batch = {**with_images(), "names": np.array(["a", "b"]), "boxes": [torch.ones(2), torch.ones(3)], "size": 4}
-    keyed = KeyedInputs(batch)
-    assert not keyed.are_exchanged({**batch, "names": np.array(["b", "a"]), "boxes": [torch.ones(3)]}, ())
-    assert keyed.are_exchanged({**batch, "size": 5}, ())

@@ -12,7 +12,7 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -77,15 +77,6 @@ def test_what_was_not_put_is_a_miss(store: FileStore, writer: FileWriter, reader
             assert hits_of(other, [1]) == [] and other.facts is None
 
 
-def test_what_is_there_is_not_written_again(store: FileStore, writer: FileWriter) -> None:
-    assert put(writer, [1, 2, 1]) == 2
-    nbytes = store.nbytes()
-    with closing(open_writer(store)) as other:
-        assert put(other, [2, 1]) == 0
-        assert store.nbytes() == nbytes and other.num_present == 2
-        assert put(other, [2, 3]) == 1 and other.num_present == 3
-
-
 def test_modes(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -129,20 +120,6 @@ def test_generations(store: FileStore) -> None:
     assert names == {MARKER, "notes.txt", "010-not a generation", "000-a", "003-b_-B", "1000-a"}
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda store: store.reader(-1, "a"), "num_frozen is -1"),
-        (lambda store: store.reader(1, "../a"), "fingerprint is '../a'"),
-        (lambda store: store.delete(1, ""), "fingerprint is ''"),
-        (lambda store: FileStore("a", max_bytes=-1), "max_bytes is -1"),
-    ],
-)
-def test_mistakes_are_told(store: FileStore, call: Callable[[FileStore], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
-        call(store)
-
-
 def open_files(store: FileStore) -> list[str]:
     targets = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return [target for target in targets if target.startswith(str(store.folder))]
@@ -164,16 +141,6 @@ def test_descriptors_are_closed(store: FileStore, tmp_path: Path) -> None:
     (folder_of(store) / "facts").write_text("{")
     with closing(store.reader(3, FINGERPRINT)) as reader:
         assert hits_of(reader, [1]) == [] and open_files(store) == []
-
-
-def test_only_readers_and_stores_may_be_pickled(store: FileStore, reader: FileReader, writer: FileWriter) -> None:
-    put(writer, [1])
-    assert hits_of(reader, [1]) == [1]
-    with closing(pickle.loads(pickle.dumps(reader))) as copy:
-        assert hits_of(copy, [1]) == [1]
-    assert pickle.loads(pickle.dumps(store)).generations() == [(3, FINGERPRINT)]
-    with pytest.raises(TypeError, match="cannot be sent to another process"):
-        pickle.dumps(writer)
 
 
 def test_a_batch_is_asked_for_before_it_is_read(
@@ -283,14 +250,6 @@ def test_size_limit(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(StoreFull(28, "full", "folder"))).args == (28, "full")
 
 
-def test_records_count_in_the_limit(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "store", max_bytes=100_000)
-    with closing(store.writer(1, "f")) as writer, pytest.raises(StoreFull):
-        for batch in range(100):  # of entries that are smaller than their records
-            put(writer, range(64 * batch, 64 * batch + 64), nbytes=16)
-    assert 90_000 < store.nbytes() == sum(path.stat().st_size for path in store.folder.glob("*/*")) <= 100_000
-
-
 def test_what_has_not_been_used_for_longest_is_evicted_first(store: FileStore) -> None:
     names = [(2, "old"), (3, "older"), (4, "marked"), (5, "new")]
     for name in names:
@@ -316,19 +275,6 @@ def test_what_another_training_has_marked_is_not_evicted(tmp_path: Path) -> None
     assert not ours.evict(now - 60)
     theirs.mark_superseded(3, FINGERPRINT)
     assert ours.evict(now - 60)
-
-
-def test_writers_notice_that_their_files_are_gone(store: FileStore, reader: FileReader, writer: FileWriter) -> None:
-    with closing(open_writer(store)) as other:
-        put(writer, [1])
-        put(other, [2])
-        next(folder_of(store).glob("segment-*")).unlink()
-        with pytest.raises(OSError, match="deleted"):
-            put(writer, [3])
-            put(other, [4])
-        assert len(hits_of(reader, [1, 2])) == 1
-        shutil.rmtree(store.folder)
-        assert hits_of(reader, [1, 2]) == []
 
 
 def test_what_a_killed_process_had_not_finished_deleting(store: FileStore, writer: FileWriter) -> None:
@@ -384,17 +330,6 @@ def test_read_only_folder(store: FileStore) -> None:
     finally:
         for path in paths:
             path.chmod(0o700)
-
-
-@pytest.mark.slow
-def test_readers_that_were_opened_before_processes_were_started(
-    store: FileStore, reader: FileReader, writer: FileWriter
-) -> None:
-    put(writer, range(20))
-    assert hits_of(reader, range(30)) == list(range(20))
-    with Child(hits_of, reader, range(30), method="spawn") as spawned, Child(hits_of, reader, range(30)) as forked:
-        assert hits_of(reader, range(30)) == list(range(20))
-        assert forked.result() == spawned.result() == list(range(20))
 
 
 def write_until_killed(folder: Path, moment: str) -> None:

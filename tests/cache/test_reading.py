@@ -14,7 +14,7 @@ from hf_pipetransformer.cache.activation_files import FileReader
 from hf_pipetransformer.cache.content_keys import RowKey
 from hf_pipetransformer.cache.entry_format import EntryFormat
 from hf_pipetransformer.cache.file_store import FileStore
-from hf_pipetransformer.cache.reading import Generation, StoreReading, joined
+from hf_pipetransformer.cache.reading import Generation, StoreReading
 from hf_pipetransformer.cache.side_stream import SideStream
 
 TOKENS, FEATURES, UNITS = 3, 2, 4
@@ -75,22 +75,6 @@ def test_what_was_read_ahead_is_not_read_again(reading: Reading) -> None:
     assert reading.read == [("activation-cache-reader", 4), ("activation-cache-reader", 2)]
 
 
-def test_micro_batches_are_found_in_what_was_read_ahead(reading: Reading) -> None:
-    reading.ahead([0, 1, 2, 9])
-    reading.ahead([4])  # the batch after
-    reading.assert_found([1, 0], {3: [0, 1]})
-    reading.assert_found([9, 2], {2: [1]})
-    reading.assert_found([4], {3: [0]})
-    assert [count for _, count in reading.read] == [4, 2, 1]
-
-
-def test_another_batch_than_expected_is_read(reading: Reading) -> None:
-    reading.ahead([0, 1])
-    reading.assert_found([0, 3], {3: [0], 2: [1]})
-    reading.assert_found([3], {2: [0]})
-    assert [count for _, count in reading.read] == [2, 2, 1, 1, 1]
-
-
 def test_a_state_is_given_out_once(reading: Reading) -> None:
     """A model may write into its inputs, and then be called on the same batch again."""
     reading.ahead([0, 1])
@@ -102,23 +86,6 @@ def test_a_state_is_given_out_once(reading: Reading) -> None:
 def test_the_same_sample_twice_in_a_batch(reading: Reading) -> None:
     reading.ahead([0, 2, 0])
     reading.assert_found([0, 2, 0], {3: [0, 2], 2: [1]})
-
-
-def test_other_generations_are_read_anew(reading: Reading) -> None:
-    reading.ahead([0, 1])
-    reading.use(reading.generations[1:])
-    reading.assert_found([0, 1], {2: [0, 1]})
-
-
-def test_two_batches_are_kept(reading: Reading) -> None:
-    """The current one, of which micro-batches may still be needed, and the next one."""
-    for sample in (0, 1, 4):
-        reading.ahead([sample])
-    reading.assert_found([1], {3: [0]})
-    reading.assert_found([4], {3: [0]})
-    assert len(reading.read) == 3
-    reading.assert_found([0], {3: [0]})
-    assert len(reading.read) == 4
 
 
 def test_an_error_of_the_thread_is_raised_where_the_batch_is_needed(
@@ -133,10 +100,3 @@ def test_an_error_of_the_thread_is_raised_where_the_batch_is_needed(
         reading.find([key_of(0)], TOKENS, UNITS)
     monkeypatch.undo()
     reading.assert_found([1], {3: [0]})  # the thread has not ended
-
-
-def test_rows_that_follow_one_another_are_a_view() -> None:
-    a, b = torch.arange(8.0).reshape(4, 2), torch.arange(10.0, 14.0).reshape(2, 2)
-    view = joined([(a, 1), (a, 2)])
-    assert torch.equal(view, a[1:3]) and view.data_ptr() == a[1:].data_ptr()
-    assert torch.equal(joined([(a, 3), (b, 0), (a, 0)]), torch.stack([a[3], b[0], a[0]]))

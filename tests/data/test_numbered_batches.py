@@ -15,7 +15,6 @@ import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import (
-    DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
@@ -34,9 +33,7 @@ SIZES = (83, 64, 65, 15, 3)
 
 StagesAt = Callable[[int], int]  # batch number -> K
 LAYOUTS: dict[str, StagesAt] = {
-    "4 stages": lambda number: 4,
     "2 stages": lambda number: 2,
-    "1 stage": lambda number: 1,
     "another at every batch": lambda number: (4, 2, 1, 2, 4, 1)[number % 6],
 }
 
@@ -167,11 +164,6 @@ def test_every_sample_once_in_the_order_of_the_sampler(dataset, layout):
             assert one_epoch(loaders, epoch, LAYOUTS[layout]) == in_batches(order, drop_last)
 
 
-@pytest.mark.parametrize("dataset", [Numbers, Stream])
-def test_the_sampler_that_callers_see_is_of_the_class_that_pytorch_has_for_this_dataset(dataset):
-    assert type(make_loader(dataset(83)).sampler) is type(DataLoader(dataset(83)).sampler)
-
-
 @pytest.mark.parametrize("dataset", [Numbers, Stream, SizedStream])
 def test_skipping_on_resume(dataset):
     loaders = [make_loader(dataset(83)) for _ in range(WORLD)]
@@ -212,14 +204,6 @@ def test_workers(dataset, options):
 # ---------------------------------------------------------------------------------------------------------
 # Lengths, epochs, samplers
 # ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("drop_last", "batches"), [(False, 6), (True, 5)])
-@pytest.mark.parametrize("dataset", [Numbers, SizedStream])
-def test_lengths(dataset, drop_last, batches):
-    loader = make_loader(dataset(83), drop_last=drop_last)
-    assert len(loader) == batches
-    assert len(loader.dataset) == 83, "the Trainer takes the number of samples from it"
 
 
 @pytest.mark.parametrize("dataset", [Numbers, Stream])
@@ -326,13 +310,6 @@ def test_random_draws_are_the_same_within_a_pipeline(dataset, workers):
             assert batches[0]["mask"] != batches[2]["mask"], "two pipelines draw different masks"
 
 
-@pytest.mark.parametrize(("dataset", "workers"), [(AugmentedNumbers, 0), (AugmentedStream, 2)])
-def test_random_draws_after_a_resume_are_those_of_the_uninterrupted_run(dataset, workers):
-    straight = list(make_loader(dataset(60), masking_collator, num_workers=workers))
-    resumed = list(skip_first_batches(make_loader(dataset(60), masking_collator, num_workers=workers), 2))
-    assert resumed == straight[2:]
-
-
 # ---------------------------------------------------------------------------------------------------------
 # The first rows, read before training
 # ---------------------------------------------------------------------------------------------------------
@@ -345,11 +322,6 @@ def test_looking_at_the_first_rows_of_a_one_shot_stream_loses_nothing():
         assert loader.dataset.sample_rows(2) == [0, 1]
         loader.dataset.key_by(frozenset({"weights"}))  # keys of fewer inputs
     assert one_epoch(loaders, 0, LAYOUTS["another at every batch"], 2) == in_batches(list(range(83)))[2:]
-
-
-def test_first_rows_of_a_small_dataset_repeat():
-    assert make_loader(Numbers(3)).dataset.sample_rows(4) == [0, 1, 2, 0]
-    assert make_loader(Stream(1)).dataset.sample_rows(2) == [0, 0]
 
 
 @pytest.mark.parametrize("dataset", [AugmentedNumbers, AugmentedStream])

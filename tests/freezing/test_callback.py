@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from training_runs import largest_difference, losses_of, weights_of
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_pipetransformer.errors import UnsupportedModelError
-from hf_pipetransformer.freezing.callback import OWN_POLICY, LayerFreezeCallback
+from hf_pipetransformer.freezing.callback import LayerFreezeCallback
 from hf_pipetransformer.freezing.policies import FreezeDecision, FreezePolicy
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers, FrozenPrefix
 from hf_pipetransformer.model.layer_stack import LayerStack
@@ -267,27 +267,6 @@ class Asked(FreezePolicy):
     def num_frozen(self, decision: FreezeDecision) -> int:
         self.decisions.append(decision)
         return decision.index
-
-
-class NoSubclass:
-    """A policy that only has the members of one."""
-
-    needs_gradient_norms = False
-
-    def num_frozen(self, decision: FreezeDecision) -> int:
-        return 2
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        assert not state
-
-
-def test_any_object_with_the_members_is_a_policy() -> None:
-    callback = LayerFreezeCallback(NoSubclass())
-    make_trainer(bert(), callback).train()
-    assert callback.num_frozen == 2 and callback.state()["args"]["policy"] == OWN_POLICY
 
 
 def test_decisions_by_epoch() -> None:

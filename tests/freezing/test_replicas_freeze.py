@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks, run_ranks_expecting_error
-from selection import slow
+from distributed import run_ranks
+from one_job import run_calls
 from test_callback import SCHEDULE, bert, frozen_names, make_trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,22 +42,46 @@ def train_replicated(
     return losses_of(trainer), weights_of(trainer.model), reduced
 
 
-@pytest.mark.parametrize(("find_unused", "accumulation"), [(False, 2), *slow((True, 1))])
-def test_replicas_train_as_one_process(find_unused: bool, accumulation: int) -> None:
+def assert_as_one_process(outcomes: list[Any], accumulation: int) -> None:
     """No reduction error without `find_unused_parameters`, equal replicas, and frozen parameters are not sent."""
-    options = {
-        "gradient_accumulation_steps": accumulation,
-        "average_tokens_across_devices": False,  # it would multiply Bert's mean loss by the number of processes
-    }
-    outcomes = run_ranks(train_replicated, 2, 8, ddp_find_unused_parameters=find_unused, **options)
     assert largest_difference(outcomes[0][1], outcomes[1][1])[0] == 0
-    ((_, expected, _),) = run_ranks(train_replicated, 1, 16, **options)
+    _, expected, _ = train_replicated(0, 1, 16, gradient_accumulation_steps=accumulation, **OWN_MEAN)
     assert largest_difference(outcomes[0][1], expected)[0] < 1e-5
-
-    model = bert()
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in bert().named_parameters()}
     active = [sum(n for name, n in sizes.items() if not name.startswith(frozen_names(f))) for f in (1, 3)]
     assert outcomes[0][2] == [sum(sizes.values())] * 3 + [active[0]] * 3 + [active[1]] * 3
+
+
+OWN_MEAN = {"average_tokens_across_devices": False}
+"""It would multiply Bert's mean loss by the number of processes."""
+FROM_THE_START = {"name": "schedule", "schedule": {0: 2}}
+
+
+def test_replicas_train_as_one_process() -> None:
+    """Also where layers freeze before the first step of each training, as after resuming.
+
+    The wrapper reduces everything until it is seen, in the first forward. After a training it reduces all parameters
+    again: the Trainer keeps it for the next one.
+    """
+    plain = partial(train_replicated, ddp_find_unused_parameters=False)
+    unused = partial(train_replicated, ddp_find_unused_parameters=True, **OWN_MEAN)
+    calls = {
+        "hook": (reduce_with_hook,),
+        "accumulating": (partial(plain, gradient_accumulation_steps=2, **OWN_MEAN), 8),
+        "finding unused": (unused, 8),
+        "twice": (partial(plain, twice=True, schedule=FROM_THE_START), 8),
+        "unequal": (train_with_unequal_policies,),
+    }
+    found = run_calls(2, calls)
+    assert_as_one_process(found["accumulating"], 2)
+    assert_as_one_process(found["finding unused"], 1)
+    first, second = found["twice"]
+    assert largest_difference(first[1], second[1])[0] == 0
+    start = weights_of(bert())
+    for name, weight in first[1].items():
+        assert torch.equal(weight, start[name]) == name.startswith(frozen_names(2)), name
+    assert found["hook"] == [(2 * 30, 10)] * 2, "communication hooks stay"
+    assert all("(1 on rank 0; 2 on rank 1)" in error for error in found["unequal"])
 
 
 def test_the_only_process_of_a_launcher_has_a_wrapper_too() -> None:
@@ -64,19 +89,6 @@ def test_the_only_process_of_a_launcher_has_a_wrapper_too() -> None:
     options = {"ddp_find_unused_parameters": False, "gradient_checkpointing": True}
     ((_, _, reduced),) = run_ranks(train_replicated, 1, 16, **options)
     assert reduced[0] > reduced[3] > reduced[-1]
-
-
-def test_replicas_freeze_before_the_first_step_of_each_training() -> None:
-    """As after resuming: the wrapper reduces everything until it is seen, in the first forward.
-
-    After a training it reduces all parameters again: the Trainer keeps it for the next one.
-    """
-    schedule = {"name": "schedule", "schedule": {0: 2}}
-    first, second = run_ranks(train_replicated, 2, 8, twice=True, schedule=schedule, ddp_find_unused_parameters=False)
-    assert largest_difference(first[1], second[1])[0] == 0
-    start = weights_of(bert())
-    for name, weight in first[1].items():
-        assert torch.equal(weight, start[name]) == name.startswith(frozen_names(2)), name
 
 
 class ByRank(FreezePolicy):
@@ -89,13 +101,10 @@ class ByRank(FreezePolicy):
         return min(decision.index, 1) * (1 + self.rank)
 
 
-def train_with_unequal_policies(rank: int, world_size: int) -> None:
-    make_trainer(bert(), LayerFreezeCallback(ByRank(rank))).train()
-
-
-def test_policies_that_differ_between_ranks_are_refused() -> None:
-    for error in run_ranks_expecting_error(train_with_unequal_policies, 2):
-        assert isinstance(error, ValueError) and "(1 on rank 0; 2 on rank 1)" in str(error)
+def train_with_unequal_policies(rank: int, world_size: int) -> str:
+    with pytest.raises(ValueError) as error:
+        make_trainer(bert(), LayerFreezeCallback(ByRank(rank))).train()
+    return str(error.value)
 
 
 def reduce_with_hook(rank: int, world_size: int) -> tuple[int, int]:
@@ -119,7 +128,3 @@ def reduce_with_hook(rank: int, world_size: int) -> tuple[int, int]:
     before = len(calls)
     wrapper(torch.randn(3, 4)).sum().backward()
     return sum(calls[:before]), sum(calls[before:])
-
-
-def test_communication_hooks_stay() -> None:
-    assert run_ranks(reduce_with_hook, 2) == [(2 * 30, 10)] * 2

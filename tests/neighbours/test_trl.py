@@ -138,37 +138,25 @@ def losses(history: list[dict[str, Any]]) -> list[float]:
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tmp_path_factory.mktemp("trl") / "policy")
-    make_model("sft", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def stock(policy: str) -> dict[str, list[dict[str, Any]]]:
-    runs: list[Any] = [(kind, False, {}) for kind in KINDS]
-    return dict(zip(KINDS, run_ranks(logs_of, 1, policy, runs, timeout=250)[0], strict=True))
-
-
-def test_one_process(policy: str, stock: dict[str, list[dict[str, Any]]]) -> None:
-    runs: list[Any] = [(kind, True, {}) for kind in KINDS]
+def test_losses_are_those_of_the_stock_trainer(tmp_path: Path) -> None:
+    """With adapters ("lora"), the policy's checkpointed layers run again after the reference has turned them off."""
+    policy = str(tmp_path / "policy")
+    make_model("sft", policy)
+    runs: list[Any] = [(kind, is_ours, {}) for is_ours in (False, True) for kind in KINDS]
     runs += [(k, True, {**FREEZING, "activation_cache": c}) for k in ("sft", "reward", "dpo") for c in ("on", "off")]
-    histories = run_ranks(logs_of, 1, policy, runs, timeout=250)[0]
-    for kind, history in zip(KINDS, histories, strict=False):
+    histories = logs_of(0, 1, policy, runs)
+    stock = dict(zip(KINDS, histories, strict=False))
+    for kind, history in zip(KINDS, histories[len(KINDS) :], strict=False):
         assert losses(history) == losses(stock[kind])
-    for cached, computed in zip(histories[len(KINDS) :: 2], histories[len(KINDS) + 1 :: 2], strict=True):
+    frozen = histories[2 * len(KINDS) :]
+    for cached, computed in zip(frozen[::2], frozen[1::2], strict=True):
         torch.testing.assert_close(losses(cached), losses(computed), rtol=0, atol=1e-5)
         assert max(entry.get("cache_hit_rate", 0.0) for entry in cached) == 1.0
 
-
-def test_two_stages(policy: str, stock: dict[str, list[dict[str, Any]]]) -> None:
-    """With adapters ("lora"), the policy's checkpointed layers run again after the reference has turned them off."""
     # KTO pairs completions for its KL term within `per_device_train_batch_size` rows, so it differs in two processes
     kinds = ("sft", "reward", "dpo", "lora")
-    runs: list[Any] = [(k, True, {"pipeline_parallel_size": 2, "num_microbatches": 2}) for k in kinds]
-    histories = run_ranks(logs_of, 2, policy, runs, timeout=250)[0]
-    for kind, history in zip(kinds, histories, strict=True):
+    staged: list[Any] = [(k, True, {"pipeline_parallel_size": 2, "num_microbatches": 2}) for k in kinds]
+    for kind, history in zip(kinds, run_ranks(logs_of, 2, policy, staged, timeout=250)[0], strict=True):
         torch.testing.assert_close(losses(history), losses(stock[kind]), rtol=0, atol=5e-5)
         expected, found = ([e for e in logs if "loss" in e] for logs in (stock[kind], history))
         for key in {key for entry in expected for key in entry if "rewards/" in key or "logps/" in key}:

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
-from distributed import run_ranks
-from training_runs import Outcome, Run, outcome_of, pipeline_trainer, reference
-from transformers import TrainerCallback
+from training_runs import Outcome, Run, StopAfter, outcome_of, pipeline_trainer, reference
 
 RUN = Run(samples=64, accumulation=1).with_options(save_strategy="steps", save_steps=2)
 """Two epochs of four steps."""
 
 
-class Stop(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step >= self._step
-
-
 def train_some(rank: int, world_size: int, folder: str, stages: int, stop: int = 6) -> None:
     trainer = pipeline_trainer(replace(RUN, per_device=16 // world_size), stages, folder)
-    trainer.add_callback(Stop(stop))
+    trainer.add_callback(StopAfter(stop))
     trainer.train()
 
 
@@ -36,4 +25,4 @@ def resume(rank: int, world_size: int, folder: str, stages: int, wanted: str | b
 @cache
 def undisturbed() -> Outcome:
     """One process that nothing interrupts."""
-    return run_ranks(reference, 1, RUN)[0]
+    return reference(0, 1, RUN)

@@ -42,10 +42,6 @@ def lower_layers() -> tuple[nn.Module, Columns]:
     return frozen("bert-classification", "bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1")
 
 
-def whisper() -> tuple[nn.Module, Columns]:
-    return frozen("whisper", "model.encoder")
-
-
 def t5() -> tuple[nn.Module, Columns]:
     model, columns = frozen("t5", "encoder")
     return model, {**columns, "labels": columns["labels"][:, :6]}  # fewer than what it reads
@@ -65,13 +61,10 @@ def llava(images: int = 1) -> tuple[nn.Module, Columns]:
 FROZEN: dict[str, Build] = {
     "a head on BERT": head_on_bert,
     "lower layers": lower_layers,
-    "Whisper's encoder": whisper,
-    "T5's encoder": t5,
     "a vision tower": llava,
     "two images for each sample": lambda: llava(2),
     "CLIP's image tower": lambda: frozen("clip", "vision_model"),
     "several outputs": lambda: frozen("segformer", "segformer"),
-    "wav2vec2": lambda: frozen("wav2vec2", "wav2vec2"),
     "convolutions": lambda: frozen("wav2vec2", "wav2vec2.feature_extractor"),
 }
 

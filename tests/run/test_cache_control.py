@@ -13,6 +13,7 @@ import pytest
 import torch
 from cached_runs import EPOCH_START, MID_EPOCH, RUNS, SHRINK, cached, expected_of, hit_rates, trainer_of
 from distributed import run_ranks
+from one_job import run_each
 from safetensors.torch import load_file
 from selection import slow
 from training_runs import (
@@ -56,7 +57,7 @@ REPLICAS = {0: 1, 1: 1, 2: 1, 3: 1}
     ("name", "stages"),
     [
         ("streamed", SHRINK),
-        *slow(("bert", SHRINK), ("vit", SHRINK), ("gpt2-tied", REPLICAS), ("llama", REPLICAS)),
+        *slow(("vit", SHRINK), ("gpt2-tied", REPLICAS)),
     ],
 )
 def test_cached_training_equals_one_process(name: str, stages: dict[int, int]) -> None:
@@ -74,7 +75,7 @@ def test_cached_training_equals_one_process(name: str, stages: dict[int, int]) -
     assert [e["cache_rows_stored"] for e in epochs] == pytest.approx([run.samples] * 3 + [0], abs=4)
     if stages is SHRINK:  # without a length, an epoch's begin is no whole number for the Trainer
         assert num_cached == 3
-    if name == "bert":
+    if name == "vit":
         assert changes == [(3, 0), (6, 1), (9, 2)]
 
 
@@ -82,15 +83,19 @@ def test_cached_training_equals_one_process(name: str, stages: dict[int, int]) -
 def test_under_autocast() -> None:
     # M is given: in bf16 another one, found by the clock, moves losses by more than the cache does
     run = RUNS["bert"].with_options(bf16=True, num_microbatches=2)
-    stages = dict.fromkeys(range(4), 2)
-    results, without = (run_ranks(cached, 2, run, stages, EPOCH_START, activation_cache=m) for m in ("on", "off"))
-    for outcome, _ in (
-        *results,
-        without[0],
-    ):  # a key's bias has no gradient but rounding, which Adam makes whole steps of
+    given = run, dict.fromkeys(range(4), 2), EPOCH_START
+    found = run_each(trained, 2, {"on": given, "off": (*given, {"activation_cache": "off"})})
+    for outcome, _ in (*found["on"], found["off"][0]):
+        # a key's bias has no gradient but rounding, which Adam makes whole steps of
         outcome.weights = {name: value for name, value in outcome.weights.items() if "key.bias" not in name}
-    assert_same_training([outcome for outcome, _ in results], without[0][0], tolerance=5e-3)
-    assert hit_rates(results[0][1])[-1] == (1, 0)
+    assert_same_training([outcome for outcome, _ in found["on"]], found["off"][0][0], tolerance=5e-3)
+    assert hit_rates(found["on"][0][1])[-1] == (1, 0)
+
+
+def trained(
+    rank: int, world_size: int, run: Run, stages: dict[int, int], table: dict[int, int], options: Any = None
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    return cached(rank, world_size, run, stages, table, **(options or {}))
 
 
 @pytest.mark.slow
@@ -105,21 +110,36 @@ def test_frozen_in_the_middle_of_an_epoch() -> None:
     assert results[0][2] == [(2, 0), (6, 1), (7, 1), (12, 2)]
 
 
+LAYOUTS: dict[str, tuple[Run, dict[int, int], dict[int, int]]] = {
+    # all four layers are frozen: alone on its process the head goes on from what the last layer gave
+    "only the head is left": (Run(epochs=5), {0: 2, 4: 2}, {3: 4}),
+    # T5's layers hand on a position bias beside the hidden state: it trains without a cache
+    "refused": (Run("seq2seq", epochs=4), {0: 2, 1: 2, 2: 1, 3: 1}, EPOCH_START),
+    # of four stages of four layers the first can take one layer's output, also where three are frozen
+    "long": (RUNS["bert"], {0: 4, 1: 4, 2: 4, 3: 4}, {3: 3}),
+}
+
+
 @pytest.mark.slow
-def test_only_the_head_is_left() -> None:
-    """All four layers are frozen. Alone on its process the head goes on from what the last layer gave."""
-    run = Run(epochs=5)
-    results = run_ranks(cached, WORLD, run, {0: 2, 4: 2}, {3: 4})
-    assert_same_training([outcome for outcome, _ in results], expected_of(run, {3: 4}))
-    assert hit_rates(results[0][1])[-1] == (1, 0)
+def test_what_a_layout_leaves_to_the_cache() -> None:
+    found = run_each(trained, WORLD, LAYOUTS)
+    for name, (run, _, table) in LAYOUTS.items():
+        assert_same_training([outcome for outcome, _ in found[name]], expected_of(run, table))
+    rates = {name: hit_rates(results[0][1]) for name, results in found.items()}
+    assert rates["only the head is left"][-1] == (1, 0) and rates["refused"] == []
+    assert rates["long"] == [(0, 0), (1, 0), (1, 0), (1, 0)]
+
+
+WORKERS = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+MAPPED, STREAMED = (replace(RUNS[name], samples=40) for name in ("bert", "streamed"))
+STREAMED = STREAMED.with_options(max_steps=18, dataloader_num_workers=1)  # six epochs of two processes
 
 
 @pytest.mark.parametrize("method", ["fork", *slow("spawn")])
 def test_loader_workers(method: str) -> None:
     """They compute the keys; persistent ones follow the generations."""
-    options = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
-    results = run_ranks(with_workers, 2, RUNS["bert"], method, options, timeout=180)
-    expected = expected_of(replace(RUNS["bert"], per_device=2), EPOCH_START)
+    results = run_ranks(with_workers, 2, MAPPED, method, WORKERS, timeout=180)
+    expected = expected_of(replace(MAPPED, per_device=2), EPOCH_START)
     assert_same_training([outcome for outcome, _ in results], expected)
     assert hit_rates(results[0][1])[-1] == (1, 0)
 
@@ -127,11 +147,9 @@ def test_loader_workers(method: str) -> None:
 @pytest.mark.slow
 def test_a_stream_that_a_worker_reads() -> None:
     """Its keys are made in the step's own process."""
-    run = RUNS["streamed"].with_options(max_steps=36)  # six epochs of two processes
-    results = run_ranks(with_workers, 2, run, "fork", {"dataloader_num_workers": 1})
-    uncached = run_ranks(with_workers, 2, run, "fork", {"activation_cache": "off"})
-    assert_same_training([outcome for outcome, _ in results], uncached[0][0])
-    assert hit_rates(results[0][1])[-1] == (1, 0)
+    found = run_each(with_workers, 2, {mode: (STREAMED, "fork", {"activation_cache": mode}) for mode in ("on", "off")})
+    assert_same_training([outcome for outcome, _ in found["on"]], found["off"][0][0])
+    assert hit_rates(found["on"][0][1])[-1] == (1, 0)
 
 
 def with_workers(
@@ -151,34 +169,24 @@ def test_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_a_refused_model_trains_uncached() -> None:
-    """T5's layers hand on a position bias beside the hidden state."""
-    run = Run("seq2seq", epochs=4)
-    results = run_ranks(cached, WORLD, run, {0: 2, 1: 2, 2: 1, 3: 1}, EPOCH_START)
-    expected = expected_of(run, EPOCH_START)
-    assert_same_training([outcome for outcome, _ in results], expected)
-    assert results[0][1] == []
-
-
-@pytest.mark.slow
 def test_storage_of_another_precision_costs_digits_and_is_not_believed(tmp_path: Path) -> None:
     """The same weights and samples in one folder, first in bf16: only its own states are exact.
 
     Measured: 1.3e-4 (docs/numerics.md).
     """
     run = RUNS["bert"].with_options(activation_cache_dir=str(tmp_path / "cache"))
-    expected = expected_of(RUNS["bert"], EPOCH_START)
-    results = run_ranks(cached, WORLD, run, SHRINK, EPOCH_START, activation_cache_dtype="bf16")
-    assert 1e-5 < largest_difference(results[0][0].weights, expected.weights)[0] < 2e-3
-    results = run_ranks(cached, WORLD, run, SHRINK, EPOCH_START)
-    assert_same_training([outcome for outcome, _ in results], expected)
+    given = replace(run, per_device=4 * WORLD), dict.fromkeys(range(4), 1), EPOCH_START
+    cases = {"bf16": (*given, {"activation_cache_dtype": "bf16"}), "exact": given}
+    found, expected = run_each(trained, 1, cases), expected_of(RUNS["bert"], EPOCH_START)
+    assert 1e-5 < largest_difference(found["bf16"][0][0].weights, expected.weights)[0] < 2e-3
+    assert_same_training([outcome for outcome, _ in found["exact"]], expected)
 
 
 def slow_to_load(
     rank: int, world_size: int, table: dict[int, int]
 ) -> tuple[Outcome, list[dict[str, Any]], list[str | None]]:
     """What the first layer takes is so little that loading cannot be quicker; the second takes long."""
-    trainer = trainer_of(Run(epochs=7), {0: 2, 1: 1, 2: 1}, table, activation_cache="auto")
+    trainer = trainer_of(Run(epochs=7, per_device=8), {0: 2, 1: 1, 2: 1}, table, activation_cache="auto")
     reasons: list[str | None] = []
 
     def change(cache: cache_control.AutoCache) -> None:
@@ -191,50 +199,37 @@ def slow_to_load(
     return outcome, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], reasons
 
 
-@pytest.mark.parametrize(
-    ("freezes_again", "is_on", "stored"),
-    [(12, [True] * 6 + [False] * 6 + [True] * 9, [83, 83, 0]), (6, [True] * 21, [83, 83, 0, 0, 0])],
-)
 @pytest.mark.slow
-def test_it_waits_for_more_layers_where_loading_takes_longer(
-    freezes_again: int, is_on: list[bool], stored: list[int]
-) -> None:
+def test_it_waits_for_more_layers_where_loading_takes_longer() -> None:
     """Also where they freeze at the very moment when it is found out."""
-    table = {3: 1, freezes_again: 2}
-    results = run_ranks(slow_to_load, WORLD, table)
-    expected = expected_of(Run(epochs=7), table)
-    for outcome, _, reasons in results:
-        assert_same_training([outcome], expected)
-        assert [reason is None for reason in reasons] == is_on
-        assert all("loading a sample takes" in reason for reason in reasons if reason is not None)
-    epochs = results[0][1]
-    assert hit_rates(epochs)[-1] == (1, 0)
-    assert [entry["cache_rows_stored"] for entry in epochs] == pytest.approx(stored, abs=4)
+    cases = {
+        12: ([True] * 6 + [False] * 6 + [True] * 9, [83, 83, 0]),
+        6: ([True] * 21, [83, 83, 0, 0, 0]),
+    }
+    found = run_each(slow_to_load, 2, {str(freezes): ({3: 1, freezes: 2},) for freezes in cases})
+    for freezes, (is_on, stored) in cases.items():
+        for outcome, _, reasons in found[str(freezes)]:
+            assert_same_training([outcome], expected_of(Run(epochs=7), {3: 1, freezes: 2}))
+            assert [reason is None for reason in reasons] == is_on
+            assert all("loading a sample takes" in reason for reason in reasons if reason is not None)
+        epochs = found[str(freezes)][0][1]
+        assert hit_rates(epochs)[-1] == (1, 0)
+        assert [entry["cache_rows_stored"] for entry in epochs] == pytest.approx(stored, abs=4)
 
 
-def on_two_nodes(rank: int, world_size: int, folder: str, **others: Any) -> tuple[Outcome, list[dict[str, Any]]]:
+def on_two_nodes(rank: int, world_size: int, folder: str, mode: str) -> tuple[Outcome, list[dict[str, Any]]]:
     """As a launcher with two processes on each of two nodes says it."""
     os.environ.update(LOCAL_WORLD_SIZE="2", GROUP_RANK=str(rank // 2))
-    options = {"activation_cache_dir": folder, **others}
+    options = {"activation_cache_dir": folder, "activation_cache": mode}
     return cached(rank, world_size, Run(epochs=6), {0: 2, 1: 2, 2: 1}, {3: 1, 6: 2}, **options)
-
-
-@pytest.mark.slow
-def test_a_long_pipeline_caches_what_its_first_stage_can_take() -> None:
-    """With four stages of four layers that is one layer, also where three are frozen."""
-    run = RUNS["bert"]
-    results = run_ranks(cached, WORLD, run, {0: 4, 1: 4, 2: 4, 3: 4}, {3: 3})
-    expected = expected_of(run, {3: 3})
-    assert_same_training([outcome for outcome, _ in results], expected)
-    assert hit_rates(results[0][1]) == [(0, 0), (1, 0), (1, 0), (1, 0)]
 
 
 @pytest.mark.slow
 def test_nodes_have_stores_and_samples_of_their_own(tmp_path: Path) -> None:
     """The order is another than on one node, so it is compared with a training whose store cannot be made."""
     (tmp_path / "file").write_text("not a folder")
-    results = run_ranks(on_two_nodes, WORLD, str(tmp_path / "cache"))
-    uncached = run_ranks(on_two_nodes, WORLD, str(tmp_path / "file" / "cache"), activation_cache="auto")
+    cases = {"on": (str(tmp_path / "cache"), "on"), "off": (str(tmp_path / "file" / "cache"), "auto")}
+    results, uncached = run_each(on_two_nodes, WORLD, cases).values()
     assert_same_training([outcome for outcome, _ in results], uncached[0][0])
     assert len(list((tmp_path / "cache").glob("*/002-*"))) == 2
     # the rows of the last batch may fall to the other node, in each epoch to another one
@@ -288,8 +283,8 @@ def evaluating(
     ids=["pipeline", "replicas-persistent"],
 )
 def test_evaluation_sets_are_cached_too(options: dict[str, Any], stages: dict[int, int], tmp_path: Path) -> None:
-    with_cache = run_ranks(evaluating, 2, "on", str(tmp_path / "on"), stages, options)
-    without = run_ranks(evaluating, 2, "off", str(tmp_path / "off"), stages, options)
+    cases = {mode: (mode, str(tmp_path / mode), stages, options) for mode in ("on", "off")}
+    with_cache, without = run_each(evaluating, 2, cases).values()
     assert len(without[0][0]) == 6
     torch.testing.assert_close(with_cache[0][0], without[0][0], rtol=0, atol=1e-5)
     first, *rest = with_cache[0][1]
@@ -302,7 +297,7 @@ def test_evaluation_sets_are_cached_too(options: dict[str, Any], stages: dict[in
 
 def left_by_two_nodes(rank: int, world_size: int, folder: str) -> None:
     os.environ.update(LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
-    trainer_of(Run(epochs=4), {0: 1, 1: 1}, {3: 1}, folder).train()
+    trainer_of(Run(samples=16, epochs=3, accumulation=1), {0: 1, 1: 1}, {2: 1}, folder).train()
 
 
 def test_nothing_is_left_on_several_nodes(tmp_path: Path) -> None:

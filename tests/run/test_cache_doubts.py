@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from cached_runs import cached, hit_rates, trainer_of
+from cached_runs import hit_rates, trainer_of
 from distributed import run_ranks, run_ranks_expecting_error
+from one_job import run_each
 from selection import few
 from torch import nn
 from training_data import Kind, PadCollator, TrainingData
@@ -20,6 +21,7 @@ from training_runs import (
     WORLD,
     Outcome,
     Run,
+    StopAfter,
     assert_same_training,
     at_each_step,
     largest_difference,
@@ -29,11 +31,12 @@ from training_runs import (
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.cache import writing
 from hf_pipetransformer.cache.sharing import STORE
 from hf_pipetransformer.model.watched_weights import digest_of
 from hf_pipetransformer.pipeline.placed import Ways
 from hf_pipetransformer.run.frozen_function import OTHER_WEIGHTS
-from hf_pipetransformer.run.run import PipelineRun, watch_steps
+from hf_pipetransformer.run.run import PipelineRun
 
 RUN = Run(samples=24, epochs=4, accumulation=1)
 """Three steps an epoch, on two processes."""
@@ -62,27 +65,33 @@ class WithNoise:
 def augmented(
     rank: int, world_size: int, mode: str, options: dict[str, Any]
 ) -> tuple[Outcome, list[dict[str, Any]], str | None]:
+    run = Run("image-classification", epochs=5, trainer=WithNoise).with_options(**options)
+    trainer = trainer_of(run, {0: 2, 1: 2, 2: 1}, {3: 1}, activation_cache=mode)
+    return ended(trainer)
+
+
+def ended(trainer: PipeTransformerTrainer) -> tuple[Outcome, list[dict[str, Any]], str | None]:
+    """What a training logs of its cache, and why that was off in the end."""
     reasons: list[str | None] = []
-
-    class Watching(WithNoise):
-        def get_batch_samples(self, *positional: Any) -> Any:
-            batches = super().get_batch_samples(*positional)  # type: ignore[misc]
-            cache = self._pipeline_run.cache  # type: ignore[attr-defined]
-            reasons.append(cache and cache.reason_off)
-            return batches
-
-    run = Run("image-classification", epochs=5, trainer=Watching).with_options(**options)
-    outcome, epochs = cached(rank, world_size, run, {0: 2, 1: 2, 2: 1}, {3: 1}, activation_cache=mode)
-    return outcome, epochs, reasons[-1]
+    when_it_ends(trainer, lambda cache: reasons.append(cache and cache.reason_off))
+    outcome = outcome_of(trainer)
+    return outcome, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], reasons[-1]
 
 
 @pytest.mark.slow
 def test_augmented_images_miss_and_the_cache_goes_off() -> None:
-    """An evaluation's images are the same each time: that they are found must not hide it."""
-    with_cache, without = (run_ranks(augmented, WORLD, mode, {"eval_strategy": "epoch"}) for mode in ("on", "off"))
-    assert_same_training([outcome for outcome, *_ in with_cache], without[0][0])
-    assert [e["cache_hit_rate"] for e in with_cache[0][1]] == [0, 0]  # filled, then read in vain
-    assert all("0 were found" in str(reason) for *_, reason in with_cache)
+    """An evaluation's images are the same each time: that they are found must not hide it.
+
+    Of a full store a part of the rows is kept: that none of them is found again must end it, too.
+    """
+    full = {"activation_cache_max_gib": 60 / 2**20}
+    cases = {"on": ("on", {"eval_strategy": "epoch"}), "full": ("on", full), "off": ("off", {})}
+    found = run_each(augmented, WORLD, cases)
+    for outcome, _, reason in (*found["on"], *found["full"]):
+        assert_same_training([outcome], found["off"][0][0])
+        assert "0 were found" in str(reason)
+    assert [e["cache_hit_rate"] for e in found["on"][0][1]] == [0, 0]  # filled, then read in vain
+    assert 0.1 * 83 < found["full"][0][1][0]["cache_rows_stored"] < 0.8 * 83
 
 
 # ------------------------------------------------------------------------------------ inputs that the trainer changes
@@ -90,15 +99,8 @@ def flipped(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
 
 
-class Mirrored:
-    """A Trainer's mixin whose loss is of other inputs than the collator gave."""
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
-        return super().compute_loss(model, flipped(inputs), *positional, **keywords)  # type: ignore[misc]
-
-
 class Prepared:
-    """Likewise."""
+    """A Trainer's mixin whose loss is of other inputs than the collator gave."""
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return flipped(super()._prepare_inputs(inputs))  # type: ignore[misc]
@@ -185,10 +187,6 @@ def another_mask(model: nn.Module) -> None:
     layer_of(model).intermediate.mask = torch.tensor([1.0, 0.5])
 
 
-def a_hook(model: nn.Module) -> None:
-    layer_of(model).output.register_forward_hook(lambda module, args, output: 2 * output)
-
-
 class Hook(TrainerCallback):
     """Registers a pre-hook on the model that changes token ids, from a certain step on."""
 
@@ -233,7 +231,6 @@ OF_INPUTS = partial(Doubt, "changes the inputs before the model receives them", 
 OF_FUNCTION = partial(Doubt, "different outputs")
 PRE_HOOK = "a forward pre-hook changes the inputs"
 DOUBTS = {
-    "inputs of the loss": OF_INPUTS(mixin=Mirrored),
     "inputs when they are prepared": OF_INPUTS(mixin=Prepared),
     "inputs now and then": OF_INPUTS(mixin=MirroredNowAndThen),
     "inputs in place": OF_INPUTS(mixin=PreparedInTraining, stages=2),
@@ -255,7 +252,6 @@ DOUBTS = {
     ),
     "an activation": OF_FUNCTION(2, callback=partial(Changes, "on_step_begin", another_activation)),
     "a buffer": Doubt("buffers have been changed", 2, callback=partial(Changes, "on_step_end", another_mask)),
-    "a hook": OF_FUNCTION(callback=partial(Changes, "on_step_begin", a_hook)),
     "a scale": OF_FUNCTION(callback=partial(Changes, "on_epoch_end", another_scale)),
     "a pre-hook": Doubt(PRE_HOOK, callback=partial(Hook, 0)),  # before anything is cached
     "a pre-hook when the cache is read": Doubt(PRE_HOOK, callback=partial(Hook, 7)),
@@ -264,18 +260,21 @@ DOUBTS = {
 
 def without_and_with(rank: int, world_size: int, name: str) -> tuple[Outcome, Outcome, str | None]:
     """Why the cache was off in the end, too."""
-    reasons: list[str | None] = []
     without = outcome_of(DOUBTS[name].trainer("off"))
-    trainer = DOUBTS[name].trainer("on")
-    when_it_ends(trainer, lambda cache: reasons.append(cache and cache.reason_off))
-    return without, outcome_of(trainer), reasons[-1]
+    with_cache, _, reason = ended(DOUBTS[name].trainer("on"))
+    return without, with_cache, reason
 
 
-@pytest.mark.parametrize("name", few(DOUBTS, "weights", "a buffer"))
-def test_the_cache_goes_off_before_anything_wrong_is_read(name: str) -> None:
-    for without, with_cache, reason in run_ranks(without_and_with, 2, name):
-        assert_same_training([with_cache], without)
-        assert DOUBTS[name].reason in str(reason)
+IN_SHORT = ["weights", "a buffer"]
+OTHERS = [name for name in DOUBTS if name not in IN_SHORT]
+
+
+@pytest.mark.parametrize("names", few([IN_SHORT, OTHERS[::2], OTHERS[1::2]], IN_SHORT))
+def test_the_cache_goes_off_before_anything_wrong_is_read(names: list[str]) -> None:
+    for name, results in run_each(without_and_with, 2, {name: (name,) for name in names}, timeout=240).items():
+        for without, with_cache, reason in results:
+            assert_same_training([with_cache], without)
+            assert DOUBTS[name].reason in str(reason), name
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -319,20 +318,10 @@ def averaging(rank: int, world_size: int, mode: str) -> tuple[Outcome, list[floa
 
 @pytest.mark.slow
 def test_other_weights_are_not_evaluated_from_the_cache() -> None:
-    with_cache, without = (run_ranks(averaging, 2, mode) for mode in ("on", "off"))
+    with_cache, without = run_each(averaging, 2, {"on": ("on",), "off": ("off",)}).values()
     torch.testing.assert_close(with_cache[0][1], without[0][1], rtol=0, atol=1e-5)
     assert_same_training([outcome for outcome, *_ in with_cache], without[0][0])
     assert hit_rates(with_cache[0][2])[-1] == (1, 0)  # and the training goes on from it
-
-
-class RunningAverage(TrainerCallback):
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        pass
-
-
-def test_weights_stay_where_a_callback_reads_them_in_each_step() -> None:
-    assert watch_steps([RunningAverage()])
-    assert not watch_steps([Averaged()])
 
 
 def changed_while_off(rank: int, world_size: int) -> list[dict[str, bool]]:
@@ -375,9 +364,8 @@ def sharing(rank: int, world_size: int, store: str | None, change: Change | None
     layer.intermediate = Scaled(layer.intermediate)
     if change is not None:
         change(trainer.model)
-    outcome = outcome_of(trainer)
-    rates = hit_rates([entry for entry in trainer.state.log_history if "cache_hit_rate" in entry])
-    return outcome, rates[0][0] if rates else 0.0
+    outcome, epochs, _ = ended(trainer)
+    return outcome, hit_rates(epochs)[0][0] if epochs else 0.0
 
 
 def all_sharing(rank: int, world_size: int, store: str) -> list[tuple[Outcome, float]]:
@@ -402,13 +390,9 @@ def test_another_function_finds_nothing_in_a_shared_folder(tmp_path: Path) -> No
 
 def stopped(rank: int, world_size: int, store: str) -> None:
     """In the epoch that stores, behind other weights."""
-
-    def stop(args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step >= 5
-
     trainer = Doubt("", callback=partial(Changes, "on_step_end", scale, 4)).trainer("on")
     trainer.args.activation_cache_dir = store
-    trainer.add_callback(type("Stop", (TrainerCallback,), {"on_step_end": lambda self, *a, **k: stop(*a, **k)})())
+    trainer.add_callback(StopAfter(5))
     trainer.train()
 
 
@@ -430,15 +414,11 @@ class TakesTwo(PadCollator):
         return super().__call__(rows)
 
 
-def collated_by_two(rank: int, world_size: int) -> str | None:
+def test_a_collator_that_cannot_put_the_rows_together_is_a_reason_and_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writing, "PENDING_BATCHES", 1000)  # `trainer_of` sets it for good
     run = Run(samples=8, epochs=2, per_device=2, accumulation=1)
-    trainer = trainer_of(run, {0: 1, 1: 1}, {1: 1})
+    trainer = trainer_of(run, {0: 1, 1: 1}, {1: 1}, use_cpu=True)
     trainer.data_collator = TakesTwo(run.kind)
-    reasons: list[str | None] = []
-    when_it_ends(trainer, lambda cache: reasons.append(cache and cache.reason_off))
-    trainer.train()
-    return reasons[0]
-
-
-def test_a_collator_that_cannot_put_the_rows_together_is_a_reason_and_no_error() -> None:
-    assert "at most two rows" in str(run_ranks(collated_by_two, 1)[0])
+    assert "at most two rows" in str(ended(trainer)[2])

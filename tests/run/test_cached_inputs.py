@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks
+from one_job import run_each
 from selection import slow
 from torch.utils.data import Dataset
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer
@@ -75,11 +75,9 @@ def train(rank: int, world_size: int, name: str, cache: str, folder: str) -> tup
     return outcome, [entry["cache_hit_rate"] for entry in trainer.state.log_history if "cache_hit_rate" in entry]
 
 
-@pytest.mark.parametrize(
-    ("name", "stages"), [("multiple choice", 1), ("padding in the loss", 1), *slow(("multiple choice", 2))]
-)
+@pytest.mark.parametrize(("name", "stages"), [*((name, 1) for name in RUNS), *slow(("multiple choice", 2))])
 def test_cached(name: str, stages: int, tmp_path: Path) -> None:
-    computed = run_ranks(train, stages, name, "off", str(tmp_path / "off"))
-    read = run_ranks(train, stages, name, "on", str(tmp_path / "on"))
+    cases = {mode: (name, mode, str(tmp_path / mode)) for mode in ("off", "on")}
+    computed, read = run_each(train, stages, cases).values()
     assert_same_training([outcome for outcome, _ in read], computed[0][0])
     assert [hits[-1] for _, hits in read] == [1.0] * stages

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks, run_ranks_expecting_error
+from one_job import run_each
 from selection import slow
 from training_data import PadCollator, TrainingData
 from training_runs import WORLD, Run, assert_same_training, outcome_of, pipeline_trainer
@@ -30,8 +31,7 @@ EVENTS = (
     "on_epoch_end",
     "on_train_end",
 )
-RUN = Run(samples=64, per_device=4, accumulation=2, epochs=2, options={"eval_strategy": "epoch"})
-CALLERS = {"rank 0": (0,), "the last rank": (1,), "all": (0, 1), "all, on other numbers of calls": (0, 1, 1)}
+RUN = Run(samples=64, accumulation=2, epochs=2).with_options(eval_strategy="epoch", use_cpu=True)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1F1B": {},
     "frozen": {"freeze_policy": "schedule", "freeze_schedule": {1: 1}},
@@ -72,33 +72,29 @@ class OwnLoss:
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
-def train(rank: int, world_size: int, folder: str, stages: int, callers: tuple[int, ...], layout: str) -> Any:
+def train(rank: int, world_size: int, folder: str, layout: str, callers: tuple[int, ...]) -> Any:
     run = replace(RUN, trainer=OwnLoss if layout == "driven" else None).with_options(**LAYOUTS[layout])
     run = replace(run, per_device=run.per_device * WORLD // world_size)
-    trainer = pipeline_trainer(run, stages, f"{folder}/{world_size}", save_strategy="epoch")
+    trainer = pipeline_trainer(run, world_size, f"{folder}/{layout}-{world_size}", save_strategy="epoch")
     callback = Calls(rank, callers)
     trainer.add_callback(callback)
     return outcome_of(trainer), callback.found
 
 
-@pytest.mark.parametrize(
-    ("layout", "callers"),
-    [
-        ("1F1B", "rank 0"),
-        *slow(("frozen", "all, on other numbers of calls"), ("driven", "the last rank"), ("1F1B", "all")),
-    ],
-)
-def test_a_call_equals_one_process(layout: str, callers: str, tmp_path: Path) -> None:
-    ((expected, outputs),) = run_ranks(train, 1, str(tmp_path), 1, (0,), layout)
-    found = run_ranks(train, 2, str(tmp_path), 2, CALLERS[callers], layout)
-    assert_same_training([outcome for outcome, _ in found], expected)
-    for rank, (_, theirs) in enumerate(found):
-        number = CALLERS[callers].count(rank)
-        assert not number or theirs.keys() >= outputs.keys()
-        for key in theirs.keys() & outputs.keys():  # layouts are logged as well
-            assert len(theirs[key]) == number
-            for output in theirs[key]:
-                torch.testing.assert_close(output, outputs[key][0], atol=1e-5, rtol=1e-4)
+@pytest.mark.parametrize("callers", [{"1F1B": (0,)}, *slow({"frozen": (0, 1, 1), "driven": (1,)})], ids=" ".join)
+def test_a_call_equals_one_process(callers: dict[str, tuple[int, ...]], tmp_path: Path) -> None:
+    """Of rank 0, of the last one, and of all, each of which calls it another number of times."""
+    everything = run_each(train, 2, {layout: (str(tmp_path), layout, callers[layout]) for layout in callers})
+    for layout, found in everything.items():
+        expected, outputs = train(0, 1, str(tmp_path), layout, (0,))
+        assert_same_training([outcome for outcome, _ in found], expected)
+        for rank, (_, theirs) in enumerate(found):
+            number = callers[layout].count(rank)
+            assert not number or theirs.keys() >= outputs.keys()
+            for key in theirs.keys() & outputs.keys():  # layouts are logged as well
+                assert len(theirs[key]) == number
+                for output in theirs[key]:
+                    torch.testing.assert_close(output, outputs[key][0], atol=1e-5, rtol=1e-4)
 
 
 def train_in_pairs(rank: int, world_size: int, folder: str) -> dict[Any, Any]:
@@ -145,16 +141,16 @@ class OwnPrediction:
         return outputs.loss + again.pooler_output.mean(), outputs.logits, inputs["labels"]
 
 
-def predict(rank: int, world_size: int, folder: str, stages: int) -> dict[str, float]:
+def predict(rank: int, world_size: int, folder: str) -> dict[str, float]:
     run = Run(samples=16, per_device=8 // world_size, accumulation=1, epochs=1, trainer=OwnPrediction)
-    run = run.with_options(eval_strategy="steps", eval_steps=1)
-    trainer: PipeTransformerTrainer = pipeline_trainer(run, stages, f"{folder}/{stages}")
+    run = run.with_options(eval_strategy="steps", eval_steps=1, use_cpu=True)
+    trainer: PipeTransformerTrainer = pipeline_trainer(run, world_size, folder)
     trainer.eval_dataset = TrainingData(RUN.kind, 12)  # as many batches on each process, and none repeated
     return outcome_of(trainer).metrics
 
 
 @pytest.mark.slow
 def test_a_prediction_step_of_the_users(tmp_path: Path) -> None:
-    expected = run_ranks(predict, 1, str(tmp_path), 1)[0]
-    found = run_ranks(predict, 2, str(tmp_path), 2)
+    expected = predict(0, 1, str(tmp_path / "expected"))
+    found = run_ranks(predict, 2, str(tmp_path / "found"))
     assert found[0]["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-4)

@@ -8,14 +8,18 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from checkpointed_runs import RUN, resume, train_some, undisturbed
 from distributed import RankDiedError, launch_ranks, run_ranks, run_ranks_expecting_error
+from one_job import run_each
 from selection import few, slow
 from training_runs import (
     Outcome,
@@ -30,11 +34,9 @@ from transformers import (
 
 from hf_pipetransformer import PipeTransformerTrainingArguments
 from hf_pipetransformer.errors import PeerFailedError
-from hf_pipetransformer.file_formats import KEPT
 from hf_pipetransformer.resilience import checkpoint_folders, watchdog
 from hf_pipetransformer.resilience.checkpoint_folders import MANIFEST, SAVING, STATE, latest_valid
 from hf_pipetransformer.run import checkpointing, resuming
-from hf_pipetransformer.run.checkpointing import PipelineState
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +79,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(trained: Path, capfd: 
         assert noted == [{"map_location": "cpu", "mmap": True, "weights_only": True}]
 
 
-def test_what_is_left_of_a_checkpoint_is_damaged(trained: Path) -> None:
-    """However it was removed: the stock Trainer removes file by file. Half a manifest is none."""
-    assert PipelineState.__name__ == KEPT
-    (trained / "checkpoint-6" / MANIFEST).unlink()
-    assert latest_valid(trained) == (trained / "checkpoint-4", [f"checkpoint-6: {MANIFEST} is missing"])
-    manifest = trained / "checkpoint-4" / MANIFEST
-    manifest.write_text(manifest.read_text()[:20])
-    newest, problems = latest_valid(trained)
-    assert newest == trained / "checkpoint-2" and f"checkpoint-4: {MANIFEST} cannot be read" in str(problems)
-
-
 class Planted:
     """What a pickle can do to whoever loads it."""
 
@@ -107,16 +98,24 @@ def test_code_in_a_checkpoint_is_not_run(name: str, trained: Path) -> None:
     assert not (trained / "trace").exists()
 
 
-@pytest.mark.parametrize("is_named", [True, *slow(False)])
-def test_a_damaged_checkpoint_that_was_named_or_is_the_only_one_is_refused_everywhere(
-    is_named: bool, trained: Path
-) -> None:
-    for step in () if is_named else (4, 6):
-        shutil.rmtree(trained / f"checkpoint-{step}")
+def resume_damaged(rank: int, world_size: int, folder: str) -> list[str]:
+    """The errors where the damaged one is named, and where it is the only one."""
+    errors = []
+    for wanted in (f"{folder}/checkpoint-2", True):
+        with pytest.raises(ValueError) as error:
+            resume(rank, world_size, folder, 2, wanted)
+        errors.append(str(error.value))
+        torch.distributed.barrier()
+        for step in (4, 6) if rank == 0 else ():
+            shutil.rmtree(f"{folder}/checkpoint-{step}", ignore_errors=True)
+        torch.distributed.barrier()
+    return errors
+
+
+def test_a_damaged_checkpoint_that_was_named_or_is_the_only_one_is_refused_everywhere(trained: Path) -> None:
     (trained / "checkpoint-2" / "optimizer.pt").unlink()
-    wanted = str(trained / "checkpoint-2") if is_named else True
-    errors = run_ranks_expecting_error(resume, 2, str(trained), 2, wanted, timeout=60)
-    assert all(isinstance(e, ValueError) and "optimizer.pt cannot be read" in str(e) for e in errors)
+    for errors in run_ranks(resume_damaged, 2, str(trained)):
+        assert all("optimizer.pt cannot be read" in error for error in errors)
 
 
 def killed_while_saving(rank: int, world_size: int, folder: str) -> None:
@@ -143,96 +142,73 @@ def test_killed_while_saving(tmp_path: Path) -> None:
     assert not (tmp_path / SAVING).exists()
 
 
-def train_on_a_full_disk(rank: int, world_size: int, folder: str, what: str) -> None:
-    real = torch.save
-    saves = 0
-
-    def save(value: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal saves
-        saves += what in str(path)
-        if what in str(path) and saves == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(value, path, *args, **kwargs)
-
-    save_model = Trainer._save
-
-    def fail(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if what == "model" and "checkpoint-4" in str(output_dir):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save_model(self, output_dir, state_dict)
-
-    torch.save, Trainer._save = save, fail  # type: ignore[method-assign]
-    train_some(rank, world_size, folder, 2)
+# ------------------------------------------------------------------------------------ a disk that is full
+def writing(name: str) -> Callable[..., bool]:
+    """Is the second checkpoint's file of that name opened for writing?"""
+    return lambda path, mode="r", *_, **__: (
+        Path(str(path)).name == name and "checkpoint-4" in str(path) and "w" in mode
+    )
 
 
-def assert_told(errors: list[BaseException], folder: Path) -> None:
-    """All processes say that the second checkpoint is not there; nothing is left of it."""
-    assert len(errors) == 2
-    for error in errors:
-        assert isinstance(error, OSError)
-        assert "checkpoint-4 could not be saved" in str(error) and "No space left" in str(error)
-        assert "checkpoint-2 is the latest valid" in str(error)
-    assert latest_valid(folder) == (folder / "checkpoint-2", []) and not (folder / SAVING).exists()
+def saving(name: str) -> Callable[..., bool]:
+    return lambda value, path, *_, **__: name in Path(str(path)).name
 
 
-@pytest.mark.parametrize("what", few(("model", "optimizer", "rng_state_1"), "optimizer"))
-def test_a_full_disk_ends_all_processes_and_leaves_the_checkpoint_before(what: str, tmp_path: Path) -> None:
-    assert_told(run_ranks_expecting_error(train_on_a_full_disk, 2, str(tmp_path), what, timeout=60), tmp_path)
-    if what == "optimizer":
-        assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed())
-        assert latest_valid(tmp_path) == (tmp_path / "checkpoint-8", [])
+OPENS = (builtins, "open"), (Path, "open")
+"""`Path.write_text` calls `Path.open`, which does not call `open`."""
+BEST: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+FULL: dict[str, tuple[tuple[tuple[Any, str], ...], Callable[..., bool], int]] = {
+    "optimizer": (((torch, "save"),), saving("optimizer"), 2),
+    "the last": (((TrainerState, "save_to_json"),), lambda self, path: "checkpoint-4" in path, 1),
+    "model": (((Trainer, "_save"),), lambda self, to=None, *_, **__: "checkpoint-4" in str(to), 1),
+    "rng_state_1": (((torch, "save"),), saving("rng_state_1"), 2),
+    "state": (OPENS, writing(STATE), 2),
+    "manifest": (OPENS, writing(MANIFEST), 1),
+}
+"""The functions that fail, at which call, and at the how many-th of these. The stock Trainer writes the state; with
+the final name of the best checkpoint it is written once more.
+"""
 
 
-def train_without_room_for_the_state(rank: int, world_size: int, folder: str) -> None:
-    """Models only are saved, and the best one is known: the stock Trainer then waits for all processes halfway."""
-    real = TrainerState.save_to_json
+def train_on_a_full_disk(rank: int, world_size: int, folder: str, what: str) -> OSError:
+    functions, is_it, count = FULL[what]
+    calls = 0
 
-    def save(self: TrainerState, path: str) -> None:
-        if rank == 0 and "checkpoint-4" in path:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(self, path)
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += is_it(*args, **kwargs)
+            if is_it(*args, **kwargs) and calls == count:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*args, **kwargs)
 
-    TrainerState.save_to_json = save  # type: ignore[method-assign]
-    best = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "load_best_model_at_end": True}
-    run = replace(RUN.with_options(save_only_model=True, **best), per_device=8)
-    pipeline_trainer(run, 2, folder).train()
+        return function
 
-
-def test_an_error_behind_the_last_collective_of_a_save_reaches_all_processes(tmp_path: Path) -> None:
-    errors = run_ranks_expecting_error(train_without_room_for_the_state, 2, str(tmp_path), timeout=60)
-    assert len(errors) == 2
-    assert all("checkpoint-4 could not be saved" in str(error) and "No space left" in str(error) for error in errors)
-
-
-def train_with_little_room(rank: int, world_size: int, folder: str, name: str, count: int) -> None:
-    """The disk is full when the second checkpoint's file of that name is opened for the `count`-th time."""
-    opened = 0
-
-    def with_little_room(opens: Any) -> Any:
-        def open_(path: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal opened
-            file = opens(path, *args, **kwargs)
-            if Path(str(path)).name == name and "checkpoint-4" in str(path) and "w" in file.mode:
-                opened += 1
-                if opened == count:
-                    raise OSError(errno.ENOSPC, "No space left on device")
-            return file
-
-        return open_
-
-    # `Path.write_text` calls `Path.open`, which does not call the other one
-    builtins.open = with_little_room(open)
-    Path.open = with_little_room(Path.open)  # type: ignore[method-assign]
-    train_some(rank, world_size, folder, 2)
+    # "the last": models only are saved, and the best one is known: the stock Trainer then waits for all halfway
+    options = {"save_only_model": True, "metric_for_best_model": "loss", **BEST} if what == "the last" else {}
+    trainer = pipeline_trainer(replace(RUN.with_options(**options), per_device=8), 2, folder)
+    with ExitStack() as stack:
+        for owner, name in functions:
+            stack.enter_context(mock.patch.object(owner, name, failing(getattr(owner, name))))
+        error = stack.enter_context(pytest.raises(OSError))
+        trainer.train()
+    return error.value
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [(STATE, 2), (MANIFEST, 1)], ids=["state-with-its-name", "manifest"])
-def test_a_disk_that_is_full_when_a_checkpoint_gets_its_name(name: str, count: int, tmp_path: Path) -> None:
-    """The stock Trainer writes the state; with the final name of the best checkpoint it is written once more."""
-    errors = run_ranks_expecting_error(train_with_little_room, 2, str(tmp_path), name, count, timeout=60)
-    assert all("rank 0: OSError" in str(error) for error in errors)
-    assert_told(errors, tmp_path)
+@pytest.mark.parametrize("whats", few([list(FULL)[:2], list(FULL)[2:]], list(FULL)[:2]), ids=" ".join)
+def test_a_full_disk_ends_all_processes_and_leaves_the_checkpoint_before(whats: list[str], tmp_path: Path) -> None:
+    """All say that the second checkpoint is not there, also behind the last collective of a save; nothing is left."""
+    found = run_each(train_on_a_full_disk, 2, {what: (str(tmp_path / what), what) for what in whats})
+    for what, errors in found.items():
+        for error in errors:
+            assert "checkpoint-4 could not be saved" in str(error) and "No space left" in str(error), what
+            assert "checkpoint-2 is the latest valid" in str(error), what
+            assert what not in ("state", "manifest") or "rank 0: OSError" in str(error)
+        folder = tmp_path / what
+        assert latest_valid(folder) == (folder / "checkpoint-2", []) and not (folder / SAVING).exists()
+    if "optimizer" in whats:
+        assert_same_training(run_ranks(resume, 2, str(tmp_path / "optimizer"), 2), undisturbed())
+        assert latest_valid(tmp_path / "optimizer") == (tmp_path / "optimizer" / "checkpoint-8", [])
 
 
 def fail_to_rotate(rank: int, world_size: int, folder: str) -> None:
@@ -289,9 +265,7 @@ def test_an_error_of_a_users_save_model_ends_all_processes(tmp_path: Path) -> No
 
 
 def resume_with_more_callbacks(rank: int, world_size: int, folder: str) -> list[str]:
-    run = replace(RUN, per_device=8).with_options(
-        eval_strategy="steps", eval_steps=2, metric_for_best_model="loss", load_best_model_at_end=True
-    )
+    run = replace(RUN, per_device=8).with_options(metric_for_best_model="loss", **BEST)
     trainer = pipeline_trainer(run, 2, folder, freeze_policy="alpha", activation_cache="off")
     for patience in (30, 40):
         trainer.add_callback(EarlyStoppingCallback(patience))
@@ -314,8 +288,7 @@ def test_callbacks_may_be_added_on_resuming(trained: Path) -> None:
 def best_on_one_disk(rank: int, world_size: int, folder: str) -> None:
     if rank == 1:
         resuming.WEIGHT_FILES = ()  # it sees none of them
-    options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-    pipeline_trainer(replace(RUN, per_device=8).with_options(**options), 2, folder).train()
+    pipeline_trainer(replace(RUN, per_device=8).with_options(**BEST), 2, folder).train()
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_ranks
-from selection import slow
+from one_job import run_calls
 from test_elastic_pipeline import stages_by_frozen
 from training_data import PadCollator
 from training_runs import WORLD, Run, assert_same_training, outcome_of, pipeline_trainer, reference
@@ -49,15 +48,6 @@ def gathering(rank: int, world_size: int) -> Any:
     return outcome, [entry.get("rows_seen") for entry in trainer.state.log_history if "learning_rate" in entry]
 
 
-@pytest.mark.parametrize("world", [WORLD, *slow(STAGES)])
-def test_a_loss_that_gathers_metrics(world: int) -> None:
-    """With two replicas, of which the second's last batch is smaller; in one pipeline as in one process."""
-    expected = run_ranks(reference, 1, RUN)[0]
-    results = run_ranks(gathering, world)
-    assert_same_training([outcome for outcome, _ in results], expected)
-    assert results[0][1] == [16, 16, 8]
-
-
 class AveragesMargins:
     """Collects a number of each sample in `compute_loss`, and logs the mean, as an own trainer on one process does."""
 
@@ -94,12 +84,21 @@ def collecting(rank: int, world_size: int, ways: dict[str, dict[str, Any]]) -> d
     return found
 
 
+def assert_gathered(results: list[Any]) -> None:
+    """As in one process."""
+    assert_same_training([outcome for outcome, _ in results], reference(0, 1, RUN))
+    assert results[0][1] == [16, 16, 8]
+
+
 def test_what_compute_loss_collects_is_on_rank_0() -> None:
     """In every schedule, and when a pipeline of two stages has become two replicas: then of rank 0's samples."""
     schedules = {name: {"pipeline_schedule": name, **DECLARED} for name in ("1f1b", "interleaved1f1b", "zbv")}
     schedules["driven"] = {}
-    (alone,) = run_ranks(collecting, 1, {"plain": {}, "elastic": FREEZING})
-    first, second = run_ranks(collecting, 2, {**schedules, "elastic": {**FREEZING, **DECLARED}})
+    alone = collecting(0, 1, {"plain": {"use_cpu": True}, "elastic": {**FREEZING, "use_cpu": True}})
+    ways = {**schedules, "elastic": {**FREEZING, **DECLARED}}
+    found = run_calls(2, {"collecting": (collecting, ways), "gathering": (gathering,)})
+    assert_gathered(found["gathering"])
+    first, second = found["collecting"]
     assert alone["plain"][1] == alone["elastic"][1] == 2 * COLLECTED.samples
     for name in schedules:
         assert first[name] == (pytest.approx(alone["plain"][0], abs=1e-5), 2 * COLLECTED.samples), name
@@ -148,9 +147,11 @@ def pairs(rank: int, world_size: int) -> Any:
     return outcome_of(pipeline_trainer(PAIRS, STAGES, num_microbatches=2))
 
 
-def test_pairs_stay_together() -> None:
-    """A loss of both halves of a batch, in two replicas of two stages."""
-    assert_same_training(run_ranks(pairs, WORLD), run_ranks(reference, 1, PAIRS)[0])
+def test_two_replicas_of_two_stages() -> None:
+    """Of a loss that gathers metrics (the second replica's last batch is smaller), and of one of a batch's halves."""
+    found = run_calls(WORLD, {"gathering": (gathering,), "pairs": (pairs,)})
+    assert_gathered(found["gathering"])
+    assert_same_training(found["pairs"], reference(0, 1, PAIRS))
 
 
 # ------------------------------------------------------------------------------------------ classes in the wrong order

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_ranks
 from model_zoo import MODELS, without_dropout
+from one_job import run_each
 from selection import slow
 from torch import nn
 from training_runs import Run, assert_same_training, pipeline, reference
@@ -46,17 +46,14 @@ RUNS = {
 RUNS = {name: replace(run, samples=83, per_device=16, accumulation=1) for name, run in RUNS.items()}
 
 
-def cut(rank: int, world_size: int, name: str, **options: Any) -> Any:
-    return pipeline(rank, world_size, replace(RUNS[name], per_device=32), 2, "pipeline", **options)
+def cut(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Any:
+    run = replace(RUNS[name], per_device=64 // world_size)
+    return pipeline(rank, world_size, run, world_size, "pipeline", **options)
 
 
 @pytest.mark.parametrize("options", [{}, *slow(SCHEDULE)], ids=["trained", "frozen"])
-@pytest.mark.parametrize("name", RUNS)
-def test_whole_batches_in_one_pipeline(name: str, options: dict[str, Any]) -> None:
+def test_whole_batches_in_one_pipeline(options: dict[str, Any]) -> None:
     """With frozen layers, too: the process that they set free does not become a replica."""
-    expected = reference(0, 1, RUNS[name]) if not options else run_ranks(alone, 1, name)[0]
-    assert_same_training(run_ranks(cut, 2, name, **options), expected)
-
-
-def alone(rank: int, world_size: int, name: str) -> Any:
-    return pipeline(rank, world_size, replace(RUNS[name], per_device=64), 1, "alone", **SCHEDULE)
+    for name, outcomes in run_each(cut, 2, {name: (name, options) for name in RUNS}).items():
+        expected = cut(0, 1, name, {**options, "use_cpu": True}) if options else reference(0, 1, RUNS[name])
+        assert_same_training(outcomes, expected)

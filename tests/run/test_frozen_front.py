@@ -28,7 +28,6 @@ from frozen_runs import (
     lower_layers,
     noise,
     t5,
-    whisper,
 )
 from selection import few, slow
 from torch import nn
@@ -533,10 +532,8 @@ def head_on_wav2vec2() -> tuple[nn.Module, Columns]:
 
 
 STAGED: dict[str, tuple[Build, type | Callable[[], TrainerCallback] | None, int]] = {
-    "lower layers": (lower_layers, None, 2),
     "a vision tower": (llava, None, 3),
     "a vision tower but for its last layer": (llava_below_the_last, None, 3),
-    "Whisper's encoder": (whisper, None, 3),
     # convolutions and transformer layers are stacks, of which only the second is read above
     "a head on wav2vec2": (head_on_wav2vec2, None, 5),
     "thawed before the first step": (lower_layers, ThawsFirst, 0),

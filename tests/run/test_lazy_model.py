@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,18 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks, run_ranks_expecting_error
+from distributed import run_ranks
 from model_zoo import LABELS, MODELS
+from one_job import run_each
 from safetensors.torch import load_file
 from selection import few
 from torch import nn
 from training_data import Kind, PadCollator, TrainingData
+from training_runs import StopAfter, losses_of
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaForCausalLM,
-    TrainerCallback,
     set_seed,
 )
 
@@ -67,14 +67,6 @@ CASES: dict[str, tuple[Callable[[Path], None], Any, dict[str, Any], Kind]] = {
     "llama-tied": (tied_llama, AutoModelForCausalLM, {}, "causal-lm"),  # in `test_resuming`
     "llama-bf16-sharded": (bf16_llama, AutoModelForCausalLM, {}, "causal-lm"),
 }
-
-
-class Stop(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step >= self._step
 
 
 def arguments(folder: Path, **options: Any) -> PipeTransformerTrainingArguments:
@@ -122,7 +114,7 @@ def train(rank: int, world_size: int, case: str, folder: Path, lazily: bool) -> 
     pipeline = trainer.pipeline
     assert pipeline is not None
     return {
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "losses": losses_of(trainer),
         "evaluated": after["eval_loss"],
         "before": before["eval_loss"] if before is not None else None,
         "mapped": len(mapped),
@@ -144,8 +136,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 @pytest.mark.parametrize("case", few(("bert-new-head", "gpt2-tied-sharded", "llama-bf16-sharded"), "bert-new-head"))
 def test_lazy_equals_eager(case: str, tmp_path: Path) -> None:
     CASES[case][0](tmp_path / "checkpoint")
-    eager = run_ranks(train, WORLD, case, tmp_path, False)
-    lazy = run_ranks(train, WORLD, case, tmp_path, True)
+    eager, lazy = run_each(train, WORLD, {"eager": (case, tmp_path, False), "lazy": (case, tmp_path, True)}).values()
     for one, other in zip(lazy, eager, strict=True):
         assert one["losses"] == other["losses"] and one["evaluated"] == other["evaluated"]
         assert one["before"] != one["evaluated"]
@@ -161,10 +152,10 @@ def interrupted(rank: int, world_size: int, folder: Path, stop: int, resume: boo
     lazy_model.MAX_SHARD_SIZE = SMALL_SHARDS
     args = arguments(folder / "run", save_strategy="steps", save_steps=2)
     trainer = prepare(rank, args, "llama-tied", folder, lazily)
-    trainer.add_callback(Stop(stop))
+    trainer.add_callback(StopAfter(stop))
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "saved"))
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses_of(trainer)
 
 
 def test_resuming(tmp_path: Path) -> None:
@@ -172,11 +163,14 @@ def test_resuming(tmp_path: Path) -> None:
     for name in ("lazy", "eager"):
         (tmp_path / name).mkdir()
         tied_llama(tmp_path / name / "checkpoint")
-    run_ranks(interrupted, WORLD, tmp_path / "lazy", 2, False, True)
+    cases = {
+        "cut": (tmp_path / "lazy", 2, False, True),
+        "lazy": (tmp_path / "lazy", 4, True, True),
+        "eager": (tmp_path / "eager", 4, False, False),
+    }
+    found = run_each(interrupted, WORLD, cases)
     assert len(weight_files(tmp_path / "lazy" / "run" / "checkpoint-2")) > 1
-    lazy = run_ranks(interrupted, WORLD, tmp_path / "lazy", 4, True, True)
-    eager = run_ranks(interrupted, WORLD, tmp_path / "eager", 4, False, False)
-    assert lazy == eager
+    assert found["lazy"] == found["eager"]
     assert_equal(saved_weights(tmp_path / "lazy" / "saved"), saved_weights(tmp_path / "eager" / "saved"))
     states = [
         torch.load(tmp_path / name / "run" / "checkpoint-4" / "optimizer.pt")["state"] for name in ("lazy", "eager")
@@ -187,55 +181,27 @@ def test_resuming(tmp_path: Path) -> None:
 
 
 def with_own_head(rank: int, world_size: int, folder: Path, stop: int, resume: bool) -> list[float]:
-    args = arguments(folder / "run", save_strategy="steps", save_steps=2)
+    args = arguments(folder, save_strategy="steps", save_steps=2)
     set_seed(7)
-    model = load_lazily(AutoModelForCausalLM, folder / "checkpoint")
+    model = load_lazily(AutoModelForCausalLM, folder.parent / "checkpoint")
     size, words = model.lm_head.in_features, model.lm_head.out_features
     model.lm_head = nn.Sequential(nn.Linear(size, size, bias=False), nn.Linear(size, words, bias=False))
     trainer = trainer_of(args, model, "causal-lm")
-    trainer.add_callback(Stop(stop))
+    trainer.add_callback(StopAfter(stop))
     trainer.train(resume_from_checkpoint=resume)
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses_of(trainer)
 
 
 def test_resuming_a_changed_model(tmp_path: Path) -> None:
     """The model's class does not know the weights of the new head."""
     MODELS["llama"].build().save_pretrained(tmp_path / "checkpoint")
-    straight = run_ranks(with_own_head, WORLD, tmp_path, 4, False)
-    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
-    assert run_ranks(with_own_head, WORLD, tmp_path, 4, True) == straight
-
-
-def eagerly(checkpoint: Path) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(checkpoint)
-
-
-def on_meta_device(checkpoint: Path) -> nn.Module:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
-
-
-def on_one_only(rank: int, world_size: int, folder: Path, load: Callable[[Path], nn.Module]) -> None:
-    checkpoint = folder / "checkpoint"
-    model = eagerly(checkpoint) if rank == 0 else load(checkpoint)  # before the processes are connected
-    trainer_of(arguments(folder / "run"), model, "causal-lm").train()
-
-
-def lazily_alone(checkpoint: Path) -> nn.Module:
-    return load_lazily(AutoModelForCausalLM, checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("load", "message"),
-    [
-        (lazily_alone, "load_lazily was called on process 1, but not on process 0"),
-        (on_meta_device, r"On process 1, 'model.embed_tokens.weight' .* on the meta device .* load_lazily"),
-    ],
-)
-def test_all_processes_load_in_the_same_way(load: Callable[[Path], nn.Module], message: str, tmp_path: Path) -> None:
-    tied_llama(tmp_path / "checkpoint")
-    for error in run_ranks_expecting_error(on_one_only, WORLD, tmp_path, load):
-        assert isinstance(error, ValueError) and re.search(message, str(error)), error
+    cases = {
+        "straight": (tmp_path / "a", 4, False),
+        "cut": (tmp_path / "b", 2, False),
+        "on": (tmp_path / "b", 4, True),
+    }
+    found = run_each(with_own_head, WORLD, cases)
+    assert found["on"] == found["straight"]
 
 
 class LogsOverAll(PipeTransformerTrainer):
@@ -303,56 +269,90 @@ def test_a_distributed_model_is_trained_again_when_it_is_whole_and_not_used_by_o
     assert all(run_ranks(misused, WORLD, tmp_path))
 
 
-def pass_on(rank: int, world_size: int, folder: Path) -> None:
+# ---------------------------------------------------------------------------------------------------------
+# What is refused, on all processes
+# ---------------------------------------------------------------------------------------------------------
+
+
+def on_meta_device(checkpoint: Path) -> nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+
+
+def lazily_alone(checkpoint: Path) -> nn.Module:
+    return load_lazily(AutoModelForCausalLM, checkpoint)
+
+
+def load_on_one(rank: int, folder: Path, load: Callable[[Path], nn.Module]) -> None:
+    checkpoint = folder / "checkpoint"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint) if rank == 0 else load(checkpoint)
+    trainer_of(arguments(folder / "run"), model, "causal-lm").train()
+
+
+def pass_on(rank: int, folder: Path) -> None:
     trainer = prepare(rank, arguments(folder / "run", max_steps=1), "llama-tied", folder, lazily=True)
     trainer.train()
     trainer_of(trainer.args, trainer.model, "causal-lm").train()
 
 
-def test_a_distributed_model_is_not_passed_to_another_trainer(tmp_path: Path) -> None:
-    tied_llama(tmp_path / "checkpoint")
-    for error in run_ranks_expecting_error(pass_on, WORLD, tmp_path):
-        assert isinstance(error, ValueError) and "another trainer has left the model distributed" in str(error)
-
-
-def load_own(rank: int, world_size: int, folder: Path) -> None:
-    arguments(folder / "run")
-    load_lazily(AutoModelForCausalLM, folder / f"checkpoint{rank}")
-
-
-def test_a_truncated_file_is_an_error_on_all_processes(tmp_path: Path) -> None:
-    for rank in range(WORLD):
-        bf16_llama(tmp_path / f"checkpoint{rank}")
-    file = weight_files(tmp_path / "checkpoint1")[-1]
+def truncate(file: Path) -> None:
     with file.open("r+b") as content:
         content.truncate(file.stat().st_size - 2)
-    for error in run_ranks_expecting_error(load_own, WORLD, tmp_path):
-        assert isinstance(error, ValueError)
-        assert str(file) in str(error) and "is truncated" in str(error)
 
 
-def change_after_loading(rank: int, world_size: int, folder: Path, what: str) -> None:
-    args = arguments(folder / "run")
-    trainer = prepare(rank, args, "llama-tied", folder, lazily=True)
+def change_after_loading(rank: int, folder: Path, what: str) -> None:
+    trainer = prepare(rank, arguments(folder / "run"), "llama-tied", folder, lazily=True)
     torch.distributed.barrier()
-    file = folder / "checkpoint" / "model.safetensors"
     if what == "truncated" and rank == 1:
-        with file.open("r+b") as content:
-            content.truncate(file.stat().st_size - 2)
+        truncate(folder / "checkpoint" / "model.safetensors")
     if what == "changed" and rank == 1:
         trainer.model.model.layers[0].mlp.up_proj.weight.data.add_(1)
     torch.distributed.barrier()
     trainer.train()
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [("truncated", "is truncated"), ("changed", "changed different weights after loading")],
-)
-def test_changes_between_loading_and_training(what: str, message: str, tmp_path: Path) -> None:
-    tied_llama(tmp_path / "checkpoint")
-    for error in run_ranks_expecting_error(change_after_loading, WORLD, tmp_path, what):
-        assert isinstance(error, ValueError) and message in str(error)
+MISTAKES: dict[str, tuple[Callable[[int, Path], Any], str]] = {
+    # first, before the processes are connected
+    "lazy on one": (
+        lambda rank, folder: load_on_one(rank, folder, lazily_alone),
+        "load_lazily was called on process 1, but not on process 0",
+    ),
+    "on the meta device": (
+        lambda rank, folder: load_on_one(rank, folder, on_meta_device),
+        r"On process 1, 'model.embed_tokens.weight' .* on the meta device .* load_lazily",
+    ),
+    "another trainer": (pass_on, "another trainer has left the model distributed"),
+    "a truncated file": (
+        lambda rank, folder: load_lazily(AutoModelForCausalLM, folder / f"checkpoint{rank}"),
+        "checkpoint1.* is truncated",
+    ),
+    "truncated": (lambda rank, folder: change_after_loading(rank, folder, "truncated"), "is truncated"),
+    "changed": (
+        lambda rank, folder: change_after_loading(rank, folder, "changed"),
+        "changed different weights after loading",
+    ),
+}
+
+
+def mistaken(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    found = {}
+    for name, (call, _) in MISTAKES.items():
+        with pytest.raises(ValueError) as error:
+            call(rank, folder / name)
+        found[name] = str(error.value)
+    return found
+
+
+def test_mistakes_are_refused_on_all_processes(tmp_path: Path) -> None:
+    for name in MISTAKES:
+        (tmp_path / name).mkdir()
+        tied_llama(tmp_path / name / "checkpoint")
+    for rank in range(WORLD):
+        bf16_llama(folder := tmp_path / "a truncated file" / f"checkpoint{rank}")
+    truncate(weight_files(folder)[-1])
+    for found in run_ranks(mistaken, WORLD, tmp_path):
+        for name, (_, message) in MISTAKES.items():
+            assert re.search(message, found[name]), found[name]
 
 
 def train_another(rank: int, world_size: int, folder: Path) -> list[float]:
@@ -360,13 +360,13 @@ def train_another(rank: int, world_size: int, folder: Path) -> list[float]:
     options = {"max_steps": 1, "replica_sharding": "optimizer"}
     trainer = prepare(rank, arguments(folder / "run", **options), "llama-tied", folder, lazily=True)
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = losses_of(trainer)
     trainer.model = trainer.model_wrapped = LlamaForCausalLM.from_pretrained(folder / "checkpoint")
     with pytest.raises(ValueError, match="do not belong to the model"):
         trainer.train()
     trainer.optimizer = trainer.lr_scheduler = None
     trainer.train()
-    return losses + [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses + losses_of(trainer)
 
 
 @pytest.mark.slow
@@ -386,15 +386,15 @@ def train_adapters(rank: int, world_size: int, folder: Path, lazily: bool) -> li
     trainer = trainer_of(args, peft.get_peft_model(trainer.model, config), "causal-lm")
     trainer.train()
     trainer.save_model(str(folder / ("lazy" if lazily else "eager")))
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses_of(trainer)
 
 
 @pytest.mark.slow
 def test_adapters(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     tied_llama(tmp_path / "checkpoint")
-    eager, lazy = (run_ranks(train_adapters, WORLD, tmp_path, lazily) for lazily in (False, True))
-    assert lazy == eager
+    found = run_each(train_adapters, WORLD, {"eager": (tmp_path, False), "lazy": (tmp_path, True)})
+    assert found["lazy"] == found["eager"]
     assert_equal(*(load_file(tmp_path / name / "adapter_model.safetensors") for name in ("lazy", "eager")))
 
 
@@ -419,8 +419,7 @@ def test_new_weights_are_those_of_from_config(tmp_path: Path) -> None:
 
 def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     tied_llama(tmp_path)
-    with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    made = on_meta_device(tmp_path)
     with pytest.raises(ValueError, match=r"Pass load_lazily\(LlamaForCausalLM, checkpoint\)"):
         PipeTransformerTrainer(made, PipeTransformerTrainingArguments(str(tmp_path / "run"), use_cpu=True))
     with pytest.raises(ValueError, match="Pass the class, for example AutoModelForCausalLM"):

@@ -60,22 +60,6 @@ class ProdigyLike(Sgd):
             p.sub_(d * p.grad.sign())
 
 
-class SamLike(torch.optim.Optimizer):
-    """Wraps another one, and scales by the norm of all gradients."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"rho": 0.05})
-        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([g.norm() for g in grads]).norm()
-        for g in grads:
-            g.add_(g / norm, alpha=self.param_groups[0]["rho"])
-        self.base_optimizer.step()
-
-
 class NeedsClosure(Sgd):
     def step(self, closure: Any = None) -> None:
         closure()
@@ -86,7 +70,6 @@ MAKERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str | None]] = {
     "adamw": (torch.optim.AdamW, None),
     "clips": (ClipsInside, "gradients of other parameters"),
     "prodigy": (ProdigyLike, "gradients of other parameters"),
-    "sam": (SamLike, "gradients of other parameters"),
     "closure": (NeedsClosure, "updates each parameter independently failed"),
 }
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from checkpointed_runs import RUN, resume, undisturbed
 from distributed import launch_ranks, run_ranks
-from selection import slow
+from one_job import run_calls, run_each
 from training_runs import assert_same_training, largest_difference, outcome_of, pipeline_trainer
 from transformers import TrainerCallback
 
@@ -47,18 +47,9 @@ def preempted(rank: int, world_size: int, folder: str, stages: int, who: tuple[i
         trainer.train()
     assert trainer.state.global_step == 4
     assert signal.getsignal(signal.SIGTERM) == before
+    assert latest_valid(Path(folder)) == (Path(folder, "checkpoint-4"), [])
+    assert len(list(Path(folder).glob("checkpoint-*"))) == 1
     return int(str(leaving.value.code))
-
-
-@pytest.mark.parametrize(("world", "stages", "who"), [(1, 1, (0,)), *slow((2, 1, (1,))), (2, 2, (0,))])
-def test_sigterm_saves_one_whole_checkpoint_and_leaves(
-    world: int, stages: int, who: tuple[int, ...], tmp_path: Path
-) -> None:
-    codes = run_ranks(preempted, world, str(tmp_path), stages, who)
-    assert codes == [EXIT_CODE] * world
-    (checkpoint,) = tmp_path.glob("checkpoint-*")
-    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-4", []) and checkpoint.name == "checkpoint-4"
-    assert_same_training(run_ranks(resume, world, str(tmp_path), stages), undisturbed())
 
 
 def preempted_in_a_step(rank: int, world_size: int, folder: str) -> list[str]:
@@ -72,10 +63,6 @@ def preempted_in_a_step(rank: int, world_size: int, folder: str) -> list[str]:
     with pytest.raises(SystemExit):
         trainer.train()
     return [path.name for path in Path(folder).glob("checkpoint-*")]
-
-
-def test_sigterm_in_a_step_ends_training_with_that_step(tmp_path: Path) -> None:
-    assert run_ranks(preempted_in_a_step, 1, str(tmp_path)) == [["checkpoint-3"]]
 
 
 def preempted_with_a_worker(rank: int, world_size: int, folder: str) -> int:
@@ -96,11 +83,6 @@ def preempted_with_a_worker(rank: int, world_size: int, folder: str) -> int:
     return int(str(leaving.value.code))
 
 
-def test_sigterm_to_the_process_group_leaves_the_loaders_workers_alone(tmp_path: Path) -> None:
-    assert run_ranks(preempted_with_a_worker, 1, str(tmp_path)) == [EXIT_CODE]
-    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-4", [])
-
-
 def preempted_while_evaluating(rank: int, world_size: int, folder: str) -> None:
     """The stock loop would evaluate first, save only a better model, and remove all but the best in the end."""
     options = {
@@ -118,11 +100,6 @@ def preempted_while_evaluating(rank: int, world_size: int, folder: str) -> None:
     assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [2]
 
 
-def test_sigterm_comes_before_everything_else(tmp_path: Path) -> None:
-    run_ranks(preempted_while_evaluating, 2, str(tmp_path))
-    assert latest_valid(tmp_path)[0] == tmp_path / "checkpoint-4"
-
-
 def train_to_the_end(rank: int, world_size: int, folder: str) -> list[int]:
     seen: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
@@ -138,8 +115,55 @@ def train_to_the_end(rank: int, world_size: int, folder: str) -> list[int]:
     return seen
 
 
-def test_sigterm_behind_the_last_step_is_delivered_when_training_ends(tmp_path: Path) -> None:
-    assert run_ranks(train_to_the_end, 1, str(tmp_path)) == [[0, signal.SIGTERM]]
+def preempted_at_the_end(rank: int, world_size: int, folder: str) -> int:
+    """By a signal to one process, when no step is left that would see to it."""
+    run = replace(RUN, per_device=8).with_options(save_strategy="no")
+    trainer = pipeline_trainer(run, 2, folder)
+
+    class WithTheLastMetrics(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if rank == 1 and "train_runtime" in logs:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.add_callback(WithTheLastMetrics())
+    with pytest.raises(SystemExit) as leaving:
+        trainer.train()
+    assert not trainer.pipeline.is_placed  # type: ignore[union-attr]
+    return int(str(leaving.value.code))
+
+
+def test_sigterm_saves_one_whole_checkpoint_and_leaves_on_one_process(tmp_path: Path) -> None:
+    """A step that it falls into is the last one; behind the last step it is delivered when training ends."""
+    folders = [str(tmp_path / name) for name in ("between", "inside", "worker", "end")]
+    calls = {
+        "between": (preempted, folders[0], 1, (0,)),
+        "resumed": (resume, folders[0], 1),
+        "inside": (preempted_in_a_step, folders[1]),
+        "worker": (preempted_with_a_worker, folders[2]),
+        "end": (train_to_the_end, folders[3]),
+    }
+    found = run_calls(1, calls)
+    assert found["between"] == found["worker"] == [EXIT_CODE]
+    assert_same_training(found["resumed"], undisturbed())
+    assert found["inside"] == [["checkpoint-3"]]
+    assert latest_valid(tmp_path / "worker") == (tmp_path / "worker" / "checkpoint-4", [])
+    assert found["end"] == [[0, signal.SIGTERM]]
+
+
+def test_sigterm_saves_one_whole_checkpoint_and_leaves_on_two_stages(tmp_path: Path) -> None:
+    """It comes before everything else, and behind the last step it loses no training."""
+    between, evaluating, end = (str(tmp_path / name) for name in ("between", "evaluating", "end"))
+    calls = {
+        "between": (preempted, between, 2, (1,)),
+        "resumed": (resume, between, 2),
+        "evaluating": (preempted_while_evaluating, evaluating),
+        "end": (preempted_at_the_end, end),
+    }
+    found = run_calls(2, calls)
+    assert found["between"] == found["end"] == [EXIT_CODE] * 2
+    assert latest_valid(tmp_path / "evaluating")[0] == tmp_path / "evaluating" / "checkpoint-4"
+    assert latest_valid(tmp_path / "end") == (tmp_path / "end" / "checkpoint-8", [])
+    assert_same_training([*found["resumed"], *run_ranks(resume, 2, end, 2)], undisturbed())
 
 
 def train_evaluating(rank: int, world_size: int, folder: str, when: str, term_at: int | None = None) -> Any:
@@ -160,25 +184,26 @@ def train_evaluating(rank: int, world_size: int, folder: str, when: str, term_at
     try:
         outcome = outcome_of(trainer, resume_from_checkpoint="last")
     except SystemExit:
-        return None
+        state = json.loads(Path(folder, f"checkpoint-{trainer.state.global_step}", "trainer_state.json").read_text())
+        return trainer.state.global_step, [e["step"] for e in state["log_history"] if "eval_loss" in e]
     evaluated = [(entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
     return outcome, evaluated, trainer.state.best_model_checkpoint
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("when", "term_at"), [("steps", 3), ("epoch", 11)])
-def test_an_evaluation_that_sigterm_left_out_is_made_up_for(when: str, term_at: int, tmp_path: Path) -> None:
+def test_an_evaluation_that_sigterm_left_out_is_made_up_for(tmp_path: Path) -> None:
     """At the end of the first epoch, and of the last: what comes after depends on it."""
-    wanted, evaluated, best = run_ranks(train_evaluating, 2, str(tmp_path / "whole"), when)[0]
-    assert [step for step, _ in evaluated] == [4, 8, 12] and len(set(wanted.learning_rates)) > 1
-    folder = tmp_path / "cut"
-    assert run_ranks(train_evaluating, 2, str(folder), when, term_at) == [None] * 2
-    state = json.loads((folder / f"checkpoint-{term_at + 1}" / "trainer_state.json").read_text())
-    assert [e["step"] for e in state["log_history"] if "eval_loss" in e] == list(range(4, term_at, 4))
-    outcome, again, best_again = run_ranks(train_evaluating, 2, str(folder), when)[0]
-    assert_same_training([outcome], wanted)
-    torch.testing.assert_close(again, evaluated, rtol=0, atol=1e-4)
-    assert best is None or Path(best_again).name == Path(best).name
+    for when, term_at in (("steps", 3), ("epoch", 11)):
+        whole, cut = (str(tmp_path / when / name) for name in ("whole", "cut"))
+        cases = {"whole": (whole, when), "cut": (cut, when, term_at), "again": (cut, when)}
+        found = run_each(train_evaluating, 2, cases)
+        wanted, evaluated, best = found["whole"][0]
+        assert [step for step, _ in evaluated] == [4, 8, 12] and len(set(wanted.learning_rates)) > 1
+        assert found["cut"] == [(term_at + 1, list(range(4, term_at, 4)))] * 2
+        outcome, again, best_again = found["again"][0]
+        assert_same_training([outcome], wanted)
+        torch.testing.assert_close(again, evaluated, rtol=0, atol=1e-4)
+        assert best is None or Path(best_again).name == Path(best).name
 
 
 def killed_before_evaluating(rank: int, world_size: int, folder: str) -> None:
@@ -201,24 +226,26 @@ def test_an_epochs_evaluation_is_made_up_for_whatever_left_it_out(tmp_path: Path
     assert run_ranks(resume_evaluating, 2, str(tmp_path)) == [[4, 8]] * 2
 
 
+class Note(TrainerCallback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps.append(state.global_step)
+
+
 def ended(rank: int, world_size: int, folder: str) -> None:
     """With "last": at `max_steps`, inside an epoch (of four steps), at the end."""
     for options in ({"max_steps": 6}, {"num_train_epochs": 1.5}, {}):
-        steps: list[int] = []
-
-        class Note(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, steps: Any = steps, **_: Any) -> None:
-                steps.append(state.global_step)
-
         own = f"{folder}/{next(iter(options), 'whole')}"
-        outcomes = []
+        outcomes, note = [], Note()
         for _ in range(2):
             trainer = pipeline_trainer(replace(RUN, per_device=8).with_options(**options), 2, own)
-            trainer.add_callback(Note())
+            trainer.add_callback(note)
             outcomes.append(outcome_of(trainer, resume_from_checkpoint="last"))
         first, again = outcomes
         last = 6 if options else 8
-        assert steps == list(range(1, last + 1)), "none in the second training"
+        assert note.steps == list(range(1, last + 1)), "none in the second training"
         assert again.steps == last and again.losses == first.losses
         assert largest_difference(again.weights, first.weights)[0] == 0
         assert latest_valid(Path(own))[0] == Path(own, f"checkpoint-{last}")
@@ -227,30 +254,6 @@ def ended(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.slow
 def test_a_training_that_has_ended_does_no_step_more(tmp_path: Path) -> None:
     run_ranks(ended, 2, str(tmp_path))
-
-
-def preempted_at_the_end(rank: int, world_size: int, folder: str) -> int:
-    """By a signal to one process, when no step is left that would see to it."""
-    run = replace(RUN, per_device=8).with_options(save_strategy="no")
-    trainer = pipeline_trainer(run, 2, folder)
-
-    class WithTheLastMetrics(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if rank == 1 and "train_runtime" in logs:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer.add_callback(WithTheLastMetrics())
-    with pytest.raises(SystemExit) as leaving:
-        trainer.train()
-    assert not trainer.pipeline.is_placed  # type: ignore[union-attr]
-    return int(str(leaving.value.code))
-
-
-@pytest.mark.slow
-def test_sigterm_behind_the_last_step_loses_no_training(tmp_path: Path) -> None:
-    assert run_ranks(preempted_at_the_end, 2, str(tmp_path)) == [EXIT_CODE] * 2
-    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-8", [])
-    assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed())
 
 
 @pytest.mark.slow
@@ -271,18 +274,10 @@ def test_sigterm_when_only_the_best_model_is_to_be_loaded_repeats_no_step(tmp_pa
     with pytest.raises(SystemExit) as leaving:
         trainer.train()
     assert leaving.value.code == EXIT_CODE and trainer.state.best_global_step < trainer.state.max_steps
-    steps = Steps()
     resumed = pipeline_trainer(run, 1, str(tmp_path))
-    resumed.add_callback(steps)
+    resumed.add_callback(note := Note())
     assert_same_training([outcome_of(resumed, resume_from_checkpoint=True)], expected)  # type: ignore[arg-type]
-    assert steps.count == 0
-
-
-class Steps(TrainerCallback):
-    count = 0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.count += 1
+    assert note.steps == []
 
 
 def preempted_with_models_only(rank: int, world_size: int, folder: str) -> None:
@@ -310,11 +305,15 @@ def test_models_alone_are_told_and_sigterm_saves_all(tmp_path: Path, capfd: Any)
     shutil.copytree(tmp_path, evaluating := tmp_path.with_name("evaluating"))
     assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed())  # from checkpoint-5
     assert "contains only the model" not in capfd.readouterr().err
-    run_ranks(resume, 2, str(tmp_path), 2, str(tmp_path / "checkpoint-4"))
+    calls = {
+        "named": (resume, str(tmp_path), 2, str(tmp_path / "checkpoint-4")),
+        "evaluating": (resume_evaluating_models_only, str(evaluating)),
+    }
+    found = run_calls(2, calls)
     said = capfd.readouterr()
     assert "checkpoint-4 contains only the model" in said.out + said.err
     # what was saved stays whole when its evaluation is made up for
-    assert run_ranks(resume_evaluating_models_only, 2, str(evaluating)) == [[5, 8]] * 2
+    assert found["evaluating"] == [[5, 8]] * 2
     assert (evaluating / "checkpoint-5" / "optimizer.pt").exists()
 
 

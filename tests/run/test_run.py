@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks
+from one_job import run_calls
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference
 
 from hf_pipetransformer.records.files import METRICS
@@ -26,10 +26,6 @@ def asked_by_one(rank: int, world_size: int) -> Outcome:
         assert len(trainer.get_train_dataloader()) > 0
         next(iter(trainer.get_train_dataloader()))
     return outcome_of(trainer)
-
-
-def test_one_process_alone_may_ask_for_loaders() -> None:
-    assert_same_training(run_ranks(asked_by_one, 2), run_ranks(reference, 1, RUN)[0])
 
 
 class AsksTwice:
@@ -58,9 +54,11 @@ def with_own_loader(rank: int, world_size: int, mixin: type) -> Outcome:
     return outcome_of(trainer)
 
 
-@pytest.mark.parametrize("mixin", [AsksTwice, MadeBefore])
-def test_the_loop_may_read_another_loader_than_the_first_one(mixin: type) -> None:
-    assert_same_training(run_ranks(with_own_loader, 2, mixin), run_ranks(reference, 1, RUN)[0])
+def test_the_loop_may_read_another_loader_than_the_first_one() -> None:
+    """Also where one process alone has asked for one."""
+    calls = {mixin.__name__: (with_own_loader, mixin) for mixin in (AsksTwice, MadeBefore)}
+    found = run_calls(2, {"alone": (asked_by_one,), **calls})
+    assert_same_training([outcome for outcomes in found.values() for outcome in outcomes], reference(0, 1, RUN))
 
 
 class ReturnsItsOwn:

@@ -38,7 +38,6 @@ from stock_scripts import (
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    DefaultFlowCallback,
     EarlyStoppingCallback,
     HfArgumentParser,
     TrainerCallback,
@@ -52,21 +51,6 @@ DIFFERENCES = Path(__file__).parents[2] / "recipes" / "drop_in.md"
 
 
 # ------------------------------------------------------------------------------------------ arguments
-@scenario
-def arguments_that_contradict_one_another(given: Classes) -> Any:
-    wrong: list[dict[str, Any]] = [
-        {"torch_empty_cache_steps": 0},
-        {"eval_strategy": "sometimes"},
-        {"logging_strategy": "steps", "logging_steps": 0},
-        {"save_strategy": "steps", "save_steps": 10.5},
-        {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "epoch"},
-        {"save_strategy": "best"},
-        {"fp16": True, "bf16": True},
-        {"lr_scheduler_type": "reduce_lr_on_plateau"},
-        {"warmup_steps": -1},
-        {"dataloader_prefetch_factor": 2},
-    ]
-    return [error_of(lambda options=options: given.args(**options)) for options in wrong]  # type: ignore[misc]
 
 
 @scenario
@@ -76,14 +60,6 @@ def arguments_as_plain_values(given: Classes) -> Any:
     differs = ("output_dir", "average_tokens_across_devices")
     shown = {n: v for n, v in json.loads(args.to_json_string()).items() if n in STOCK_FIELDS and n not in differs}
     return shown, again.to_dict() == args.to_dict(), sorted(STOCK_FIELDS & set(args.to_sanitized_dict()))
-
-
-@scenario
-def arguments_of_a_subclass(given: Classes) -> Any:
-    extra = [("slope", float, field(default=0.0)), ("dtype", torch.dtype, field(default=torch.bfloat16))]
-    own = make_dataclass("Own", extra, bases=(given.arguments,))
-    args = own(str(given.folder), slope=2.0, use_cpu=True, report_to="none")
-    return args.slope, args.to_dict()["dtype"], json.loads(args.to_json_string())["dtype"], args.report_to
 
 
 @scenario
@@ -128,21 +104,6 @@ class Controls(TrainerCallback):
 
 
 @scenario
-def callbacks_added_and_removed(given: Classes) -> Any:
-    found = []
-    for name in ("remove_callback", "pop_callback"):
-        for which in (DefaultFlowCallback, 0):
-            trainer = given.make(callbacks=[Records, Controls()])
-            callbacks = trainer.callback_handler.callbacks
-            found += [names_of(callbacks), trainer.callback_handler.callback_list]
-            popped = getattr(trainer, name)(which if isinstance(which, type) else callbacks[which])
-            found.append([type(popped).__name__, *names_of(callbacks)])
-            trainer.add_callback(Records)
-            found.append(names_of(callbacks))
-    return found
-
-
-@scenario
 def events_in_their_order(given: Classes) -> Any:
     found = []
     for options in (
@@ -174,19 +135,6 @@ def callbacks_with_a_state(given: Classes) -> Any:
     callbacks = trainer.callback_handler.callbacks
     stopping = next(one for one in callbacks if isinstance(one, EarlyStoppingCallback))
     return stopping.early_stopping_patience, [one.value for one in callbacks if isinstance(one, Remembers)]
-
-
-@scenario
-def callback_that_fails(given: Classes) -> Any:
-    class Fails(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 2:
-                raise KeyError("a callback's own error")
-
-    trainer = given.make(callbacks=[Fails()], max_steps=4)
-    failure = error_of(trainer.train)
-    trainer.remove_callback(Fails)
-    return failure, outcome(trainer)
 
 
 @scenario
@@ -249,23 +197,6 @@ class ChainsItsLoaders:
         return Chain(super().get_eval_dataloader(eval_dataset), super().get_eval_dataloader(eval_dataset))  # type: ignore[misc]
 
 
-class WrapsItsLoader:
-    def get_train_dataloader(self) -> Any:
-        return Chain(super().get_train_dataloader())  # type: ignore[misc]
-
-
-class ReadsToTheEnd:
-    """Its wrapper asks for the batch behind the last one, as one that reads ahead does."""
-
-    def get_train_dataloader(self) -> Any:
-        return AtOnce(super().get_train_dataloader())  # type: ignore[misc]
-
-
-class AtOnce(Chain):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(super().__iter__()))
-
-
 class GivesAGenerator:
     def get_train_dataloader(self) -> Any:
         return (batch for batch in super().get_train_dataloader())  # type: ignore[misc]
@@ -275,13 +206,6 @@ class GivesAGenerator:
 def loaders_in_one(given: Classes) -> Any:
     trainer = given.make(mixin=ChainsItsLoaders)
     return outcome(trainer), rounded(trainer.evaluate()["eval_loss"])
-
-
-@scenario
-def loader_in_a_wrapper_with_other_samplers(given: Classes) -> Any:
-    """Nobody sets the epoch. Without a seed of its own, the sampler draws anew in each epoch."""
-    unseeded = {"accelerator_config": {"use_seedable_sampler": False}, "num_train_epochs": 3}
-    return [outcome(given.make(mixin=mixin, **unseeded)) for mixin in (WrapsItsLoader, ReadsToTheEnd)]
 
 
 @scenario
@@ -383,23 +307,27 @@ def labels_in_a_dict_and_none(given: Classes) -> Any:
     return [[outcome(trainer), rounded(trainer.evaluate())] for trainer in trainers]
 
 
-def without_names(rank: int, world_size: int, is_tuple: bool) -> str:
-    def collate(rows: list[Any]) -> Any:
-        return tuple(rows) if is_tuple else {"texts": rows}
+REFUSED = {True: "returns a tuple", False: "no tensor with a batch dimension"}
 
+
+def without_names(rank: int, world_size: int) -> dict[bool, str]:
     given = Classes(PipeTransformerTrainer, PipeTransformerTrainingArguments, Path("out"))
-    options = {"pipeline_parallel_size": world_size, "remove_unused_columns": False, "report_to": []}
-    args = given.arguments("out", use_cpu=True, disable_tqdm=True, save_strategy="no", **options)
-    trainer = given.trainer(Line(), args, train_dataset=["a", "b", "c", "d"], data_collator=collate)
-    return error_of(trainer.train)
+    options = {"pipeline_parallel_size": world_size, "remove_unused_columns": False}
+    found = {}
+    for is_tuple in REFUSED:
+
+        def collate(rows: list[Any], is_tuple: bool = is_tuple) -> Any:
+            return tuple(rows) if is_tuple else {"texts": rows}
+
+        trainer = given.make(train_dataset=["a", "b", "c", "d"], data_collator=collate, **options)
+        found[is_tuple] = error_of(trainer.train)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("is_tuple", "reason"), [(True, "returns a tuple"), (False, "no tensor with a batch dimension")]
-)
-def test_batches_without_names_or_tensors_are_refused_with_stages(is_tuple: bool, reason: str) -> None:
-    for told in run_ranks(without_names, 2, is_tuple):
-        assert told.startswith("ValueError") and reason in told and "pipeline_parallel_size=1" in told
+def test_batches_without_names_or_tensors_are_refused_with_stages() -> None:
+    for found in run_ranks(without_names, 2):
+        for is_tuple, told in found.items():
+            assert told.startswith("ValueError") and REFUSED[is_tuple] in told and "pipeline_parallel_size=1" in told
 
 
 class ReadsPairs:

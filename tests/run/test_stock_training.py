@@ -28,9 +28,7 @@ from stock_scripts import (
 )
 from torch import nn
 from transformers import (
-    EarlyStoppingCallback,
     TrainerCallback,
-    TrainerState,
     default_data_collator,
 )
 
@@ -50,16 +48,6 @@ def seeds_and_models_made_by_a_function(given: Classes) -> Any:
 
 
 @scenario
-def losses_that_are_not_finite(given: Classes) -> Any:
-    class Breaks(Line):
-        def forward(self, x: Any, labels: Any = None, **_: Any) -> Any:
-            return (self.slope * float("nan"), x)
-
-    trainers = [given.make(Breaks(), max_steps=2, logging_nan_inf_filter=is_filtered) for is_filtered in (True, False)]
-    return [[str(entry.get("loss")) for entry in outcome(trainer)[0]] for trainer in trainers]
-
-
-@scenario
 def models_without_a_loss(given: Classes) -> Any:
     class Silent(Line):
         def forward(self, x: Any, labels: Any = None, **_: Any) -> Any:
@@ -67,33 +55,6 @@ def models_without_a_loss(given: Classes) -> Any:
 
     trainer = given.make(Silent())
     return error_of(trainer.train), error_of(lambda: trainer.predict(Points(4)))
-
-
-@scenario
-def methods_of_the_users_own(given: Classes) -> Any:
-    calls: list[str] = []
-
-    def counting(name: str) -> Any:
-        def method(self: Any, *args: Any, **options: Any) -> Any:
-            calls.append(name)
-            return getattr(super(own, self), name)(*args, **options)
-
-        return method
-
-    names = ("compute_loss", "training_step", "prediction_step", "_prepare_inputs", "evaluation_loop", "log")
-    more = (
-        "create_optimizer",
-        "create_scheduler",
-        "save_model",
-        "_save_checkpoint",
-        "get_train_dataloader",
-        "store_flos",
-    )
-    own = type("Own", (given.trainer,), {name: counting(name) for name in (*names, *more)})
-    steps = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
-    trainer = own(Line(), given.args(**steps), train_dataset=Points(), eval_dataset=Points())
-    trainer.train()
-    return calls
 
 
 @scenario
@@ -185,16 +146,6 @@ def steps_by_hand(given: Classes) -> Any:
     return rounded(trained), rounded(trainer.prediction_step(trainer.model, dict(batch), prediction_loss_only=True)[0])
 
 
-@scenario
-def early_stopping(given: Classes) -> Any:
-    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
-    stopping = EarlyStoppingCallback(1)
-    trainer = given.make(callbacks=[stopping], num_train_epochs=20, learning_rate=1.0, save_total_limit=2, **options)
-    result = outcome(trainer)
-    best = trainer.state.best_model_checkpoint
-    return result, trainer.state.best_global_step, Path(best).name, given.checkpoints, rounded(trainer.evaluate())
-
-
 # ------------------------------------------------------------------------------------------ optimizers
 @scenario
 def optimizers_of_the_users_own(given: Classes) -> Any:
@@ -279,15 +230,6 @@ def resuming(given: Classes) -> Any:
 def checkpoints_that_are_not_there(given: Classes) -> Any:
     named = error_of(lambda: given.make().train(resume_from_checkpoint="nowhere"))
     return named, error_of(lambda: given.make().train(resume_from_checkpoint=True)).replace(str(given.folder), "")
-
-
-@scenario
-def resuming_with_other_arguments(given: Classes) -> Any:
-    given.make(max_steps=2, per_device_train_batch_size=2, **SAVES).train()
-    trainer = given.make(max_steps=4, per_device_train_batch_size=4, **SAVES)
-    trainer.train(resume_from_checkpoint=str(given.folder / "checkpoint-2"))
-    state = TrainerState.load_from_json(str(given.folder / "checkpoint-2" / "trainer_state.json"))
-    return state.train_batch_size, trainer._train_batch_size, trainer.state.global_step
 
 
 @scenario

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cached_runs import trainer_of
 from distributed import run_ranks
+from one_job import run_each
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, when_it_ends
 from transformers import hyperparameter_search, integrations
 from transformers.trainer_utils import BestRun, HPSearchBackend
@@ -38,34 +39,36 @@ def counted(trainer: PipeTransformerTrainer) -> list[tuple[CacheCounts, int]]:
 
 
 def sharing(
-    rank: int, world_size: int, run: Run, stages: int, folder: str, **options: Any
+    rank: int, world_size: int, run: Run, stages: int, folder: str
 ) -> tuple[Outcome, list[tuple[CacheCounts, int]]]:
-    trainer = trainer_of(run, {0: stages, 2: stages}, FROM_THE_START, folder, **options)
+    mode = run.options["activation_cache"]
+    trainer = trainer_of(run, {0: stages, 2: stages}, FROM_THE_START, folder, activation_cache=mode)
     if "seed" in run.options:  # frozen layers run without dropout, and below the head
         trainer.model.config.update({"hidden_dropout_prob": 0.3, "id2label": {0: "a", 1: "b"}})
     counts = counted(trainer)
     return outcome_of(trainer), counts
 
 
-@pytest.mark.parametrize(("world", "stages"), [(1, 1), (2, 2)])
-def test_a_second_trial_reads_from_its_first_step(world: int, stages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_second_trial_reads_from_its_first_step(stages: int, tmp_path: Path) -> None:
     """Though the first one had one epoch, of which nothing would be read again; seed, rate and dropout are others."""
-    shared = {"activation_cache_dir": str(tmp_path / "cache")}
+    shared = {"activation_cache_dir": str(tmp_path / "cache"), "activation_cache": "on"}
     other = RUN.with_options(seed=3, learning_rate=1e-3)
-    first = run_ranks(sharing, world, RUN, stages, str(tmp_path / "a"), **shared)
+    cases = {
+        "first": (RUN.with_options(**shared), stages, str(tmp_path / "a")),
+        "second": (other.with_options(**shared), stages, str(tmp_path / "b")),
+        "uncached": (other.with_options(activation_cache="off"), stages, str(tmp_path / "c")),
+    }
+    first, second, uncached = run_each(sharing, stages, cases).values()
     assert sum(counts.hits for _, [(counts, _)] in first) == 0
-    second = run_ranks(sharing, world, other, stages, str(tmp_path / "b"), **shared)
     _, [(of_first_stage, cached)] = second[-1]
     assert of_first_stage.rows > 0 and of_first_stage.hits == of_first_stage.rows
     assert sum(counts.stored for _, [(counts, _)] in second) == 0
     assert cached == 2  # they count as cached, so that the stages are balanced without them
-    uncached = run_ranks(sharing, world, other, stages, str(tmp_path / "c"), activation_cache="off")
     assert_same_training([outcome for outcome, _ in second], uncached[0][0])
 
 
-def adapted(
-    rank: int, world_size: int, run: Run, folder: str, **options: Any
-) -> tuple[Outcome, list[tuple[CacheCounts, int]]]:
+def adapted(rank: int, world_size: int, run: Run, folder: str) -> tuple[Outcome, list[tuple[CacheCounts, int]]]:
     """LoRA on the upper two of four layers, over the lower two."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
@@ -74,19 +77,22 @@ def adapted(
     torch.manual_seed(run.options.get("seed", 0))  # another trial's adapters
     model = peft.get_peft_model(run.build_model(), config).train()
     writing.PENDING_BATCHES = 1000
-    freezing = {"freeze_policy": "schedule", "freeze_schedule": FROM_THE_START, **options}
-    trainer = pipeline_trainer(run, 1, folder, model=model, **freezing)
+    trainer = pipeline_trainer(run, 1, folder, model=model, freeze_policy="schedule", freeze_schedule=FROM_THE_START)
     counts = counted(trainer)
     return outcome_of(trainer), counts
 
 
 def test_adapters_of_upper_layers_train_over_a_cached_prefix(tmp_path: Path) -> None:
     shared = {"activation_cache_dir": str(tmp_path / "cache"), "activation_cache": "on"}
-    run_ranks(adapted, 1, RUN, str(tmp_path / "a"), **shared)
     other = RUN.with_options(seed=3)
-    ((outcome, [(counts, _)]),) = run_ranks(adapted, 1, other, str(tmp_path / "b"), **shared)
+    cases = {
+        "first": (RUN.with_options(**shared), str(tmp_path / "a")),
+        "second": (other.with_options(**shared), str(tmp_path / "b")),
+        "uncached": (other.with_options(activation_cache="off"), str(tmp_path / "c")),
+    }
+    found = run_each(adapted, 1, cases)
+    ((outcome, [(counts, _)]),), ((uncached, _),) = found["second"], found["uncached"]
     assert counts.hits == counts.rows == RUN.samples
-    ((uncached, _),) = run_ranks(adapted, 1, other, str(tmp_path / "c"), activation_cache="off")
     assert_same_training([outcome], uncached)
 
 

@@ -6,14 +6,16 @@ import logging
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from distributed import run_ranks, run_ranks_expecting_error
+from distributed import run_ranks
+from one_job import run_each
 from training_runs import Run, pipeline_trainer
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from hf_pipetransformer.run import cache_setup
+from hf_pipetransformer.cache.file_store import FileStore
 
 RUN = Run(epochs=4, samples=32, accumulation=1).with_options(
     freeze_policy="schedule", freeze_schedule={1: 1, 2: 2}, activation_cache="on", log_level="info"
@@ -49,6 +51,7 @@ def voiced(
     trainer.add_callback(logged := Logged())
     trainer.train()
     trainer.create_model_card()
+    transformers_logging.remove_handler(handler)
     card = Path(folder, "README.md")
     return handler.lines, logged.values, card.read_text() if rank == 0 else None
 
@@ -93,66 +96,57 @@ def test_one_line_at_the_start_at_each_change_and_at_the_end(tmp_path: Path) -> 
     assert str(tmp_path) not in card
 
 
-@pytest.mark.parametrize(
-    ("options", "warned"),
-    [
-        ({"freeze_policy": "alpha", "num_train_epochs": 1}, "freeze_policy='alpha' will freeze no layer"),
-        (
-            {"freeze_policy": "alpha", "freeze_strategy": "steps", "freeze_steps": 500},
-            r"will freeze no layer.*every freeze_steps=500 steps, of 16\.",
-        ),
-        ({"freeze_policy": "schedule", "freeze_schedule": {"9": 2}}, "will freeze no layer"),
-        ({"freeze_policy": "autofreeze", "num_train_epochs": 1}, "freeze_policy='autofreeze' has frozen no layer"),
-        ({"num_microbatches": 3}, r"num_microbatches=3, but 2 are used.*divisor of 8"),
-    ],
-)
-def test_what_has_no_effect_is_warned_of_once(options: dict[str, Any], warned: str, tmp_path: Path) -> None:
+WARNED: dict[str, dict[str, Any]] = {
+    "freeze_policy='alpha' will freeze no layer": {"freeze_policy": "alpha", "num_train_epochs": 1},
+    r"will freeze no layer.*every freeze_steps=500 steps, of 16\.": {
+        "freeze_policy": "alpha",
+        "freeze_strategy": "steps",
+        "freeze_steps": 500,
+    },
+    "freeze_policy='schedule' will freeze no layer": {"freeze_policy": "schedule", "freeze_schedule": {"9": 2}},
+    "freeze_policy='autofreeze' has frozen no layer": {"freeze_policy": "autofreeze", "num_train_epochs": 1},
+    "num_microbatches=3, but 2 are used.*divisor of 8": {"num_microbatches": 3},
+}
+
+
+def test_what_has_no_effect_is_warned_of_once_and_what_is_chosen_is_told(tmp_path: Path) -> None:
     plain = Run(epochs=4, samples=32, accumulation=1).with_options(log_level="info")
-    (lines, _, _), (others, *_) = run_ranks(voiced, 2, plain, str(tmp_path), options)
-    (warning,) = [text for level, text in lines if level == logging.WARNING]
-    assert re.search(warned, warning)
-    assert not [text for level, text in others if level >= logging.WARNING]
-
-
-def test_what_is_chosen_is_told(tmp_path: Path) -> None:
-    plain = Run(epochs=1, samples=8, accumulation=1).with_options(log_level="info")
-    (lines, *_), _ = run_ranks(voiced, 2, plain, str(tmp_path), {"stages": "auto"})
+    cases = {words: (plain, str(tmp_path / str(number)), WARNED[words]) for number, words in enumerate(WARNED)}
+    chosen = plain.with_options(num_train_epochs=1), str(tmp_path / "chosen"), {"stages": "auto"}
+    found = run_each(voiced, 2, {**cases, "chosen": chosen})
+    for words in WARNED:
+        (lines, _, _), (others, *_) = found[words]
+        (warning,) = [text for level, text in lines if level == logging.WARNING]
+        assert re.search(words, warning)
+        assert not [text for level, text in others if level >= logging.WARNING]
+    (lines, *_), _ = found["chosen"]
     assert any(text.startswith("pipeline_parallel_size='auto' is 1: ") for _, text in lines)
 
 
-def without_a_folder(rank: int, world_size: int, folder: str, mode: str) -> list[str]:
-    blocked = Path(folder, "file")
-    blocked.touch()
-    run = RUN.with_options(activation_cache=mode, activation_cache_dir=str(blocked / "cache"))
-    lines, *_ = voiced(rank, world_size, run, folder, {})
+def without_room(rank: int, world_size: int, folder: str, name: str, mode: str) -> str | list[str]:
+    """The error, or what is warned of, with a file in the folder's place, or on a full disk."""
+    run = RUN.with_options(activation_cache=mode, activation_cache_dir=str(Path(folder, name, "cache")))
+    usable = (lambda self: 0) if name == "full" else FileStore.usable_bytes
+    with mock.patch.object(FileStore, "usable_bytes", usable):
+        if mode == "on":
+            with pytest.raises(ValueError) as error:
+                voiced(rank, world_size, run, folder, {})
+            return str(error.value)
+        lines, *_ = voiced(rank, world_size, run, folder, {})
     return [text for level, text in lines if level == logging.WARNING]
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_at_the_start(tmp_path: Path) -> None:
-    for error in run_ranks_expecting_error(without_a_folder, 2, str(tmp_path), "on"):
-        assert isinstance(error, ValueError)
-        assert "activation_cache_dir: the folder" in str(error) and "cannot be written to" in str(error)
-    first, second = run_ranks(without_a_folder, 2, str(tmp_path), "auto")
-    assert len(first) == 1 and "The activation cache is off: activation_cache_dir: the folder" in first[0]
-    assert second == []
+NO_ROOM = {
+    "file": r"activation_cache_dir: the folder .* cannot be written to",
+    "full": r"activation_cache_dir: the disk .* is full \(0.0 MiB may be used; .* need up to 0\.\d MiB\)",
+}
 
 
-class Disk:
-    def __init__(self, usable: int) -> None:
-        self.usable = usable
-
-    def why_unwritable(self) -> str | None:
-        return None
-
-    def usable_bytes(self) -> int | None:
-        return self.usable
-
-
-@pytest.mark.parametrize(("usable", "needed", "is_full"), [(0, None, True), (3, 100, True), (50, 100, False)])
-def test_a_full_disk(usable: int, needed: int | None, is_full: bool) -> None:
-    mib = 2**20
-    store: Any = Disk(usable * mib)
-    found = cache_setup._trouble_with(store, Path("folder"), needed and needed * mib)
-    assert (found is not None) == is_full
-    if found is not None:
-        assert f"({usable:.1f} MiB may be used" in found and ("need up to 100.0 MiB" in found) == bool(needed)
+def test_a_folder_that_cannot_be_written_to_or_is_full_is_told_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cases = {f"{name} {mode}": (str(tmp_path), name, mode) for name in NO_ROOM for mode in ("on", "auto")}
+    found = run_each(without_room, 2, cases)
+    for name, words in NO_ROOM.items():
+        assert all(re.search(words, error) for error in found[f"{name} on"])
+        (warning,), others = found[f"{name} auto"]
+        assert re.search(f"The activation cache is off: {words}", warning) and others == []

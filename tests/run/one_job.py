@@ -1,0 +1,28 @@
+"""Several trainings one after the other on the same processes, whose start takes longer than a short training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from distributed import run_ranks
+
+
+def run_calls(world_size: int, calls: Mapping[str, Sequence[Any]], **options: Any) -> dict[str, list[Any]]:
+    """What every rank returned of `fn(rank, world_size, *arguments)`, of each call's function and arguments.
+
+    `options` are those of `run_ranks`.
+    """
+    results = run_ranks(_call, world_size, calls, **options)
+    return {name: [found[name] for found in results] for name in calls}
+
+
+def run_each(
+    fn: Callable[..., Any], world_size: int, cases: Mapping[str, Sequence[Any]], **options: Any
+) -> dict[str, list[Any]]:
+    """`run_calls` of one function, with the arguments of each case."""
+    return run_calls(world_size, {name: (fn, *arguments) for name, arguments in cases.items()}, **options)
+
+
+def _call(rank: int, world_size: int, calls: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    return {name: fn(rank, world_size, *arguments) for name, (fn, *arguments) in calls.items()}
