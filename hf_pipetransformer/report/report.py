@@ -19,9 +19,9 @@ from typing import Any
 
 from ..own_files import replace_file
 from ..planning.tables import MIB
-from ..records.files import BEGINNINGS, EVENTS, METRICS
-from ..records.history import STATE_NAME, Layout, Line, Training, read_trainings
-from .comparison import headline, names_of, rows_of
+from ..records.files import BEGINNINGS
+from ..records.history import Layout, Line, Training
+from .comparison import headline, pair, rows_of, trainings_in
 from .words import GLOSSARY, changes, final_quality, verdict
 
 FILE_NAME = "report.html"
@@ -50,39 +50,17 @@ def write_report(folder: Path, output: Path | None = None, beside: Path | None =
         raise ValueError(
             f"The report requires {' and '.join(missing)}. Install with pip install 'hf_pipetransformer[report]'."
         )
-    trainings = trainings_in(folder)
-    others = (
-        {}
-        if beside is None
-        else dict(zip(names_of(folder, beside), (trainings[-1], trainings_in(beside)[-1]), strict=True))
-    )
+    trainings, runs = trainings_in(folder), pair(folder, beside) if beside is not None else {}
     path = output or folder / FILE_NAME
     if path.is_dir():
         raise ValueError(f"--output is {path}, which is a folder. Pass a file path, such as {path / FILE_NAME}.")
-    text = page(trainings, folder, others)
+    text = page(trainings, folder, runs)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text)
     except OSError as error:
         raise ValueError(f"The report cannot be written: {error}. Pass another --output.") from None
     return path
-
-
-def trainings_in(folder: Path) -> list[Training]:
-    """Return the trainings of a folder, the oldest first.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder. Pass the output_dir of a training run.")
-    trainings = read_trainings(folder)
-    if not trainings:
-        raise ValueError(
-            f"{folder} contains none of {EVENTS}, {METRICS} and {STATE_NAME} (nor a checkpoint with one). Pass the"
-            " output_dir of a training run with PipeTransformerTrainer."
-        )
-    return trainings
 
 
 def page(trainings: Sequence[Training], folder: Path, runs: Mapping[str, Training]) -> str:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -165,18 +165,7 @@ class RunRecorder(TrainerCallback):
         done, self._layout = self._layout, Tally()
         return done
 
-    def record_event(
-        self,
-        event: str,
-        costs: CostModel,
-        plan: Layout,
-        state: TrainerState,
-        *,
-        seconds: float = 0.0,
-        bytes_moved: int = 0,
-        phases: Mapping[str, float] | None = None,
-        **more: Any,
-    ) -> None:
+    def record_event(self, event: str, costs: CostModel, plan: Layout, state: TrainerState, **measured: Any) -> None:
         """Write a change of the layout, or another event.
 
         Args:
@@ -184,23 +173,15 @@ class RunRecorder(TrainerCallback):
             costs: predict memory and seconds of the plan.
             plan: the plan in force from now on.
             state: the Trainer's state.
-            seconds: duration of the change in seconds, on the slowest process.
-            bytes_moved: number of bytes received by all processes together.
-            phases: duration in seconds of each phase of the change, on the process that was slowest in it.
-            more: "facts" of a run that do not change during it, or the "slices" of a batch.
+            measured: "seconds" of the change, on the slowest process; "bytes_moved" to all processes together; its
+                "phases", each in seconds on the process that was slowest in it; "facts" of a run that do not change
+                during it; "slices" of a batch.
         """
-        if not self._writes:
-            return
-        values = {
-            "epoch": state.epoch or 0.0,
-            **layout_of(plan),
-            "seconds": round(seconds, 6),
-            "bytes_moved": bytes_moved,
-            "phases": _rounded(phases or {}),
-            "predicted": prediction_of(costs, plan),
-            **more,
-        }
-        self._write(EVENTS, {"event": event}, state.global_step, values)
+        if self._writes:
+            unmoved = {"seconds": 0.0, "bytes_moved": 0, "phases": {}}
+            values = {"epoch": state.epoch or 0.0, **layout_of(plan), **unmoved, **measured}
+            values["predicted"] = prediction_of(costs, plan)
+            self._write(EVENTS, {"event": event}, state.global_step, values)
 
     def record_cache_off(self, reason: str, global_step: int) -> None:
         """Write why frozen layers' outputs were not cached, or are no longer cached."""
@@ -290,8 +271,7 @@ class RunRecorder(TrainerCallback):
     def _flush(self, global_step: int) -> None:
         done, self._line = self._line, Tally()
         if done.seconds:
-            values = {"steps": done.steps, "rows": done.rows, "seconds": _rounded(done.seconds)}
-            self._write(METRICS, {"kind": "time"}, global_step, values)
+            self._write(METRICS, {"kind": "time"}, global_step, asdict(done))
 
     def _write(self, name: str, kind: Mapping[str, str], global_step: int, values: Mapping[str, Any]) -> None:
         """Append a line to the file of that name."""
@@ -326,17 +306,11 @@ def facts_of_run(model: nn.Module, args: TrainingArguments) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {
             "hf_pipetransformer": sys.modules[__name__.partition(".")[0]].__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "accelerate": accelerate.__version__,
+            **{library.__name__: library.__version__ for library in (torch, transformers, accelerate)},
             "python": ".".join(map(str, sys.version_info[:3])),
         },
         "arguments": {name: _plain(value) for name, value in arguments.items()},
     }
-
-
-def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
-    return {name: round(value, 6) for name, value in seconds.items()}
 
 
 def _plain(value: Any) -> Any:

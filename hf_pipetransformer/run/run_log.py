@@ -242,10 +242,7 @@ class RunLog:
         return self._job.trainer.state
 
     def _say(self, line: object, level: int = logging.INFO) -> None:
-        if level == logging.INFO:
-            tell(logger, self._job.args, str(line))
-        elif self._job.trainer.is_world_process_zero():
-            logger.log(level, "%s", line)
+        tell(logger, self._job.args, line, level)
 
     def _warn_of_nothing_frozen(self, what: str) -> None:
         """Warn that the freeze policy freezes nothing, and name the fields that decide about it."""
