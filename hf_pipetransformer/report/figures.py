@@ -5,6 +5,7 @@ All figures over steps have the same x axis, with a line at each change of the l
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -43,9 +44,10 @@ PASSES = {"forward": ("forward", BLUE), "backward": ("backward", ORANGE), "weigh
 """Kind of a pass -> label and color."""
 WAITING = "waiting (bubble)"
 
-Curves = Mapping[str, tuple[Sequence[Any], Sequence[Any]]]
-"""Label -> x and y."""
-
+Curve = tuple[Sequence[Any], Sequence[Any]]
+"""x and y."""
+Curves = Mapping[str, Curve]
+"""Label -> curve."""
 
 TITLES = {
     "loss": "Loss",
@@ -139,10 +141,8 @@ def _draw_over_steps(training: Training, name: str, curves: Curves) -> Drawn:
     if not curves:
         return missing, None
     figure = _figure(Y_TITLES.get(name, ""), training)
-    for label, (steps, values) in curves.items():
-        figure.add_scatter(
-            x=steps, y=values, name=label, mode="lines+markers" if len(steps) < MOST_MARKERS else "lines"
-        )
+    for label, curve in curves.items():
+        _add_curve(figure, label, curve)
     figure.update_traces(cliponaxis=False)  # markers at the first and the last step are whole
     figure.update_traces(stackgroup="layers" if name == "layers" else None)
     figure.update_yaxes(rangemode="tozero" if name in FROM_ZERO else "normal")
@@ -160,12 +160,10 @@ def comparison_drawings(runs: Mapping[str, Training]) -> list[Drawing]:
     figure = _figure("loss")
     for (name, training), color in zip(runs.items(), COLORS, strict=False):
         for key, dash in (("loss", "solid"), ("eval_loss", "dot")):
-            seconds, values = training.curve_over_time(key)
-            if seconds:
+            curve = training.curve_over_time(key)
+            if curve[0]:
                 label = f"{name}, {'training' if key == 'loss' else 'evaluation'}"
-                mode = "lines+markers" if len(seconds) < MOST_MARKERS else "lines"
-                x, y = thinned(seconds, values)
-                figure.add_scatter(x=x, y=y, name=label, mode=mode, line={"color": color, "dash": dash})
+                _add_curve(figure, label, curve, line={"color": color, "dash": dash})
     figure.update_xaxes(title="seconds since train() was called", rangemode="tozero")
     figure.update_yaxes(rangemode="tozero")
     caption = "A Trainer that records no times has its steps spread evenly over its run."
@@ -176,8 +174,12 @@ def comparison_drawings(runs: Mapping[str, Training]) -> list[Drawing]:
 
 def _logged(training: Training, labels: Mapping[str, str]) -> Curves:
     """The curves of logged numbers: name -> label."""
-    curves = {label: training.curve(name) for name, label in labels.items()}
-    return {label: thinned(*curve) for label, curve in curves.items() if curve[0]}
+    return {label: curve for name, label in labels.items() if (curve := training.curve(name))[0]}
+
+
+def _add_curve(figure: go.Figure, label: str, curve: Curve, **options: Any) -> None:
+    xs, ys = thinned(*curve)
+    figure.add_scatter(x=xs, y=ys, name=label, mode="lines+markers" if len(xs) < MOST_MARKERS else "lines", **options)
 
 
 def thinned(xs: Sequence[Any], ys: Sequence[float]) -> tuple[list[Any], list[float]]:
@@ -241,19 +243,11 @@ def _draw_cache(training: Training) -> Drawn:
     figure.update_layout(
         barmode="stack",
         yaxis={"tickformat": ".0%", "range": [0, 1.02]},
-        yaxis2={
-            "overlaying": "y",
-            "side": "right",
-            "title": "size, MiB",
-            "rangemode": "tozero",
-            "showgrid": False,
-            "automargin": True,
-        },
+        yaxis2={"overlaying": "y", "side": "right", "title": "size, MiB", "rangemode": "tozero", "showgrid": False},
     )
-    caption = (
-        "Share of an epoch's samples that were found, drawn at the epoch's end, and size of the store on this node."
-    )
-    return caption, figure
+    figure.update_yaxes(automargin=True)
+    found = "Share of an epoch's samples that were found, drawn at the epoch's end"
+    return f"{found}, and size of the store on this node.", figure
 
 
 def _why_uncached(training: Training) -> str:
@@ -296,10 +290,9 @@ def _words_on_time(training: Training, total: float) -> list[str]:
         words.append(f"In it are {training.repeated_steps} steps that were done again after an interruption.")
     if training.facts.get("device_type", "cpu") != "cpu":
         words.append("Work that a device has not finished when a call returns counts for what waits for it.")
-    phases: dict[str, float] = {}
-    for event in training.events:
-        for phase, seconds in event["phases"].items():
-            phases[phase] = phases.get(phase, 0.0) + seconds
+    phases: defaultdict[str, float] = defaultdict(float)
+    for phase, seconds in (item for event in training.events for item in event["phases"].items()):
+        phases[phase] += seconds
     if phases:
         parts = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases.items())
         moved = sum(event["bytes_moved"] for event in training.events) / MIB

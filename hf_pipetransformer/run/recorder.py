@@ -8,10 +8,10 @@ import math
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Tally:
 
     steps: int = 0
     rows: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class RunRecorder(TrainerCallback):
@@ -265,13 +265,13 @@ class RunRecorder(TrainerCallback):
         now = time.perf_counter()
         if self._is_training:
             for tally in self._tallies:
-                tally.seconds[what] = tally.seconds.get(what, 0.0) + now - self._mark
+                tally.seconds[what] += now - self._mark
         self._mark = now
 
     def _flush(self, global_step: int) -> None:
         done, self._line = self._line, Tally()
         if done.seconds:
-            self._write(METRICS, {"kind": "time"}, global_step, asdict(done))
+            self._write(METRICS, {"kind": "time"}, global_step, vars(done))
 
     def _write(self, name: str, kind: Mapping[str, str], global_step: int, values: Mapping[str, Any]) -> None:
         """Append a line to the file of that name."""
