@@ -18,6 +18,8 @@ from selection import slow
 
 from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
+from hf_pipetransformer.resilience.judge import LEAVING, Beat, find_silent
+from hf_pipetransformer.resilience.progress import Round
 from hf_pipetransformer.resilience.stores import use_fresh_store
 from hf_pipetransformer.resilience.watchdog import EXIT_CODE, GRACE, PROGRESS, Watchdog, phase
 
@@ -147,6 +149,17 @@ def test_processes_that_wait_for_one_another() -> None:
     for outcome in launch_ranks(watched, 2, "wait", 0, timeout=60):
         assert isinstance(outcome.error, PeerFailedError) or outcome.exitcode == EXIT_CODE
         assert "wait for each other: rank 0 in phase 'step' at step 1, in misbehave (test_watchdog" in said(outcome)
+
+
+def test_who_was_heard_after_a_loss_is_not_called_dead() -> None:
+    """Rank 1 died 4.5 s ago, rank 0 lost it 4 s ago, and rank 2 holds its interpreter since 2.5 s ago."""
+    beats = {
+        rank: Beat(1, 60.0, 0.0, 4.0, True, phase, f"in phase {phase!r} at step 1", "f (x.py:1)", Round())
+        for rank, phase in enumerate((LEAVING, "step", "step"))
+    }
+    verdict = find_silent(beats, {0: 0.1, 1: 4.5, 2: 2.5}, ["a", "b", "c"], 30.0, lost_for=4.0)
+    assert verdict is not None and verdict.ranks == (1,)
+    assert verdict.text.startswith("rank 1 (host b) could not be reached for 4 s, last in phase 'step'")
 
 
 # ---------------------------------------------------------------------------------------------------------
