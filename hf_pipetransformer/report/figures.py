@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -50,6 +49,7 @@ Curves = Mapping[str, Curve]
 """Label -> curve."""
 
 TITLES = {
+    "losses-over-time": "Losses over time",
     "loss": "Loss",
     "quality": "Evaluation",
     "layers": "Layers: trained, frozen, cached",
@@ -65,7 +65,8 @@ TITLES = {
 """Name of each figure's element on the page -> title, in the order of the page."""
 Y_TITLES = {"loss": "loss", "layers": "layers", "speed": "samples/s", "gradients": "norm"}
 """Name of a figure over the optimizer steps -> title of its y axis, where the page's title does not say it."""
-WIDE = ("step", "time", "memory")
+WIDE = ("losses-over-time", "step", "time", "memory")
+"""Figures that take the full width of the page."""
 FROM_ZERO = ("loss", "layers", "shape", "speed", "learning-rate", "gradients")
 """Figures whose y axis begins at zero."""
 OVER_STEPS = {
@@ -95,27 +96,13 @@ Drawn = tuple[str, "go.Figure | None"]
 """How to read a figure and where its numbers come from, and the figure; or why there is none, and None."""
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A figure on the page.
+def all_drawings(training: Training, runs: Mapping[str, Training]) -> dict[str, Drawn]:
+    """Create the figures by their names in `TITLES`, in the order of the page.
 
-    Attributes:
-        name: name of its element.
-        title: what it shows.
-        caption: how to read it; without a figure, why there is none.
-        figure: the figure; None if it cannot be drawn.
-        is_wide: whether it takes the full width of the page.
+    Args:
+        training: the training.
+        runs: name -> training, of this one and of one to compare it with; empty if there is none.
     """
-
-    name: str
-    title: str
-    caption: str
-    figure: go.Figure | None
-    is_wide: bool
-
-
-def all_drawings(training: Training) -> list[Drawing]:
-    """Create the figures in the order of the page."""
     evaluated = [n for n in training.names if n.startswith("eval_") and not n.endswith(TECHNICAL)]
     losses = {n: n.replace("eval_", "evaluation_").removesuffix("_loss") for n in evaluated if "loss" in n}
     metrics = {n: n.removeprefix("eval_") for n in evaluated if "loss" not in n}
@@ -132,7 +119,9 @@ def all_drawings(training: Training) -> list[Drawing]:
     drawn = {name: _draw_over_steps(training, name, of_figure) for name, of_figure in curves.items()}
     drawn |= {"cache": _draw_cache(training), "step": _draw_step(training)}
     drawn |= {"time": _draw_time(training), "memory": _draw_memory(training)}
-    return [Drawing(name, title, *drawn[name], name in WIDE) for name, title in TITLES.items()]
+    if runs:
+        drawn["losses-over-time"] = _draw_comparison(runs)
+    return {name: drawn[name] for name in TITLES if name in drawn}
 
 
 # ---------------------------------------------------------------------------------------- over steps
@@ -149,14 +138,8 @@ def _draw_over_steps(training: Training, name: str, curves: Curves) -> Drawn:
     return caption, figure
 
 
-def comparison_drawings(runs: Mapping[str, Training]) -> list[Drawing]:
-    """Create the figure in which trainings are compared: their losses over seconds since `train()` was called.
-
-    Args:
-        runs: name -> training; empty if nothing is compared.
-    """
-    if not runs:
-        return []
+def _draw_comparison(runs: Mapping[str, Training]) -> Drawn:
+    """The losses of trainings, by name, over seconds since `train()` was called."""
     figure = _figure("loss")
     for (name, training), color in zip(runs.items(), COLORS, strict=False):
         for key, dash in (("loss", "solid"), ("eval_loss", "dot")):
@@ -166,10 +149,9 @@ def comparison_drawings(runs: Mapping[str, Training]) -> list[Drawing]:
                 _add_curve(figure, label, curve, line={"color": color, "dash": dash})
     figure.update_xaxes(title="seconds since train() was called", rangemode="tozero")
     figure.update_yaxes(rangemode="tozero")
-    caption = "A Trainer that records no times has its steps spread evenly over its run."
     if not figure.data:
-        caption = "No losses with times were recorded."
-    return [Drawing("losses-over-time", "Losses over time", caption, figure if figure.data else None, True)]
+        return "No losses with times were recorded.", None
+    return "A Trainer that records no times has its steps spread evenly over its run.", figure
 
 
 def _logged(training: Training, labels: Mapping[str, str]) -> Curves:

@@ -50,31 +50,15 @@ def write_report(folder: Path, output: Path | None = None, beside: Path | None =
         raise ValueError(
             f"The report requires {' and '.join(missing)}. Install with pip install 'hf_pipetransformer[report]'."
         )
-    trainings, runs = trainings_in(folder), pair(folder, beside) if beside is not None else {}
+    trainings = trainings_in(folder)
+    runs = pair(folder, beside) if beside is not None else {}
     path = output or folder / FILE_NAME
     if path.is_dir():
         raise ValueError(f"--output is {path}, which is a folder. Pass a file path, such as {path / FILE_NAME}.")
-    text = page(trainings, folder, runs)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text)
-    except OSError as error:
-        raise ValueError(f"The report cannot be written: {error}. Pass another --output.") from None
-    return path
-
-
-def page(trainings: Sequence[Training], folder: Path, runs: Mapping[str, Training]) -> str:
-    """Render the page of the last training.
-
-    Args:
-        trainings: those of the folder.
-        folder: the training's `output_dir`.
-        runs: name -> training, of this one and of one to compare it with; empty if there is none.
-    """
     import jinja2
     from plotly.offline import get_plotlyjs_version
 
-    from .figures import all_drawings, comparison_drawings
+    from .figures import TITLES, WIDE, all_drawings
 
     training = trainings[-1]
     environment = jinja2.Environment(
@@ -86,7 +70,9 @@ def page(trainings: Sequence[Training], folder: Path, runs: Mapping[str, Trainin
         tiles=_tiles(training),
         verdict=[*([headline(runs)] if runs else []), *verdict(training)],
         notes=training.problems,
-        drawings=[*comparison_drawings(runs), *all_drawings(training)],
+        drawings=all_drawings(training, runs),
+        titles=TITLES,
+        wide=WIDE,
         json_of=_json_of,
         tables=[table for table in _tables(trainings, runs) if table.rows],
         changes=changes(training),
@@ -96,7 +82,12 @@ def page(trainings: Sequence[Training], folder: Path, runs: Mapping[str, Trainin
         plotly_version=get_plotlyjs_version(),
         plotly_gz=_packed_plotly(),
     )
-    return text
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text)
+    except OSError as error:
+        raise ValueError(f"The report cannot be written: {error}. Pass another --output.") from None
+    return path
 
 
 @cache
