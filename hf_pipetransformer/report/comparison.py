@@ -99,11 +99,6 @@ def headline(runs: Mapping[str, Training]) -> str:
 def as_text(rows: list[dict[str, str]]) -> str:
     """Format the table for a terminal."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in zip(*lines, strict=True)]
+    columns[0] = [name.strip().ljust(len(name)) for name in columns[0]]
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))

@@ -51,7 +51,6 @@ class RunLog:
         # those among them that were not run
         self._passes = self._backward_skipped = self._forward_skipped = 0
         self._num_changes = 0
-        self._owes_layout = False
         self._why_not_cached: str | None = None
         self._passes_per_sample = 1
         self._has_warned = False
@@ -124,11 +123,10 @@ class RunLog:
             cache: the cache of frozen layers' outputs, if there is one.
             why_not_cached: why there is none although the arguments allow one.
         """
-        args, callback, plan = self._job.args, self._job.freeze_callback, self._plan
+        callback, plan = self._job.freeze_callback, self._plan
         assert plan is not None
         self._why_not_cached = why_not_cached
         self._passes_per_sample = cache.calls_per_sample if cache is not None else 1
-        self._owes_layout = callback is not None or args.uses_pipeline
         parts = [f"{type(self._job.model).__name__} in {describe_layout(plan)}"]
         if plan.pipeline_parallel_size > 1:
             m = plan.num_microbatches
@@ -139,7 +137,7 @@ class RunLog:
             parts.append(callback.describe(self._state))
             off = f"off ({why_not_cached or self._job.why_not_cached})"
             parts.append(f"cache: {cache.describe() if cache is not None else off}")
-        if args.token_slices == "auto":
+        if self._job.args.token_slices == "auto":
             parts.append("token slices are chosen by measured times, so another run may differ by rounding")
         self._say("; ".join(parts) + ".")
         if callback is not None and callback.freezes_nothing(self._state):
@@ -147,8 +145,7 @@ class RunLog:
 
     def show_layout(self) -> None:
         """Log the first plan as metrics, before the first step. Collective over all processes."""
-        if self._owes_layout:
-            self._owes_layout = False
+        if self._job.freeze_callback is not None or self._job.args.uses_pipeline:
             self._log_layout({})
 
     # ------------------------------------------------------------------------------------ in training
