@@ -22,7 +22,6 @@ class Beat(NamedTuple):
     """The state of a process.
 
     Attributes:
-        number: counts the messages.
         patience: seconds that may pass without finishing anything.
         alone: seconds for which it has finished nothing, and its main thread has waited for no other process.
         idle: seconds for which it has finished nothing, and its main thread has not used the CPU.
@@ -33,7 +32,6 @@ class Beat(NamedTuple):
         round: the latest round that it has begun.
     """
 
-    number: int
     patience: float
     alone: float
     idle: float
@@ -49,9 +47,9 @@ class Beat(NamedTuple):
 
     @classmethod
     def parse(cls, message: bytes) -> Beat:
-        values = json.loads(message)
-        values[-1] = Round(*values[-1])
-        return cls(*values)
+        """Read a message: the beat, after the message's number, by which it differs from the one before."""
+        _, *values, latest = json.loads(message)
+        return cls(*values, round=Round(*latest))
 
 
 class Verdict(NamedTuple):

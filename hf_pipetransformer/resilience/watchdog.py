@@ -125,7 +125,7 @@ class Watchdog:
         # a launcher's store may be unreachable, and a process group may be created without one
         with suppress(RuntimeError, KeyError, ValueError):
             self._exchanges, self._meetings = self._connect(), self._connect()  # a request blocks its connection
-            self._exchanges.set(f"beat {self._rank}", json.dumps(self._beat))
+            self._exchanges.set(f"beat {self._rank}", json.dumps((0, *self._beat)))
             if self._rank == 0:
                 self._exchanges.set(VERDICT, "")
             has_begun = True
@@ -229,7 +229,7 @@ class Watchdog:
         try:
             while not self._done.wait(self._interval):
                 number += 1
-                self._exchanges.set(f"beat {self._rank}", json.dumps(self._beat._replace(number=number)))
+                self._exchanges.set(f"beat {self._rank}", json.dumps((number, *self._beat)))
                 if self._found is not None and not self._verdict.done():
                     self._exchanges.compare_set(VERDICT, "", json.dumps(self._found))
                 verdict, *beats = self._exchanges.multi_get(keys)
@@ -282,7 +282,6 @@ class Watchdog:
         if frame is not None:
             self._place = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
         return Beat(
-            0,
             PROGRESS.patience,
             now - max(PROGRESS.since, self._alone_since),
             now - max(PROGRESS.since, self._busy_at),

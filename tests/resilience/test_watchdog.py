@@ -154,7 +154,7 @@ def test_processes_that_wait_for_one_another() -> None:
 def test_who_was_heard_after_a_loss_is_not_called_dead() -> None:
     """Rank 1 died 4.5 s ago, rank 0 lost it 4 s ago, and rank 2 holds its interpreter since 2.5 s ago."""
     beats = {
-        rank: Beat(1, 60.0, 0.0, 4.0, True, phase, f"in phase {phase!r} at step 1", "f (x.py:1)", Round())
+        rank: Beat(60.0, 0.0, 4.0, True, phase, f"in phase {phase!r} at step 1", "f (x.py:1)", Round())
         for rank, phase in enumerate((LEAVING, "step", "step"))
     }
     verdict = find_silent(beats, {0: 0.1, 1: 4.5, 2: 2.5}, ["a", "b", "c"], 30.0, lost_for=4.0)
