@@ -48,8 +48,9 @@ class Beat(NamedTuple):
     @classmethod
     def parse(cls, message: bytes) -> Beat:
         """Read a message: the beat, after the message's number, by which it differs from the one before."""
-        _, *values, latest = json.loads(message)
-        return cls(*values, round=Round(*latest))
+        _, *values = json.loads(message)
+        values[-1] = Round(*values[-1])
+        return cls(*values)
 
 
 class Verdict(NamedTuple):
