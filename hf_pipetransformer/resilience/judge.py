@@ -150,12 +150,11 @@ def find_silent(
             silent.append(rank)
     if not silent:
         return None
-    who = f"rank {', '.join(map(str, silent[:8]))} (host {', '.join(sorted({hosts[rank] for rank in silent})[:8])})"
-    keeps = ", which keeps the job's store," if 0 in silent else ""
-    why = "it has died" if lost_for else "it is stopped, holds the Python GIL"
+    ranks, where = ", ".join(map(str, silent[:8])), ", ".join(sorted({hosts[rank] for rank in silent})[:8])
+    who = f"(host {where}), which keeps the job's store," if 0 in silent else f"(host {where})"
     seconds, doing = silence[silent[0]], beats[silent[0]].doing
-    text = f"{who}{keeps} could not be reached for {seconds:.0f} s, last {doing} ({why}, or lost its network)"
-    return Verdict(text, tuple(silent))
+    why = f"{'it has died' if lost_for else 'it is stopped, holds the Python GIL'}, or lost its network"
+    return Verdict(f"rank {ranks} {who} could not be reached for {seconds:.0f} s, last {doing} ({why})", tuple(silent))
 
 
 def seconds_since_lost(beats: Iterable[Beat]) -> float:
