@@ -67,8 +67,6 @@ Y_TITLES = {"loss": "loss", "layers": "layers", "speed": "samples/s", "gradients
 """Name of a figure over the optimizer steps -> title of its y axis, where the page's title does not say it."""
 WIDE = ("losses-over-time", "step", "time", "memory")
 """Figures that take the full width of the page."""
-FROM_ZERO = ("loss", "layers", "shape", "speed", "learning-rate", "gradients")
-"""Figures whose y axis begins at zero."""
 OVER_STEPS = {
     "loss": (
         "The training loss is the mean since the entry before; of an epoch, if logging_steps is longer.",
@@ -134,7 +132,7 @@ def _draw_over_steps(training: Training, name: str, curves: Curves) -> Drawn:
         _add_curve(figure, label, curve)
     figure.update_traces(cliponaxis=False)  # markers at the first and the last step are whole
     figure.update_traces(stackgroup="layers" if name == "layers" else None)
-    figure.update_yaxes(rangemode="tozero" if name in FROM_ZERO else "normal")
+    figure.update_yaxes(rangemode="normal" if name == "quality" else "tozero")
     return caption, figure
 
 
