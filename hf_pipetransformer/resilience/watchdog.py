@@ -225,7 +225,7 @@ class Watchdog:
     def _exchange(self) -> None:
         """Tell the others at each interval what this process does, and what it has found; hear what they say."""
         ranks = range(len(self._everyone)) if self._rank == 0 else (0,)
-        keys, number = [VERDICT, *(f"beat {rank}" for rank in ranks)], 0
+        keys, number, before = [VERDICT, *(f"beat {rank}" for rank in ranks)], 0, time.monotonic()
         try:
             while not self._done.wait(self._interval):
                 number += 1
@@ -233,13 +233,24 @@ class Watchdog:
                 if self._found is not None and not self._verdict.done():
                     self._exchanges.compare_set(VERDICT, "", json.dumps(self._found))
                 verdict, *beats = self._exchanges.multi_get(keys)
+                before = now = self._time_after(before)
                 for rank, beat in zip(ranks, beats, strict=True):
                     if rank not in self._heard or beat != self._heard[rank][0]:
-                        self._heard[rank] = beat, time.monotonic()
+                        self._heard[rank] = beat, now
                 if verdict:
                     self._settle(Verdict.parse(verdict))
         except (RuntimeError, OSError):
             self._lost_store_at = time.monotonic()
+
+    def _time_after(self, before: float) -> float:
+        """Return the time, after an interval. If it took long, the machine or the whole job was suspended, or is slow.
+
+        What was seen counts from now on then.
+        """
+        now = time.monotonic()
+        if now - before > GRACE + 2 * self._interval:
+            self._awake_since = self._alone_since = self._busy_at = now
+        return now
 
     def _settle(self, verdict: Verdict) -> Verdict:
         """Let this be the verdict if there is none yet. Returns the verdict."""
@@ -259,10 +270,7 @@ class Watchdog:
         """Look at the main thread and at what was heard, until there is a verdict."""
         before = time.monotonic()
         while not self._done.wait(self._interval):
-            now = time.monotonic()
-            if now - before > GRACE + 2 * self._interval:  # the machine, or the whole job, was suspended
-                self._awake_since = self._alone_since = self._busy_at = now
-            before = now
+            before = now = self._time_after(before)
             self._beat = self._look(now)
             found = self._verdict.result() if self._verdict.done() else self._find(now)
             if found is not None:
