@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -51,6 +52,10 @@ class Beat(NamedTuple):
         _, *values = json.loads(message)
         values[-1] = Round(*values[-1])
         return cls(*values)
+
+
+START = Beat(math.inf, 0.0, 0.0, False, "start", "in phase 'start' at step 0", "train()", Round())
+"""What counts as heard of a process before its first message."""
 
 
 class Verdict(NamedTuple):

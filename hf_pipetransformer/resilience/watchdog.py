@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from ..errors import ONE_LINE, PeerFailedError, chain_of, in_one_line
 from .exit import end_at_exit
-from .judge import LEAVING, Beat, Verdict, find_silent, judge, seconds_since_lost
+from .judge import LEAVING, START, Beat, Verdict, find_silent, judge, seconds_since_lost
 from .progress import LEFT, PACED, PROGRESS, Round, doing_when, phase
 from .stop_signal import EXIT_CODE as PREEMPTED
 
@@ -100,6 +100,7 @@ class Watchdog:
         self._done, self._leaving = threading.Event(), threading.Event()
         self._found: Verdict | None = None  # by this process, to be told to the others
         self._verdict: Future[Verdict] = Future()
+        self._beat = START
         self._heard: dict[int, tuple[bytes, float]] = {}  # rank -> the latest beat, and when it came
         self._lost_store_at: float | None = None
 
@@ -118,14 +119,12 @@ class Watchdog:
         PROGRESS.begin(self._timeout, self._limit)
         self._main = threading.get_ident()
         self._interval = INTERVAL if len(self._everyone) <= MANY else INTERVAL_OF_MANY
-        self._awake_since = self._alone_since = self._busy_at = time.monotonic()
-        self._processor_seconds, self._place = 0.0, ""
-        self._beat = self._look(time.monotonic())
+        self._processor_seconds, self._place, begins = 0.0, "", json.dumps((0, *START))
         has_begun = False
         # a launcher's store may be unreachable, and a process group may be created without one
         with suppress(RuntimeError, KeyError, ValueError):
             self._exchanges, self._meetings = self._connect(), self._connect()  # a request blocks its connection
-            self._exchanges.set(f"beat {self._rank}", json.dumps((0, *self._beat)))
+            self._exchanges.set(f"beat {self._rank}", begins)
             if self._rank == 0:
                 self._exchanges.set(VERDICT, "")
             has_begun = True
@@ -137,7 +136,8 @@ class Watchdog:
                 os.environ.get("MASTER_ADDR"),
                 os.environ.get("MASTER_PORT"),
             )
-        self._awake_since = self._alone_since = self._busy_at = time.monotonic()  # connecting may have taken long
+        self._awake_since = self._alone_since = self._busy_at = now = time.monotonic()
+        self._heard = dict.fromkeys(range(len(self._everyone) if self._rank == 0 else 1), (begins.encode(), now))
         for work in (self._exchange, self._watch) if self.is_watching else ():
             thread = threading.Thread(target=work, name="watchdog", daemon=True)
             end_at_exit(thread)
@@ -224,8 +224,7 @@ class Watchdog:
     # ------------------------------------------------------------------------------------ thread: exchange
     def _exchange(self) -> None:
         """Tell the others at each interval what this process does, and what it has found; hear what they say."""
-        ranks = range(len(self._everyone)) if self._rank == 0 else (0,)
-        keys, number, before = [VERDICT, *(f"beat {rank}" for rank in ranks)], 0, time.monotonic()
+        keys, number, before = [VERDICT, *(f"beat {rank}" for rank in self._heard)], 0, time.monotonic()
         try:
             while not self._done.wait(self._interval):
                 number += 1
@@ -234,8 +233,8 @@ class Watchdog:
                     self._exchanges.compare_set(VERDICT, "", json.dumps(self._found))
                 verdict, *beats = self._exchanges.multi_get(keys)
                 before = now = self._time_after(before)
-                for rank, beat in zip(ranks, beats, strict=True):
-                    if rank not in self._heard or beat != self._heard[rank][0]:
+                for rank, beat in zip(self._heard, beats, strict=True):
+                    if beat != self._heard[rank][0]:
                         self._heard[rank] = beat, now
                 if verdict:
                     self._settle(Verdict.parse(verdict))
@@ -302,7 +301,7 @@ class Watchdog:
 
     def _find(self, now: float) -> Verdict | None:
         """Judge what was heard: rank 0 of all processes, the others of rank 0 and its store."""
-        heard = {rank: (Beat.parse(message), at) for rank, (message, at) in self._heard.copy().items()}
+        heard = {rank: (Beat.parse(message), at) for rank, (message, at) in self._heard.items()}
         beats = {rank: beat for rank, (beat, _) in heard.items() if beat.phase != LEFT}
         silence = {rank: now - max(heard[rank][1], self._awake_since) for rank in beats}
         lost_for = seconds_since_lost([*beats.values(), self._beat])
