@@ -189,7 +189,8 @@ def report(
 
     The path is printed to stdout, and the result in a few sentences to stderr.
     """
-    from .report.report import trainings_in, write_report
+    from .report.comparison import trainings_in
+    from .report.report import write_report
     from .report.words import verdict
 
     try:
@@ -211,12 +212,11 @@ def compare(
     ] = None,
 ) -> None:
     """Compare two trainings: seconds, samples/s, loss and accuracy; losses over time with --output."""
-    from .report.comparison import as_text, headline, names_of, rows_of
-    from .report.report import trainings_in, write_report
+    from .report.comparison import as_text, headline, pair, rows_of
+    from .report.report import write_report
 
     try:
-        trainings = (trainings_in(first)[-1], trainings_in(second)[-1])
-        runs = dict(zip(names_of(first, second), trainings, strict=True))
+        runs = pair(first, second)
         typer.echo(f"{as_text(rows_of(runs))}\n\n{headline(runs)}")
         if output is not None:
             typer.echo(write_report(first, output, second).resolve())

@@ -21,7 +21,6 @@ A format looks like the content that it describes:
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,20 +209,20 @@ def _check_items(value: Any, form: list[Any] | tuple[Any, ...], name: str) -> No
 def _whole(least: int) -> Is:
     return Is(
         f"a whole number from {least}",
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63,
+        lambda value: is_number(value) and isinstance(value, int) and least <= value < 2**63,
     )
 
 
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and -1e300 < value < 1e300 and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, and not a flag."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 ANYTHING = Is("anything", lambda _: True)
 OBJECT = Is("an object", lambda value: isinstance(value, Mapping))
 TEXT = Is("a text", lambda value: isinstance(value, str))
 FLAG = Is("true or false", lambda value: isinstance(value, bool))
-NUMBER = Is("a finite number", _is_number)
+NUMBER = Is("a finite number", lambda value: is_number(value) and -1e300 < value < 1e300)
 COUNT = _whole(0)
 SIZE = _whole(1)
 NAME = Is("the relative path of a file inside this folder", is_inside)

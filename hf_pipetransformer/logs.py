@@ -57,8 +57,8 @@ def follow_transformers() -> None:
         logger.addHandler(_Console(stock, parent))
 
 
-def tell(logger: logging.Logger, args: TrainingArguments, text: str) -> None:
-    """Log what a training does, on the main process: at level INFO, which is shown by default.
+def tell(logger: logging.Logger, args: TrainingArguments, text: object, level: int = logging.INFO) -> None:
+    """Log what a training does, on the main process. Level INFO is shown by default.
 
     It is hidden if the script asks for less than the default: by `log_level`, by the verbosity of transformers, or by
     a level of the package's own logger.
@@ -67,16 +67,17 @@ def tell(logger: logging.Logger, args: TrainingArguments, text: str) -> None:
         logger: of the module.
         args: the training arguments.
         text: the line.
+        level: such as `logging.WARNING`.
     """
     if args.process_index != 0:
         return
-    if logger.isEnabledFor(logging.INFO):
-        logger.info("%s", text, stacklevel=2)
+    if level != logging.INFO or logger.isEnabledFor(level):
+        logger.log(level, "%s", text, stacklevel=2)
         return
     is_default = args.log_level == "passive" and logging.getLogger(NAME).level == logging.NOTSET
     is_disabled = logger.manager.disable >= logging.INFO
     if is_default and not is_disabled and logger.getEffectiveLevel() == logging.WARNING:
-        logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))
+        logger.handle(logger.makeRecord(logger.name, level, __file__, 0, text, (), None))
 
 
 def log_once(logger: logging.Logger, level: int, message: str, *values: object) -> None:

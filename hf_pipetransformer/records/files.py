@@ -116,22 +116,13 @@ _OF_KIND: dict[str, Format] = {
 _METRIC = Both({"kind": TEXT, "run": TEXT, "global_step": COUNT}, lambda line: _OF_KIND.get(line["kind"], OBJECT))
 
 
-def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the events in an `output_dir`, and how many lines cannot be read.
+def read_lines(folder: Path, name: str) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of `EVENTS` or `METRICS` in an `output_dir`, and how many cannot be read.
 
     Raises:
         ValueError: a line is damaged.
     """
-    return read_records(folder / EVENTS, _EVENT)
-
-
-def read_metrics(folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the metrics in an `output_dir`, and how many lines cannot be read.
-
-    Raises:
-        ValueError: a line is damaged.
-    """
-    return read_records(folder / METRICS, _METRIC)
+    return read_records(folder / name, {EVENTS: _EVENT, METRICS: _METRIC}[name])
 
 
 def layout_of(plan: Layout) -> dict[str, Any]:

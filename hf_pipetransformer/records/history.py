@@ -19,13 +19,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..file_formats import COUNT, read_json
-from .files import BEGINNINGS, EVENTS, METRICS, SLICES, read_events, read_metrics
+from ..file_formats import COUNT, is_number, read_json
+from .files import BEGINNINGS, EVENTS, METRICS, SLICES, read_lines
 
 STATE_NAME = "trainer_state.json"
 LOG_HISTORY = {"log_history?": [{"step?": COUNT}]}
+NO_NUMBERS = ("nan", "inf", "-inf")
 
 Line = Mapping[str, Any]
+
+
+def _recorded(name: str) -> property:
+    """A whole number of a layout's event."""
+    return property(lambda layout: int(layout.event[name]))
 
 
 @dataclass
@@ -34,7 +40,7 @@ class Layout:
 
     Attributes:
         event: the event as recorded.
-        last_step: the last optimizer step with this plan.
+        last_step: the last optimizer step with this plan; `first_step` were done when it took effect.
         steps: number of steps with this plan whose time is known.
         rows: number of samples trained in these steps, over all pipelines.
         seconds: time of these steps on the main process.
@@ -52,30 +58,10 @@ class Layout:
     usage: Line | None = None
     slices: list[Line] = field(default_factory=list)
 
-    @property
-    def first_step(self) -> int:
-        """Number of optimizer steps done when the plan took effect."""
-        return int(self.event["global_step"])
-
-    @property
-    def num_stages(self) -> int:
-        return int(self.event["pipeline_parallel_size"])
-
-    @property
-    def num_replicas(self) -> int:
-        return int(self.event["data_parallel_size"])
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.event["num_layers"])
-
-    @property
-    def num_frozen(self) -> int:
-        return int(self.event["num_frozen_layers"])
-
-    @property
-    def num_cached(self) -> int:
-        return int(self.event["num_cached_layers"])
+    first_step = _recorded("global_step")
+    num_stages, num_replicas = _recorded("pipeline_parallel_size"), _recorded("data_parallel_size")
+    num_layers = _recorded("num_layers")
+    num_frozen, num_cached = _recorded("num_frozen_layers"), _recorded("num_cached_layers")
 
     @property
     def num_microbatches(self) -> int:
@@ -240,16 +226,18 @@ def read_trainings(folder: Path, last_run: str | None = None) -> list[Training]:
     Raises:
         ValueError: a line of a record is damaged.
     """
-    events, broken_events = read_events(folder)
-    lines, broken_lines = read_metrics(folder)
-    history = _logged_by_trainer(folder)
-    if not events and not lines and history is None:
-        return []
+    history, problems = _logged_by_trainer(folder), []
     calls: dict[str, _Call] = {}
-    for part, records in (("events", events), ("lines", lines)):
+    for name in (EVENTS, METRICS):
+        records, broken = read_lines(folder, name)
         for record in records:
             if last_run is None or record["run"] <= last_run:  # a name is the time at which it began
-                getattr(calls.setdefault(record["run"], _Call(record["run"])), part).append(record)
+                call = calls.setdefault(record["run"], _Call(record["run"]))
+                (call.events if name == EVENTS else call.lines).append(record)
+        if broken:
+            problems.append(f"{name}: {broken} {'line' if broken == 1 else 'lines'} cannot be read and were left out.")
+    if not calls and history is None:
+        return []
     if last_run is not None and last_run not in calls:
         return []
     groups: list[list[_Call]] = []
@@ -262,11 +250,7 @@ def read_trainings(folder: Path, last_run: str | None = None) -> list[Training]:
             groups.append([call])
     groups = groups or [[_Call("")]]
     trainings = [_joined(group, (history or []) if group is groups[-1] else []) for group in groups]
-    trainings[-1].problems[:0] = [
-        f"{name}: {number} {'line' if number == 1 else 'lines'} cannot be read and were left out."
-        for name, number in ((EVENTS, broken_events), (METRICS, broken_lines))
-        if number
-    ]
+    trainings[-1].problems[:0] = problems
     return trainings
 
 
@@ -352,9 +336,4 @@ def _logged_by_trainer(folder: Path) -> list[tuple[int, dict[str, float]]] | Non
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """The values that are numbers, including "nan" and "inf", which are written as strings."""
-    numbers = {}
-    for name, value in values.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number or value in ("nan", "inf", "-inf"):
-            numbers[name] = float(value)
-    return numbers
+    return {name: float(value) for name, value in values.items() if is_number(value) or value in NO_NUMBERS}

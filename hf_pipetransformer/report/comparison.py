@@ -8,20 +8,39 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..records.history import Training
+from ..records.files import EVENTS, METRICS
+from ..records.history import STATE_NAME, Training, read_trainings
 from .words import final_quality
 
 
-def names_of(first: Path, second: Path) -> tuple[str, str]:
-    """Return a name for each folder: its last part, or the whole path if these are equal.
+def trainings_in(folder: Path) -> list[Training]:
+    """Return the trainings of a folder, the oldest first.
 
     Raises:
-        ValueError: they are one folder.
+        ValueError: there is none.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder. Pass the output_dir of a training run.")
+    trainings = read_trainings(folder)
+    if not trainings:
+        raise ValueError(
+            f"{folder} contains none of {EVENTS}, {METRICS} and {STATE_NAME} (nor a checkpoint with one). Pass the"
+            " output_dir of a training run with PipeTransformerTrainer."
+        )
+    return trainings
+
+
+def pair(first: Path, second: Path) -> dict[str, Training]:
+    """Return the last training of each folder by its name: the folder's last part, or the path if these are equal.
+
+    Raises:
+        ValueError: they are one folder, or one has no training.
     """
     one, two = first.resolve(), second.resolve()
     if one == two:
         raise ValueError(f"{first} and {second} are the same folder. Pass the output_dir of two trainings.")
-    return (one.name, two.name) if one.name != two.name else (str(first), str(second))
+    names = (one.name, two.name) if one.name != two.name else (str(first), str(second))
+    return {name: trainings_in(folder)[-1] for name, folder in zip(names, (first, second), strict=True)}
 
 
 def rows_of(runs: Mapping[str, Training]) -> list[dict[str, str]]:
@@ -80,11 +99,6 @@ def headline(runs: Mapping[str, Training]) -> str:
 def as_text(rows: list[dict[str, str]]) -> str:
     """Format the table for a terminal."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in zip(*lines, strict=True)]
+    columns[0] = [name.strip().ljust(len(name)) for name in columns[0]]
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))

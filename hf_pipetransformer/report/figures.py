@@ -5,8 +5,8 @@ All figures over steps have the same x axis, with a line at each change of the l
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -43,11 +43,13 @@ PASSES = {"forward": ("forward", BLUE), "backward": ("backward", ORANGE), "weigh
 """Kind of a pass -> label and color."""
 WAITING = "waiting (bubble)"
 
-Curves = Mapping[str, tuple[Sequence[Any], Sequence[Any]]]
-"""Label -> x and y."""
-
+Curve = tuple[Sequence[Any], Sequence[Any]]
+"""x and y."""
+Curves = Mapping[str, Curve]
+"""Label -> curve."""
 
 TITLES = {
+    "losses-over-time": "Losses over time",
     "loss": "Loss",
     "quality": "Evaluation",
     "layers": "Layers: trained, frozen, cached",
@@ -63,9 +65,8 @@ TITLES = {
 """Name of each figure's element on the page -> title, in the order of the page."""
 Y_TITLES = {"loss": "loss", "layers": "layers", "speed": "samples/s", "gradients": "norm"}
 """Name of a figure over the optimizer steps -> title of its y axis, where the page's title does not say it."""
-WIDE = ("step", "time", "memory")
-FROM_ZERO = ("loss", "layers", "shape", "speed", "learning-rate", "gradients")
-"""Figures whose y axis begins at zero."""
+WIDE = ("losses-over-time", "step", "time", "memory")
+"""Figures that take the full width of the page."""
 OVER_STEPS = {
     "loss": (
         "The training loss is the mean since the entry before; of an epoch, if logging_steps is longer.",
@@ -93,27 +94,13 @@ Drawn = tuple[str, "go.Figure | None"]
 """How to read a figure and where its numbers come from, and the figure; or why there is none, and None."""
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A figure on the page.
+def all_drawings(training: Training, runs: Mapping[str, Training]) -> dict[str, Drawn]:
+    """Create the figures by their names in `TITLES`, in the order of the page.
 
-    Attributes:
-        name: name of its element.
-        title: what it shows.
-        caption: how to read it; without a figure, why there is none.
-        figure: the figure; None if it cannot be drawn.
-        is_wide: whether it takes the full width of the page.
+    Args:
+        training: the training.
+        runs: name -> training, of this one and of one to compare it with; empty if there is none.
     """
-
-    name: str
-    title: str
-    caption: str
-    figure: go.Figure | None
-    is_wide: bool
-
-
-def all_drawings(training: Training) -> list[Drawing]:
-    """Create the figures in the order of the page."""
     evaluated = [n for n in training.names if n.startswith("eval_") and not n.endswith(TECHNICAL)]
     losses = {n: n.replace("eval_", "evaluation_").removesuffix("_loss") for n in evaluated if "loss" in n}
     metrics = {n: n.removeprefix("eval_") for n in evaluated if "loss" not in n}
@@ -130,7 +117,9 @@ def all_drawings(training: Training) -> list[Drawing]:
     drawn = {name: _draw_over_steps(training, name, of_figure) for name, of_figure in curves.items()}
     drawn |= {"cache": _draw_cache(training), "step": _draw_step(training)}
     drawn |= {"time": _draw_time(training), "memory": _draw_memory(training)}
-    return [Drawing(name, title, *drawn[name], name in WIDE) for name, title in TITLES.items()]
+    if runs:
+        drawn["losses-over-time"] = _draw_comparison(runs)
+    return {name: drawn[name] for name in TITLES if name in drawn}
 
 
 # ---------------------------------------------------------------------------------------- over steps
@@ -139,45 +128,38 @@ def _draw_over_steps(training: Training, name: str, curves: Curves) -> Drawn:
     if not curves:
         return missing, None
     figure = _figure(Y_TITLES.get(name, ""), training)
-    for label, (steps, values) in curves.items():
-        figure.add_scatter(
-            x=steps, y=values, name=label, mode="lines+markers" if len(steps) < MOST_MARKERS else "lines"
-        )
+    for label, curve in curves.items():
+        _add_curve(figure, label, curve)
     figure.update_traces(cliponaxis=False)  # markers at the first and the last step are whole
     figure.update_traces(stackgroup="layers" if name == "layers" else None)
-    figure.update_yaxes(rangemode="tozero" if name in FROM_ZERO else "normal")
+    figure.update_yaxes(rangemode="normal" if name == "quality" else "tozero")
     return caption, figure
 
 
-def comparison_drawings(runs: Mapping[str, Training]) -> list[Drawing]:
-    """Create the figure in which trainings are compared: their losses over seconds since `train()` was called.
-
-    Args:
-        runs: name -> training; empty if nothing is compared.
-    """
-    if not runs:
-        return []
+def _draw_comparison(runs: Mapping[str, Training]) -> Drawn:
+    """The losses of trainings, by name, over seconds since `train()` was called."""
     figure = _figure("loss")
     for (name, training), color in zip(runs.items(), COLORS, strict=False):
         for key, dash in (("loss", "solid"), ("eval_loss", "dot")):
-            seconds, values = training.curve_over_time(key)
-            if seconds:
+            curve = training.curve_over_time(key)
+            if curve[0]:
                 label = f"{name}, {'training' if key == 'loss' else 'evaluation'}"
-                mode = "lines+markers" if len(seconds) < MOST_MARKERS else "lines"
-                x, y = thinned(seconds, values)
-                figure.add_scatter(x=x, y=y, name=label, mode=mode, line={"color": color, "dash": dash})
+                _add_curve(figure, label, curve, line={"color": color, "dash": dash})
     figure.update_xaxes(title="seconds since train() was called", rangemode="tozero")
     figure.update_yaxes(rangemode="tozero")
-    caption = "A Trainer that records no times has its steps spread evenly over its run."
     if not figure.data:
-        caption = "No losses with times were recorded."
-    return [Drawing("losses-over-time", "Losses over time", caption, figure if figure.data else None, True)]
+        return "No losses with times were recorded.", None
+    return "A Trainer that records no times has its steps spread evenly over its run.", figure
 
 
 def _logged(training: Training, labels: Mapping[str, str]) -> Curves:
     """The curves of logged numbers: name -> label."""
-    curves = {label: training.curve(name) for name, label in labels.items()}
-    return {label: thinned(*curve) for label, curve in curves.items() if curve[0]}
+    return {label: curve for name, label in labels.items() if (curve := training.curve(name))[0]}
+
+
+def _add_curve(figure: go.Figure, label: str, curve: Curve, **options: Any) -> None:
+    xs, ys = thinned(*curve)
+    figure.add_scatter(x=xs, y=ys, name=label, mode="lines+markers" if len(xs) < MOST_MARKERS else "lines", **options)
 
 
 def thinned(xs: Sequence[Any], ys: Sequence[float]) -> tuple[list[Any], list[float]]:
@@ -241,19 +223,11 @@ def _draw_cache(training: Training) -> Drawn:
     figure.update_layout(
         barmode="stack",
         yaxis={"tickformat": ".0%", "range": [0, 1.02]},
-        yaxis2={
-            "overlaying": "y",
-            "side": "right",
-            "title": "size, MiB",
-            "rangemode": "tozero",
-            "showgrid": False,
-            "automargin": True,
-        },
+        yaxis2={"overlaying": "y", "side": "right", "title": "size, MiB", "rangemode": "tozero", "showgrid": False},
     )
-    caption = (
-        "Share of an epoch's samples that were found, drawn at the epoch's end, and size of the store on this node."
-    )
-    return caption, figure
+    figure.update_yaxes(automargin=True)
+    found = "Share of an epoch's samples that were found, drawn at the epoch's end"
+    return f"{found}, and size of the store on this node.", figure
 
 
 def _why_uncached(training: Training) -> str:
@@ -296,10 +270,9 @@ def _words_on_time(training: Training, total: float) -> list[str]:
         words.append(f"In it are {training.repeated_steps} steps that were done again after an interruption.")
     if training.facts.get("device_type", "cpu") != "cpu":
         words.append("Work that a device has not finished when a call returns counts for what waits for it.")
-    phases: dict[str, float] = {}
-    for event in training.events:
-        for phase, seconds in event["phases"].items():
-            phases[phase] = phases.get(phase, 0.0) + seconds
+    phases: defaultdict[str, float] = defaultdict(float)
+    for phase, seconds in (item for event in training.events for item in event["phases"].items()):
+        phases[phase] += seconds
     if phases:
         parts = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases.items())
         moved = sum(event["bytes_moved"] for event in training.events) / MIB

@@ -19,9 +19,9 @@ from typing import Any
 
 from ..own_files import replace_file
 from ..planning.tables import MIB
-from ..records.files import BEGINNINGS, EVENTS, METRICS
-from ..records.history import STATE_NAME, Layout, Line, Training, read_trainings
-from .comparison import headline, names_of, rows_of
+from ..records.files import BEGINNINGS
+from ..records.history import Layout, Line, Training
+from .comparison import headline, pair, rows_of, trainings_in
 from .words import GLOSSARY, changes, final_quality, verdict
 
 FILE_NAME = "report.html"
@@ -51,52 +51,14 @@ def write_report(folder: Path, output: Path | None = None, beside: Path | None =
             f"The report requires {' and '.join(missing)}. Install with pip install 'hf_pipetransformer[report]'."
         )
     trainings = trainings_in(folder)
-    others = (
-        {}
-        if beside is None
-        else dict(zip(names_of(folder, beside), (trainings[-1], trainings_in(beside)[-1]), strict=True))
-    )
+    runs = pair(folder, beside) if beside is not None else {}
     path = output or folder / FILE_NAME
     if path.is_dir():
         raise ValueError(f"--output is {path}, which is a folder. Pass a file path, such as {path / FILE_NAME}.")
-    text = page(trainings, folder, others)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text)
-    except OSError as error:
-        raise ValueError(f"The report cannot be written: {error}. Pass another --output.") from None
-    return path
-
-
-def trainings_in(folder: Path) -> list[Training]:
-    """Return the trainings of a folder, the oldest first.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder. Pass the output_dir of a training run.")
-    trainings = read_trainings(folder)
-    if not trainings:
-        raise ValueError(
-            f"{folder} contains none of {EVENTS}, {METRICS} and {STATE_NAME} (nor a checkpoint with one). Pass the"
-            " output_dir of a training run with PipeTransformerTrainer."
-        )
-    return trainings
-
-
-def page(trainings: Sequence[Training], folder: Path, runs: Mapping[str, Training]) -> str:
-    """Render the page of the last training.
-
-    Args:
-        trainings: those of the folder.
-        folder: the training's `output_dir`.
-        runs: name -> training, of this one and of one to compare it with; empty if there is none.
-    """
     import jinja2
     from plotly.offline import get_plotlyjs_version
 
-    from .figures import all_drawings, comparison_drawings
+    from .figures import TITLES, WIDE, all_drawings
 
     training = trainings[-1]
     environment = jinja2.Environment(
@@ -108,7 +70,9 @@ def page(trainings: Sequence[Training], folder: Path, runs: Mapping[str, Trainin
         tiles=_tiles(training),
         verdict=[*([headline(runs)] if runs else []), *verdict(training)],
         notes=training.problems,
-        drawings=[*comparison_drawings(runs), *all_drawings(training)],
+        drawings=all_drawings(training, runs),
+        titles=TITLES,
+        wide=WIDE,
         json_of=_json_of,
         tables=[table for table in _tables(trainings, runs) if table.rows],
         changes=changes(training),
@@ -118,7 +82,12 @@ def page(trainings: Sequence[Training], folder: Path, runs: Mapping[str, Trainin
         plotly_version=get_plotlyjs_version(),
         plotly_gz=_packed_plotly(),
     )
-    return text
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text)
+    except OSError as error:
+        raise ValueError(f"The report cannot be written: {error}. Pass another --output.") from None
+    return path
 
 
 @cache

@@ -8,8 +8,8 @@ import math
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -21,8 +21,9 @@ import psutil
 import torch
 import transformers
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
+from ..file_formats import is_number
 from ..own_files import open_regular
 from ..pipeline.devices import name_of_device, peak_memory
 from ..planning.layout import Layout
@@ -49,13 +50,13 @@ class Tally:
 
     steps: int = 0
     rows: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class RunRecorder(TrainerCallback):
     """Observes the training on every process, and writes the record on the main process.
 
-    It never raises and never communicates.
+    It never raises, and communicates in `end_layout` only.
 
     Args:
         args: the training arguments.
@@ -64,21 +65,21 @@ class RunRecorder(TrainerCallback):
     def __init__(self, args: TrainingArguments) -> None:
         self.run: str | None = None
         """Name of this `train()` in all records: the time at which it began."""
-        self.total, self._line, self._layout = Tally(), Tally(), Tally()
-        """Since `train()` was called; since the last line of seconds; under the layout in force."""
         self._args = args
-        self._writes = False
-        self._is_training = False
-        self._inside: str | None = None  # the activity set by `doing`, which no callback event shows
-        self._is_evaluating = False
+        self._writes = self._is_training = self._has_warned = False
+        self._reset()
+        self._doing = "other"  # what the time is spent on until the next event, if that does not tell
         self._mark = 0.0
-        self._loss: torch.Tensor | None = None  # summed over the steps since a loss was logged
-        self._loss_since = 0  # steps done when it was logged
-        self._has_logged_loss = False  # in this epoch, by the Trainer
         self._micro_batches: Counter[int] = Counter()
         self._most_resident = 0
         self._process = psutil.Process()
-        self._has_warned = False
+
+    def _reset(self) -> None:
+        self.total, self._line, self._layout = Tally(), Tally(), Tally()
+        """Since `train()` was called; since the last line of seconds; under the layout in force."""
+        self._loss: torch.Tensor | None = None  # summed over the steps since a loss was logged
+        self._loss_since = 0  # steps done when it was logged
+        self._has_logged_loss = False  # in this epoch, by the Trainer
 
     # ------------------------------------------------------------------------------------ told by the trainer
     @contextmanager
@@ -108,8 +109,7 @@ class RunRecorder(TrainerCallback):
         """Begin the record, when `train()` has been called."""
         self._writes = is_main_process
         self._is_training = True
-        self.total, self._line, self._layout = Tally(), Tally(), Tally()
-        self._loss, self._loss_since, self._has_logged_loss = None, 0, False
+        self._reset()
         self.run = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         self._mark = time.perf_counter()
 
@@ -117,11 +117,11 @@ class RunRecorder(TrainerCallback):
     def doing(self, what: str) -> Iterator[None]:
         """Count the time inside the context as spent on `what`, and the time before it as spent on "batches"."""
         self._lap("batches")
-        self._inside = what
+        self._doing = what
         try:
             yield
         finally:
-            self._inside = None
+            self._doing = "other"
             self._lap(what)
 
     def count_batch(self, global_rows: int, micro_batches: int, loss: torch.Tensor) -> None:
@@ -139,53 +139,33 @@ class RunRecorder(TrainerCallback):
         if micro_batches:
             self._micro_batches[micro_batches] += 1
 
-    def take_layout(self) -> Tally:
-        """Return what was done under the layout that ends."""
+    def end_layout(self, gather: Callable[[Any], list[Any]], global_step: int) -> Tally:
+        """Write what each process has used under the layout that ends, and return what was done under it.
+
+        Collective over all processes. Nothing is written if one of them has run no step.
+
+        Args:
+            gather: returns every process's small object on every process; collective.
+            global_step: number of steps done.
+        """
+        usage = None
+        if self._most_resident:
+            # the peak so far: resetting it for each layout would spoil the statistics for other code
+            used = self._micro_batches.most_common(1)
+            usage = self._most_resident, peak_memory(self._args.device), used[0][0] if used else None
+        everyone = gather(usage)
+        if None not in everyone:
+            resident, peaks, counts = zip(*everyone, strict=True)
+            self._flush(global_step)
+            known = {"resident_bytes": resident, "device_peak_bytes": [peak for peak in peaks if peak is not None]}
+            m = max(filter(None, counts), default=None)
+            self._write(METRICS, {"kind": "usage"}, global_step, {**known, "num_microbatches": m})
+        self._most_resident = 0
+        self._micro_batches.clear()
         done, self._layout = self._layout, Tally()
         return done
 
-    def take_usage(self) -> dict[str, Any] | None:
-        """Return the usage of this process under the layout that ends; None if no step was run under it."""
-        if not self._most_resident:
-            return None
-        usage: dict[str, Any] = {"resident_bytes": self._most_resident}
-        # the peak so far: resetting it for each layout would spoil the statistics for other code
-        peak = peak_memory(self._args.device)
-        if peak is not None:
-            usage["device_peak_bytes"] = peak
-        if self._micro_batches:
-            usage["num_microbatches"] = self._micro_batches.most_common(1)[0][0]
-        self._most_resident = 0
-        self._micro_batches.clear()
-        return usage
-
-    def record_usage(self, everyone: Sequence[Mapping[str, Any] | None], global_step: int) -> None:
-        """Write the results of `take_usage` of all processes, unless one of them is None."""
-        known = [usage for usage in everyone if usage is not None]
-        if not known or len(known) < len(everyone):
-            return
-        counts = [usage["num_microbatches"] for usage in known if "num_microbatches" in usage]
-        self._flush(global_step)
-        self._write(
-            "usage",
-            global_step,
-            resident_bytes=[usage["resident_bytes"] for usage in known],
-            device_peak_bytes=[usage["device_peak_bytes"] for usage in known if "device_peak_bytes" in usage],
-            num_microbatches=max(counts, default=None),
-        )
-
-    def record_event(
-        self,
-        event: str,
-        costs: CostModel,
-        plan: Layout,
-        state: TrainerState,
-        *,
-        seconds: float = 0.0,
-        bytes_moved: int = 0,
-        phases: Mapping[str, float] | None = None,
-        **more: Any,
-    ) -> None:
+    def record_event(self, event: str, costs: CostModel, plan: Layout, state: TrainerState, **measured: Any) -> None:
         """Write a change of the layout, or another event.
 
         Args:
@@ -193,73 +173,58 @@ class RunRecorder(TrainerCallback):
             costs: predict memory and seconds of the plan.
             plan: the plan in force from now on.
             state: the Trainer's state.
-            seconds: duration of the change in seconds, on the slowest process.
-            bytes_moved: number of bytes received by all processes together.
-            phases: duration in seconds of each phase of the change, on the process that was slowest in it.
-            more: "facts" of a run that do not change during it, or the "slices" of a batch.
+            measured: "seconds" of the change, on the slowest process; "bytes_moved" to all processes together; its
+                "phases", each in seconds on the process that was slowest in it; "facts" of a run that do not change
+                during it; "slices" of a batch.
         """
-        if not self._writes:
-            return
-        values = {
-            "epoch": state.epoch or 0.0,
-            **layout_of(plan),
-            "seconds": round(seconds, 6),
-            "bytes_moved": bytes_moved,
-            "phases": {name: round(value, 6) for name, value in (phases or {}).items()},
-            "predicted": prediction_of(costs, plan),
-            **more,
-        }
-        self._append(EVENTS, {"event": event}, state.global_step, values)
+        if self._writes:
+            unmoved = {"seconds": 0.0, "bytes_moved": 0, "phases": {}}
+            values = {"epoch": state.epoch or 0.0, **layout_of(plan), **unmoved, **measured}
+            values["predicted"] = prediction_of(costs, plan)
+            self._write(EVENTS, {"event": event}, state.global_step, values)
 
     def record_cache_off(self, reason: str, global_step: int) -> None:
         """Write why frozen layers' outputs were not cached, or are no longer cached."""
-        self._write("cache_off", global_step, reason=reason)
+        self._write(METRICS, {"kind": "cache_off"}, global_step, {"reason": reason})
 
     def record_log(self, values: Mapping[str, Any], state: TrainerState) -> None:
         """Write the numbers among the logged values of this step."""
-        numbers = {name: _plain(value) for name, value in values.items() if _is_number(value)}
-        self._write("log", state.global_step, epoch=state.epoch, values=numbers)
+        numbers = {name: _plain(value) for name, value in values.items() if is_number(value)}
+        self._write(METRICS, {"kind": "log"}, state.global_step, {"epoch": state.epoch, "values": numbers})
 
     def end(self, has_ended: bool, global_step: int) -> None:
         """End the record, when `train()` returns, or raises if `has_ended` is False."""
         if self._is_training:
             self._lap("ending")
             self._flush(global_step)
-            self._write("end", global_step, has_ended=has_ended)
+            self._write(METRICS, {"kind": "end"}, global_step, {"has_ended": has_ended})
         self._is_training = False
 
     # ------------------------------------------------------------------------------------ told by the loop
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self._lap("preparing")
-        self._write("begin", state.global_step)
+        self._write(METRICS, {"kind": "begin"}, state.global_step, {})
 
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self._lap("other")
         self._record_loss(state)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._lap("batches")
-        self._is_evaluating = False
+        self._doing = "other"
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         self._lap("steps")
         for tally in self._tallies:
             tally.steps += 1
         self._most_resident = max(self._most_resident, self._process.memory_info().rss)
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        self._is_evaluating = True
+        self._doing = "evaluating"
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        self._lap(self._inside or ("evaluating" if self._is_evaluating else "other"))
-        self._is_evaluating = False
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
+        self._lap(self._doing)
+        self._doing = "other" if self._doing == "evaluating" else self._doing
         self._flush(state.global_step)
         self.record_log(logs or {}, state)
         if "loss" in (logs or {}):
@@ -267,20 +232,19 @@ class RunRecorder(TrainerCallback):
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         self._lap("evaluating")
-        self._is_evaluating = False
+        self._doing = "other"
 
-    def on_predict(self, *_: Any, **__: Any) -> None:
-        self.on_evaluate()
+    on_predict = on_evaluate
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self._lap("saving")
         self._flush(state.global_step)  # a training resumed from here begins with a line of its own
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self._lap("other")
         self._flush(state.global_step)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self._lap("ending")
         self._record_loss(state)
 
@@ -301,19 +265,16 @@ class RunRecorder(TrainerCallback):
         now = time.perf_counter()
         if self._is_training:
             for tally in self._tallies:
-                tally.seconds[what] = tally.seconds.get(what, 0.0) + now - self._mark
+                tally.seconds[what] += now - self._mark
         self._mark = now
 
     def _flush(self, global_step: int) -> None:
         done, self._line = self._line, Tally()
         if done.seconds:
-            seconds = {what: round(value, 6) for what, value in done.seconds.items()}
-            self._write("time", global_step, steps=done.steps, rows=done.rows, seconds=seconds)
+            self._write(METRICS, {"kind": "time"}, global_step, vars(done))
 
-    def _write(self, kind: str, global_step: int, **values: Any) -> None:
-        self._append(METRICS, {"kind": kind}, global_step, values)
-
-    def _append(self, name: str, kind: Mapping[str, str], global_step: int, values: Mapping[str, Any]) -> None:
+    def _write(self, name: str, kind: Mapping[str, str], global_step: int, values: Mapping[str, Any]) -> None:
+        """Append a line to the file of that name."""
         if not self._writes or self.run is None:
             return
         line = {**kind, "run": self.run, "time": round(time.time(), 3), "global_step": global_step, **values}
@@ -345,17 +306,11 @@ def facts_of_run(model: nn.Module, args: TrainingArguments) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {
             "hf_pipetransformer": sys.modules[__name__.partition(".")[0]].__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "accelerate": accelerate.__version__,
+            **{library.__name__: library.__version__ for library in (torch, transformers, accelerate)},
             "python": ".".join(map(str, sys.version_info[:3])),
         },
         "arguments": {name: _plain(value) for name, value in arguments.items()},
     }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerState
 
 from ..freezing.policies import NeverFreeze, policy_description
 from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epochs
@@ -16,38 +16,24 @@ from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.moves import Transformation
 from ..planning.layout import AUTO, Layout
 from ..planning.planner import Planner
+from ..planning.tables import MIB
 from ..records.files import BEGINNINGS, SLICES, layout_of, slices_of
 from ..token_slices.slice_timeline import SlicePlan
 from .cache_control import AutoCache, EpochReport
 from .job import TrainingJob
-from .recorder import RunRecorder, Tally, facts_of_run
-from .sentences import (
-    NotComputed,
-    describe_cached_epoch,
-    describe_change,
-    describe_chosen_length,
-    describe_end,
-    describe_frozen,
-    describe_slices,
-    describe_start,
-)
+from .recorder import RunRecorder, facts_of_run
+from .sentences import describe_frozen, describe_layout, describe_slices, many
 
 logger = logging.getLogger(__name__)
 
 MOST_SHAPES_TO_LOG = 8
 """Maximum number of batch shapes whose slices are logged; there may be hundreds of shapes."""
-
-
 PRINTING = (PrinterCallback, ProgressCallback)
 """Callbacks that print what is logged as a dictionary."""
 
 
-def _print_nothing(*_: Any, **__: Any) -> None:
-    """Stands in for `on_log`."""
-
-
 class RunLog:
-    """Writes the log lines, metrics and records of one `train()`.
+    """Says what happens in one `train()`: in the log, in the metrics, and in the record.
 
     Args:
         job: the training job.
@@ -61,10 +47,11 @@ class RunLog:
         self._num_shapes = 0  # number of shapes logged under the plan in force
         self._planner: Planner | None = None
         self._plan: Layout | None = None
-        self._spared = NotComputed()
+        # forward (or backward) passes of single layers over single samples: of a training with nothing frozen, and
+        # those among them that were not run
+        self._passes = self._backward_skipped = self._forward_skipped = 0
         self._rows_before = 0  # samples of the epochs before
         self._num_changes = 0
-        self._owes_layout = False
         self._why_not_cached: str | None = None
         self._has_warned = False
 
@@ -73,8 +60,11 @@ class RunLog:
         """Log what was chosen for the first plan, and warn of what was given and cannot be used."""
         first, args = planner.first, self._job.args
         if args.pipeline_parallel_size == AUTO:
-            bytes_of_stages = planner.stage_bytes(first)
-            self._say(describe_chosen_length(first, bytes_of_stages, planner.memory_budget_bytes))
+            needed, budget = max(planner.stage_bytes(first)) / MIB, planner.memory_budget_bytes
+            why = "the memory of a device is not known, so the model counts as fitting one"
+            if budget is not None:
+                why = f"its largest stage needs about {needed:,.0f} MiB of the {budget / MIB:,.0f} MiB of a device"
+            self._say(f"pipeline_parallel_size='auto' is {first.pipeline_parallel_size}: {why}.")
         rows, given, used = first.rows_per_pipeline, args.num_microbatches, first.num_microbatches
         if first.pipeline_parallel_size > 1 and given not in (AUTO, used):
             self._say(
@@ -90,7 +80,7 @@ class RunLog:
         self._planner = planner
         self._say(planner.describe(plan), logging.DEBUG)
         facts = facts_of_run(self._job.model, self._job.args)
-        self._record(BEGINNINGS[bool(self._job.trainer.state.global_step)], plan, facts=facts)
+        self._record(BEGINNINGS[bool(self._state.global_step)], plan, facts=facts)
 
     def say_what_freezing_costs(self, freezable: FreezableLayers | None, caches: bool) -> None:
         """Log the cost of this training in plain epochs, if the freeze policy is known beforehand.
@@ -133,32 +123,35 @@ class RunLog:
             cache: how frozen layers' outputs are cached, in words, if they are.
             why_not_cached: why they are not although the arguments allow one.
         """
-        trainer, args, callback = self._job.trainer, self._job.args, self._job.freeze_callback
-        assert self._plan is not None
+        callback, plan = self._job.freeze_callback, self._plan
+        assert plan is not None
         self._why_not_cached = why_not_cached
-        self._owes_layout = callback is not None or args.uses_pipeline
-        freezing = of_cache = None
+        parts = [f"{type(self._job.model).__name__} in {describe_layout(plan)}"]
+        if plan.pipeline_parallel_size > 1:
+            m = plan.num_microbatches
+            samples = many(plan.rows_per_pipeline // m, "sample")
+            parts.append(f"{many(m, 'micro-batch', 'es')} of {samples}, schedule {plan.schedule}")
+        parts += ["replicas divide the optimizer state"] if plan.shards_optimizer else []
         if callback is not None:
-            freezing = callback.describe(trainer.state)
-            why = f"off ({why_not_cached or self._job.why_not_cached})"
-            of_cache = cache or why
-        timed = "token slices are chosen" if args.token_slices == "auto" else ""
-        self._say(describe_start(type(self._job.model).__name__, self._plan, freezing, of_cache, timed))
-        if callback is not None and callback.freezes_nothing(trainer.state):
+            parts.append(callback.describe(self._state))
+            parts.append(f"cache: {cache or f'off ({why_not_cached or self._job.why_not_cached})'}")
+        if self._job.args.token_slices == "auto":
+            parts.append("token slices are chosen by measured times, so another run may differ by rounding")
+        self._say("; ".join(parts) + ".")
+        if callback is not None and callback.freezes_nothing(self._state):
             self._warn_of_nothing_frozen("will freeze no layer")
 
     def show_layout(self) -> None:
         """Log the first plan as metrics, before the first step. Collective over all processes."""
-        if self._owes_layout:
-            self._owes_layout = False
-            self._log({})
+        if self._job.freeze_callback is not None or self._job.args.uses_pipeline:
+            self._log_layout({})
 
     # ------------------------------------------------------------------------------------ in training
     def cached(self, plan: Layout) -> None:
         """Log a plan in which another number of layers counts as cached, and nothing moves. Collective."""
         numbers = self._record("cache", plan)
-        self._say(f"Step {self._job.trainer.state.global_step}: {describe_frozen(plan)}; nothing moves.")
-        self._log(numbers)
+        self._say(f"Step {self._state.global_step}: {describe_frozen(plan)}; nothing moves.")
+        self._log_layout(numbers)
 
     def transformed(self, change: Transformation, freezable: FreezableLayers | None) -> None:
         """Write a transformation to the log, the run's file and the metrics. Collective over all processes."""
@@ -167,16 +160,18 @@ class RunLog:
         phases = {phase: max(seconds[phase] for seconds, _ in everyone) for phase in change.seconds}
         total = max(sum(seconds.values()) for seconds, _ in everyone)
         moved = sum(count for _, count in everyone)
-        before, after = change.before.num_frozen_layers, change.after.num_frozen_layers
-        freeze, level = "", logging.INFO
-        if after > before:
+        before, after, level = change.before, change.after, logging.INFO
+        parts = [describe_frozen(after), f"{describe_layout(before)} -> {describe_layout(after)}"]
+        if after.num_frozen_layers > before.num_frozen_layers:
             assert freezable is not None
-            freeze = freezable.describe_freeze(before, after, change.stopped)
+            frozen = before.num_frozen_layers, after.num_frozen_layers
+            parts.insert(0, freezable.describe_freeze(*frozen, change.stopped))
             level = logging.INFO if change.stopped else logging.WARNING
-        self._say(describe_change(change, self._job.trainer.state.global_step, total, moved, freeze), level)
+        moves = f"{moved / MIB:.1f} MiB moved in {total:.3f} s"
+        self._say(f"Step {self._state.global_step}: {'; '.join(parts)}, {moves}.", level)
         self._num_changes += 1
-        numbers = self._record("transform", change.after, seconds=total, bytes_moved=moved, phases=phases)
-        self._log({**numbers, "transform_seconds": total, "transform_bytes": moved})
+        numbers = self._record("transform", after, seconds=total, bytes_moved=moved, phases=phases)
+        self._log_layout({**numbers, "transform_seconds": total, "transform_bytes": moved})
 
     def sliced(self, plan: SlicePlan) -> None:
         """Log and record how a batch of a new shape is split, for the first shapes of a layout."""
@@ -187,7 +182,7 @@ class RunLog:
         assert self._planner is not None and self._plan is not None
         # the slices are those of the main process's replica; other replicas may split otherwise
         slices = {"replica": self._plan.replica_of(0), **slices_of(plan)}
-        self.recorder.record_event(SLICES, self._planner, self._plan, self._job.trainer.state, slices=slices)
+        self.recorder.record_event(SLICES, self._planner, self._plan, self._state, slices=slices)
 
     def tell(self, sentence: str | None) -> None:
         """Log a sentence, if there is one."""
@@ -195,52 +190,67 @@ class RunLog:
             self._say(sentence)
 
     def cache_epoch(self, report: EpochReport) -> None:
-        """Log the use of the cache in the epoch that has ended, as metrics."""
-        metrics = self._cache_metrics(report)
+        """Log the use of the cache in the epoch that has ended."""
+        metrics, parts = self._cache_metrics(report), []
         rows, self._rows_before = self.recorder.total.rows - self._rows_before, self.recorder.total.rows
         if report.share is not None:
             assert self._plan is not None
-            self._spared.forward += round(metrics["cache_layers_skipped"] * rows * self._plan.num_units)
-        self._say(describe_cached_epoch(self._job.trainer.state.epoch or 0.0, metrics))
+            self._forward_skipped += round(metrics["cache_layers_skipped"] * rows * self._plan.num_units)
+        found = metrics["cache_hit_rate"] + metrics["cache_older_hit_rate"]
+        if found:
+            skipped = metrics["cache_layers_skipped"]
+            parts.append(f"{found:.0%} of the samples found ({skipped:.0%} of the layers' forward passes skipped)")
+        if metrics["cache_rows_stored"]:
+            parts.append(f"{metrics['cache_rows_stored']:,.0f} samples stored")
+        used, size = ", ".join(parts) or "no samples found or stored", f"{report.nbytes / MIB:,.1f} MiB"
+        self._say(f"Epoch {self._state.epoch or 0.0:.4g}, cache: {used}; {size}.")
         self._log_metrics(metrics)
 
     # ------------------------------------------------------------------------------------ at the end
     def end(self, cache: AutoCache | None) -> None:
         """Record what is only known after the last step. Collective over all processes."""
-        state = self._job.trainer.state
         self._end_layout()
         off = cache.reason_off if cache is not None else None
         off = off if off is not None else self._why_not_cached
         if off is not None:
-            self.recorder.record_cache_off(off, state.global_step)
+            self.recorder.record_cache_off(off, self._state.global_step)
         elif cache is not None:
             report = cache.epoch_report()
             if report.counts.rows:
-                self.recorder.record_log(self._cache_metrics(report), state)
-        self._spared.forward += cache.layers_skipped if cache is not None else 0
+                self.recorder.record_log(self._cache_metrics(report), self._state)
+        self._forward_skipped += cache.layers_skipped if cache is not None else 0
 
     def conclude(self) -> None:
         """Log the line about the training that has ended."""
-        job = self._job
         if self._plan is None:
             return
-        spared = self._spared if job.freeze_callback is not None else None
-        folder = job.args.output_dir or "."
-        self._say(describe_end(self.recorder.total, spared, self._num_changes, folder))
-        callback = job.freeze_callback
+        done, callback, passes, skipped = self.recorder.total, self._job.freeze_callback, max(self._passes, 1), ""
+        if callback is not None:
+            skipped = (
+                f" Skipped {self._backward_skipped / passes:.1%} of the layers' backward passes and"
+                f" {self._forward_skipped / passes:.1%} of their forward passes; the layout changed"
+                f" {many(self._num_changes, 'time')}."
+            )
+        longest = sorted(done.seconds.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in longest if seconds >= 0.05)
+        self._say(
+            f"Trained {many(done.steps, 'step')} in {sum(done.seconds.values()):.1f} s ({parts}).{skipped} Report:"
+            f" hf-pipetransformer report {self._job.args.output_dir or '.'}"
+        )
         if callback is not None and not callback.num_frozen and not self._has_warned:
             self._warn_of_nothing_frozen("has frozen no layer")
 
     # ------------------------------------------------------------------------------------ inside
+    @property
+    def _state(self) -> TrainerState:
+        return self._job.trainer.state
+
     def _say(self, line: object, level: int = logging.INFO) -> None:
-        if level == logging.INFO:
-            tell(logger, self._job.args, str(line))
-        elif self._job.trainer.is_world_process_zero():
-            logger.log(level, "%s", line)
+        tell(logger, self._job.args, line, level)
 
     def _warn_of_nothing_frozen(self, what: str) -> None:
         """Warn that the freeze policy freezes nothing, and name the fields that decide about it."""
-        callback, state = self._job.freeze_callback, self._job.trainer.state
+        callback = self._job.freeze_callback
         assert callback is not None
         known = policy_description(callback.policy)
         self._has_warned = True
@@ -248,9 +258,9 @@ class RunLog:
             return
         policy = f"freeze_policy={known['name']!r}" if known is not None else type(callback.policy).__name__
         when = (
-            f"every freeze_steps={callback.freeze_steps:g} steps, of {state.max_steps}"
+            f"every freeze_steps={callback.freeze_steps:g} steps, of {self._state.max_steps}"
             if callback.freeze_strategy == "steps"
-            else f"at the start of each epoch but the first, of {state.num_train_epochs}"
+            else f"at the start of each epoch but the first, of {self._state.num_train_epochs}"
         )
         self._say(
             f"{policy} {what} in this training. It decides {when}. Train for longer, decide more often"
@@ -265,23 +275,21 @@ class RunLog:
         Returns:
             Metrics of the layout before, if steps were run under it.
         """
-        done = self._end_layout()
+        numbers = self._end_layout()
         self._plan = plan
         assert self._planner is not None
-        self.recorder.record_event(event, self._planner, plan, self._job.trainer.state, **measured)
+        self.recorder.record_event(event, self._planner, plan, self._state, **measured)
+        return numbers
+
+    def _end_layout(self) -> dict[str, float]:
+        """Record the usage under the layout that ends, and return its metrics. Collective over all processes."""
+        done = self.recorder.end_layout(self._job.mesh.gather_objects, self._state.global_step)
+        if self._plan is not None:
+            self._passes += done.rows * self._plan.num_units
+            self._backward_skipped += done.rows * self._plan.num_frozen_layers
         return {"step_seconds": done.seconds["steps"] / done.steps} if done.steps else {}
 
-    def _end_layout(self) -> Tally:
-        """Record the usage under the layout that ends, and return its steps. Collective over all processes."""
-        everyone = self._job.mesh.gather_objects(self.recorder.take_usage())
-        self.recorder.record_usage(everyone, self._job.trainer.state.global_step)
-        done = self.recorder.take_layout()
-        if self._plan is not None:
-            self._spared.passes += done.rows * self._plan.num_units
-            self._spared.backward += done.rows * self._plan.num_frozen_layers
-        return done
-
-    def _log(self, numbers: dict[str, float]) -> None:
+    def _log_layout(self, numbers: dict[str, float]) -> None:
         """Log the plan in force and other numbers as metrics, on all processes."""
         assert self._plan is not None
         layout = {key: value for key, value in layout_of(self._plan).items() if isinstance(value, int)}
@@ -295,7 +303,7 @@ class RunLog:
         handler = self._job.trainer.callback_handler
         printing = [callback for callback in handler.callbacks if type(callback) in PRINTING]
         for callback in printing:
-            callback.on_log = _print_nothing
+            callback.on_log = lambda *_, **__: None
         try:
             self._job.trainer.log(metrics)
         finally:

@@ -25,7 +25,7 @@ from hf_pipetransformer.planning.tables import MIB
 from hf_pipetransformer.planning.timeline import simulate
 from hf_pipetransformer.records.files import METRICS, SLICES, slices_of
 from hf_pipetransformer.records.history import Training, read_trainings
-from hf_pipetransformer.report import figures, report
+from hf_pipetransformer.report import report
 from hf_pipetransformer.report.words import changes, verdict
 from hf_pipetransformer.run.recorder import RunRecorder
 from hf_pipetransformer.token_slices.slice_planning import RowSlices, SliceLatency
@@ -319,15 +319,13 @@ def test_cache_hits_or_why_there_are_none(tmp_path: Path) -> None:
 
 
 def test_long_logs_are_thinned_and_keep_their_peaks(tmp_path: Path) -> None:
-    xs, ys = list(range(100_000)), [0.0] * 100_000
-    ys[54_321] = 7.0
-    x, y = figures.thinned(xs, ys)
-    assert len(x) <= 1500 and max(y) == 7.0 and x[y.index(7.0)] == 54_321 and x == sorted(x)
-    Run(tmp_path).event("start", 0, 4).steps(0, 4_000, 0.2, every=1).end(4_000)
+    run = Run(tmp_path).event("start", 0, 4).steps(0, 2_345, 0.2, every=1).line("log", 2_345, values={"loss": 7.0})
+    run.steps(2_345, 4_000, 0.2, every=1).end(4_000)
     drawn = page_of(tmp_path).figures
-    speed = drawn["speed"]["data"][0]
-    assert len(speed["x"]) <= 2 * figures.MOST_BINS and speed["x"][-1] == 4_000
-    assert len(drawn["loss"]["data"][0]["x"]) <= 1500
+    speed, loss = drawn["speed"]["data"][0], drawn["loss"]["data"][0]
+    assert len(speed["x"]) <= 800 and speed["x"][-1] == 4_000
+    assert len(loss["x"]) <= 1_500 and loss["x"] == sorted(loss["x"])
+    assert max(loss["y"]) == 7.0 and loss["x"][loss["y"].index(7.0)] == 2_345
 
 
 def test_nothing_on_the_page_is_taken_for_markup(tmp_path: Path) -> None:
