@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..errors import printable
 from .progress import UNKNOWN_PACE, Round
 
 LEAVING = "leaving"
@@ -15,14 +13,14 @@ LEAVING = "leaving"
 SLACK = 1.0
 """Seconds that a process has longer than its patience, where another reason may be found first."""
 SECONDS_OF_SILENCE = 2.0
-"""Seconds without a beat after which a process counts as dead, if another one has lost a connection, and nothing has
-come from this one since."""
+"""Seconds without a beat after which a process counts as dead, if another one has lost a connection."""
 
 
 class Beat(NamedTuple):
     """The state of a process.
 
     Attributes:
+        number: counts the beats.
         patience: seconds that may pass without finishing anything.
         alone: seconds for which it has finished nothing, and its main thread has waited for no other process.
         idle: seconds for which it has finished nothing, and its main thread has not used the CPU.
@@ -33,6 +31,7 @@ class Beat(NamedTuple):
         round: the latest round that it has begun.
     """
 
+    number: int
     patience: float
     alone: float
     idle: float
@@ -48,14 +47,9 @@ class Beat(NamedTuple):
 
     @classmethod
     def parse(cls, message: bytes) -> Beat:
-        """Read a message: the beat, after the message's number, by which it differs from the one before."""
-        _, *values = json.loads(message)
+        values = json.loads(message)
         values[-1] = Round(*values[-1])
         return cls(*values)
-
-
-START = Beat(math.inf, 0.0, 0.0, False, "start", "in phase 'start' at step 0", "train()", Round())
-"""What counts as heard of a process before its first message."""
 
 
 class Verdict(NamedTuple):
@@ -73,11 +67,6 @@ class Verdict(NamedTuple):
     is_hang: bool = False
     is_mistake: bool = False
 
-    @classmethod
-    def parse(cls, message: bytes) -> Verdict:
-        text, ranks, *kind = json.loads(message)
-        return cls(printable(text), tuple(ranks), *kind)
-
 
 def judge(beats: Mapping[int, Beat], timeout: float) -> Verdict | None:
     """Find processes that make no progress, or do not what the others do.
@@ -91,7 +80,7 @@ def judge(beats: Mapping[int, Beat], timeout: float) -> Verdict | None:
 
 def _find_stuck(beats: Mapping[int, Beat], timeout: float) -> Verdict | None:
     """Find a process that waits for nobody and finishes nothing."""
-    lost_for = seconds_since_lost(beats.values())
+    lost_for = seconds_since_lost(beats)
     for rank, beat in beats.items():
         if lost_for > SECONDS_OF_SILENCE + SLACK and beat.phase != LEAVING and beat.alone > timeout:
             return Verdict(f"rank {rank} made the others wait for {beat.alone:.0f} s {beat.where}", is_hang=True)
@@ -119,7 +108,7 @@ def _find_absent(beats: Mapping[int, Beat], timeout: float) -> Verdict | None:
 
 def _find_deadlock(beats: Mapping[int, Beat]) -> Verdict | None:
     """Find that all processes wait, and none of them computes."""
-    if not beats or seconds_since_lost(beats.values()) or any(b.idle <= b.patience + SLACK for b in beats.values()):
+    if not beats or seconds_since_lost(beats) or any(b.idle <= b.patience + SLACK for b in beats.values()):
         return None
     who = "; ".join(f"rank {rank} {beat.where}" for rank, beat in list(beats.items())[:8])
     return Verdict(f"all processes wait for each other: {who}", is_hang=True)
@@ -134,7 +123,7 @@ def _mistake(rank: int, meeting: Beat, other: int, does: str) -> Verdict:
 
 
 def find_silent(
-    beats: Mapping[int, Beat], silence: Mapping[int, float], hosts: Sequence[str], timeout: float, lost_for: float
+    beats: Mapping[int, Beat], silence: Mapping[int, float], hosts: Sequence[str], timeout: float
 ) -> Verdict | None:
     """Find processes from which nothing has come for long.
 
@@ -143,25 +132,26 @@ def find_silent(
         silence: seconds for which no new one has come from a process, by rank.
         hosts: names of the hosts of all processes.
         timeout: of the watchdog, in seconds.
-        lost_for: seconds since a process has lost a connection; 0 if none has.
     """
+    has_lost = seconds_since_lost(beats) > 0
     silent = []
     for rank, seconds in silence.items():
-        if lost_for:  # who was heard after that has not died before it
-            patience = max(SECONDS_OF_SILENCE, lost_for - SLACK)
-        else:  # in a phase that may hold the GIL for long, a missing beat proves little
-            patience = min(max(beats[rank].patience, timeout), UNKNOWN_PACE * timeout) + 2 * SLACK
-        if seconds > patience:
+        # in a phase that may hold the GIL for long, a missing beat proves little
+        patience = min(max(beats[rank].patience, timeout), UNKNOWN_PACE * timeout) + 2 * SLACK
+        if seconds > (SECONDS_OF_SILENCE if has_lost else patience):
             silent.append(rank)
     if not silent:
         return None
-    ranks, where = ", ".join(map(str, silent[:8])), ", ".join(sorted({hosts[rank] for rank in silent})[:8])
-    who = f"(host {where}), which keeps the job's store," if 0 in silent else f"(host {where})"
-    seconds, doing = silence[silent[0]], beats[silent[0]].doing
-    why = f"{'it has died' if lost_for else 'it is stopped, holds the Python GIL'}, or lost its network"
-    return Verdict(f"rank {ranks} {who} could not be reached for {seconds:.0f} s, last {doing} ({why})", tuple(silent))
+    who = f"rank {', '.join(map(str, silent[:8]))} (host {', '.join(sorted({hosts[rank] for rank in silent})[:8])})"
+    why = (
+        "it has died, or lost its network" if has_lost else "it is stopped, holds the Python GIL, or lost its network"
+    )
+    return Verdict(
+        f"{who} could not be reached for {silence[silent[0]]:.0f} s, last {beats[silent[0]].doing} ({why})",
+        tuple(silent),
+    )
 
 
-def seconds_since_lost(beats: Iterable[Beat]) -> float:
+def seconds_since_lost(beats: Mapping[int, Beat]) -> float:
     """Seconds for which a process has waited for the reason of a lost connection; 0 if none has lost one."""
-    return max((beat.idle for beat in beats if beat.phase == LEAVING), default=0.0)
+    return max((beat.idle for beat in beats.values() if beat.phase == LEAVING), default=0.0)

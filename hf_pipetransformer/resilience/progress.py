@@ -88,12 +88,6 @@ class Progress:
             return min(max(self.timeout, LONGER_THAN_EVER * self._longest[self.phase]), self.limit)
         return min(UNKNOWN_PACE * self.timeout, self.limit) if self.phase in PACED | UNEVEN else self.limit
 
-    def begin(self, timeout: float, limit: float) -> None:
-        """Begin a training, with the patience that its arguments give."""
-        self.timeout, self.limit, self.round = timeout, limit, Round()
-        self.forget_pace()
-        self.tick()
-
     def enter(self, phase: str, step: int | None = None) -> None:
         """Begin a phase."""
         self.tick()

@@ -1,18 +1,16 @@
 """Watchdog: when a process of a job dies, stops or hangs, the others say which one and where, and exit.
 
 Without it, the peers of a dead process fail with an error that names only a port, and the peers of a stuck one wait
-for the timeout of their collectives, half an hour. With it, each process writes what it is doing (`Beat`) into the
-job's store at each interval. Rank 0 reads all of them and judges; the others read that of rank 0. The first verdict in
-the store wins:
+for the timeout of their collectives, half an hour. With it, a thread of each process writes what the process is doing
+(`Beat`) into the job's store at each interval. Rank 0 reads all of them and judges; the others read that of rank 0.
+The first verdict in the store wins:
 
-    rank 1    set beat 1    get verdict, beat 0
-    rank 0    set beat 0    get verdict, beats 0, 1, ...    compare_set verdict
+    rank 1    set beat 1    get beat 0, verdict
+    rank 0    set beat 0    get beats 0, 1, ..., verdict    compare_set verdict
 
-A thread of its own does this (`_exchange`), since a request to a host that is cut off never returns. Another one
-(`_watch`) looks at the main thread and at what was heard, and ends the process once there is a verdict. A main thread
-that can still raise an error does so (`PeerFailedError`); a process that is blocked inside a collective, or keeps
-computing, logs the verdict and exits with `EXIT_CODE`. Nothing is repaired inside a process: the job is started again,
-and resumes.
+A process whose main thread can still raise an error does so (`PeerFailedError`); one that is blocked inside a
+collective, or keeps computing, cannot be interrupted, logs the verdict and exits with `EXIT_CODE`. Nothing is repaired
+inside a process: the job is started again, and resumes.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError, wait
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -37,9 +34,9 @@ from uuid import uuid4
 import psutil
 import torch.distributed as dist
 
-from ..errors import ONE_LINE, PeerFailedError, chain_of, in_one_line
+from ..errors import ONE_LINE, PeerFailedError, chain_of, in_one_line, printable
 from .exit import end_at_exit
-from .judge import LEAVING, START, Beat, Verdict, find_silent, judge, seconds_since_lost
+from .judge import LEAVING, SECONDS_OF_SILENCE, Beat, Verdict, find_silent, judge
 from .progress import LEFT, PACED, PROGRESS, Round, doing_when, phase
 from .stop_signal import EXIT_CODE as PREEMPTED
 
@@ -49,9 +46,11 @@ logger = logging.getLogger(__name__)
 
 EXIT_CODE = 76
 """Exit code of a process that was blocked when the watchdog ended the job."""
-INTERVAL, INTERVAL_OF_MANY = 0.2, 0.5
-"""Seconds between two beats of a process, and in jobs of more processes than `MANY`, to spare the store."""
-MANY = 64
+INTERVAL = 0.2
+"""Seconds between two beats of a process; in jobs of many processes up to `LONGEST_INTERVAL`."""
+LONGEST_INTERVAL = SECONDS_OF_SILENCE / 4
+AT_ONCE = 64
+"""Number of processes from which on the interval grows with it, so that the load of the store does not."""
 BUSY = 0.1
 """A thread that uses the CPU for more than this fraction of an interval is computing, not waiting."""
 GRACE = 1.0
@@ -97,12 +96,10 @@ class Watchdog:
         self.is_watching = False
         self._rank, self._gather, self._has_accelerator = rank, gather, has_accelerator
         self._timeout, self._limit = timeout, max(limit, timeout)
-        self._done, self._leaving = threading.Event(), threading.Event()
-        self._found: Verdict | None = None  # by this process, to be told to the others
-        self._verdict: Future[Verdict] = Future()
-        self._beat = START
-        self._heard: dict[int, tuple[bytes, float]] = {}  # rank -> the latest beat, and when it came
-        self._lost_store_at: float | None = None
+        self._done, self._told, self._leaving = threading.Event(), threading.Event(), threading.Event()
+        self._verdict: Verdict | None = None
+        self._judging, self._ending = threading.Lock(), threading.Lock()
+        self._heard: dict[int, tuple[Beat, float]] = {}  # rank -> the latest beat, and when it came
 
     # ------------------------------------------------------------------------------------ main thread
     def __enter__(self) -> Watchdog:
@@ -116,17 +113,20 @@ class Watchdog:
         return self
 
     def _begin(self) -> None:
-        PROGRESS.begin(self._timeout, self._limit)
+        PROGRESS.timeout, PROGRESS.limit, PROGRESS.round = self._timeout, self._limit, Round()
+        PROGRESS.forget_pace()
+        PROGRESS.tick()
         self._main = threading.get_ident()
-        self._interval = INTERVAL if len(self._everyone) <= MANY else INTERVAL_OF_MANY
-        self._processor_seconds, self._place, begins = 0.0, "", json.dumps((0, *START))
+        self._interval = min(INTERVAL * max(1.0, len(self._everyone) / AT_ONCE), LONGEST_INTERVAL)
+        self._alone_since = self._busy_at = self._answered_at = time.monotonic()
+        self._number, self._processor_seconds, self._place = 0, 0.0, ""
         has_begun = False
         # a launcher's store may be unreachable, and a process group may be created without one
         with suppress(RuntimeError, KeyError, ValueError):
-            self._exchanges, self._meetings = self._connect(), self._connect()  # a request blocks its connection
-            self._exchanges.set(f"beat {self._rank}", begins)
+            self._beats, self._store = self._connect(), self._connect()  # each request blocks its connection
+            self._store.set(f"beat {self._rank}", json.dumps(self._look(time.monotonic())))
             if self._rank == 0:
-                self._exchanges.set(VERDICT, "")
+                self._store.set(VERDICT, "")
             has_begun = True
         self.is_watching = all(self._gather(has_begun))
         if not self.is_watching and self._rank == 0:
@@ -136,10 +136,9 @@ class Watchdog:
                 os.environ.get("MASTER_ADDR"),
                 os.environ.get("MASTER_PORT"),
             )
-        self._awake_since = self._alone_since = self._busy_at = now = time.monotonic()
-        self._heard = dict.fromkeys(range(len(self._everyone) if self._rank == 0 else 1), (begins.encode(), now))
-        for work in (self._exchange, self._watch) if self.is_watching else ():
-            thread = threading.Thread(target=work, name="watchdog", daemon=True)
+        self._alone_since = self._busy_at = self._answered_at = time.monotonic()  # connecting may have taken long
+        for watch in (self._watch, self._watch_store) if self.is_watching else ():
+            thread = threading.Thread(target=watch, name="watchdog", daemon=True)
             end_at_exit(thread)
             thread.start()
 
@@ -183,20 +182,19 @@ class Watchdog:
         is_lost = isinstance(error, Exception) and _is_lost_connection(error)
         if is_lost:
             PROGRESS.enter(LEAVING)
-            wait([self._verdict], SECONDS_FOR_A_VERDICT + 4 * self._interval)
-        verdict = self._agree(Verdict(own))
+            self._told.wait(SECONDS_FOR_A_VERDICT + 4 * self._interval)
+        silence = time.monotonic() - self._answered_at
+        is_cut_off = is_lost and silence > GRACE + 2 * self._interval
+        verdict = self._agree(self._without_store(silence) if is_cut_off else Verdict(own), tells=not is_cut_off)
         if self._rank == 0:
             time.sleep(4 * self._interval)  # the others read the verdict, maybe in this process's store
         if verdict.text.startswith(f"rank {self._rank} "):
             return
         if is_lost:
-            raise self._failure(verdict) from error
+            raise PeerFailedError(f"{verdict.text}. This is rank {self._rank}.") from error
         if verdict.text.endswith(in_one_line(error).rstrip(".")):
             with suppress(Exception):  # an error that cannot be changed
                 setattr(error, ONE_LINE, verdict.text)  # the other process shows its traceback
-
-    def _failure(self, verdict: Verdict) -> PeerFailedError:
-        return PeerFailedError(f"{verdict.text}. This is rank {self._rank}.")
 
     def meet(self, doing: str) -> None:
         """Wait for all processes to begin the same round. Collective over all processes. Only if `is_watching`.
@@ -212,68 +210,58 @@ class Watchdog:
         PROGRESS.begin_round(doing, is_meeting=True)
         now = PROGRESS.round
         key = f"round {now.number} {doing.split()[:2]}"
-        arrived, pause = self._meetings.add(key, 1), INTERVAL / 40
+        arrived, pause = self._store.add(key, 1), INTERVAL / 40
         while arrived < len(self._everyone):
             time.sleep(pause)  # here, so that this thread is seen to wait
-            if self._verdict.done():
-                verdict = self._verdict.result()
-                raise ValueError(f"{verdict.text}.") if verdict.is_mistake else self._failure(verdict)
-            arrived, pause = self._meetings.add(key, 0), min(2 * pause, INTERVAL)
+            if self._told.is_set():
+                assert self._verdict is not None
+                if self._verdict.is_mistake:
+                    raise ValueError(f"{self._verdict.text}.")
+                raise PeerFailedError(f"{self._verdict.text}. This is rank {self._rank}.")
+            arrived, pause = self._store.add(key, 0), min(2 * pause, INTERVAL)
         PROGRESS.round = Round(now.number, doing, is_meeting=False, num_met=now.num_met + 1)
 
-    # ------------------------------------------------------------------------------------ thread: exchange
-    def _exchange(self) -> None:
-        """Tell the others at each interval what this process does, and what it has found; hear what they say."""
-        keys, number, before = [VERDICT, *(f"beat {rank}" for rank in self._heard)], 0, time.monotonic()
+    # ------------------------------------------------------------------------------------ threads
+    def _watch(self) -> None:
+        ranks = range(len(self._everyone)) if self._rank == 0 else (0, self._rank)
+        keys = [VERDICT, *(f"beat {rank}" for rank in ranks)]
         try:
             while not self._done.wait(self._interval):
-                number += 1
-                self._exchanges.set(f"beat {self._rank}", json.dumps((number, *self._beat)))
-                if self._found is not None and not self._verdict.done():
-                    self._exchanges.compare_set(VERDICT, "", json.dumps(self._found))
-                verdict, *beats = self._exchanges.multi_get(keys)
-                before = now = self._time_after(before)
-                for rank, beat in zip(self._heard, beats, strict=True):
-                    if beat != self._heard[rank][0]:
-                        self._heard[rank] = beat, now
-                if verdict:
-                    self._settle(Verdict.parse(verdict))
+                try:
+                    verdict = self._beat(ranks, keys)
+                except (RuntimeError, OSError):
+                    raise
+                except Exception:  # nothing that is not foreseen may end the watch
+                    logger.debug("The watchdog could not look.", exc_info=True)
+                    continue
+                if verdict is not None:
+                    return self._give_up(verdict)
         except (RuntimeError, OSError):
-            self._lost_store_at = time.monotonic()
+            # if rank 0 has ended, another process may have said why
+            if not self._told.wait(GRACE) and not self._done.is_set():
+                self._give_up(self._without_store(time.monotonic() - self._answered_at), tells=False)
 
-    def _time_after(self, before: float) -> float:
-        """Return the time, after an interval. If it took long, the machine or the whole job was suspended, or is slow.
-
-        What was seen counts from now on then.
-        """
+    def _beat(self, ranks: Sequence[int], keys: list[str]) -> Verdict | None:
+        """Say what this process does, and hear what the others do."""
         now = time.monotonic()
-        if now - before > GRACE + 2 * self._interval:
-            self._awake_since = self._alone_since = self._busy_at = now
-        return now
+        was_asleep = now - self._answered_at > GRACE + 2 * self._interval  # the machine, or the whole job
+        if was_asleep:
+            self._alone_since = self._busy_at = now
+        self._beats.set(f"beat {self._rank}", json.dumps(self._look(now)))
+        message, *messages = self._beats.multi_get(keys)
+        self._answered_at = now = time.monotonic()
+        return self._read(message) or self._hear(dict(zip(ranks, messages, strict=True)), was_asleep, now)
 
-    def _settle(self, verdict: Verdict) -> Verdict:
-        """Let this be the verdict if there is none yet. Returns the verdict."""
-        with suppress(InvalidStateError):
-            self._verdict.set_result(verdict)
-        return self._verdict.result()
-
-    def _agree(self, found: Verdict) -> Verdict:
-        """Tell what was found, and return what all processes agree on. It is `found` if the store does not answer."""
-        self._found = found
-        if self._lost_store_at is None:  # who cannot reach a process may be cut off itself
-            wait([self._verdict], GRACE if found.ranks else SECONDS_FOR_A_VERDICT)
-        return self._settle(found)
-
-    # ------------------------------------------------------------------------------------ thread: watch
-    def _watch(self) -> None:
-        """Look at the main thread and at what was heard, until there is a verdict."""
-        before = time.monotonic()
-        while not self._done.wait(self._interval):
-            before = now = self._time_after(before)
-            self._beat = self._look(now)
-            found = self._verdict.result() if self._verdict.done() else self._find(now)
-            if found is not None:
-                return self._give_up(self._agree(found))
+    def _watch_store(self) -> None:
+        """Watch the other thread. A request to a disconnected host has no timeout of its own."""
+        last = time.monotonic()
+        while not self._done.wait(INTERVAL):
+            now = time.monotonic()
+            if now - last > GRACE:  # the machine, or the whole job, was suspended
+                self._answered_at = now
+            last = now
+            if now - self._answered_at > self._timeout + 3 * GRACE:
+                return self._give_up(self._without_store(now - self._answered_at), tells=False)
 
     def _look(self, now: float) -> Beat:
         """Look at the main thread."""
@@ -283,12 +271,13 @@ class Watchdog:
         seconds = time.clock_gettime(time.pthread_getcpuclockid(self._main))
         if seconds - self._processor_seconds > BUSY * self._interval:
             self._busy_at = now
-        self._processor_seconds = seconds
         while frame is not None and frame.f_back and _module_of(frame).startswith("torch."):
             frame = frame.f_back
         if frame is not None:
             self._place = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        self._processor_seconds, self._number = seconds, self._number + 1
         return Beat(
+            self._number,
             PROGRESS.patience,
             now - max(PROGRESS.since, self._alone_since),
             now - max(PROGRESS.since, self._busy_at),
@@ -299,19 +288,58 @@ class Watchdog:
             PROGRESS.round,
         )
 
-    def _find(self, now: float) -> Verdict | None:
-        """Judge what was heard: rank 0 of all processes, the others of rank 0 and its store."""
-        heard = {rank: (Beat.parse(message), at) for rank, (message, at) in self._heard.items()}
-        beats = {rank: beat for rank, (beat, _) in heard.items() if beat.phase != LEFT}
-        silence = {rank: now - max(heard[rank][1], self._awake_since) for rank in beats}
-        lost_for = seconds_since_lost([*beats.values(), self._beat])
-        if self._lost_store_at is not None:
-            lost_for = max(lost_for, now - self._lost_store_at)
-        silent = find_silent(beats, silence, [host for host, *_ in self._everyone], self._timeout, lost_for)
-        return silent or (judge(beats, self._timeout) if self._rank == 0 else None)
+    def _read(self, message: bytes) -> Verdict | None:
+        text, ranks, *kind = json.loads(message) if message else ("", ())
+        return Verdict(printable(text), tuple(ranks), *kind) if text else None
 
-    def _give_up(self, verdict: Verdict) -> None:
-        """End this process, unless its main thread leaves by itself."""
+    def _hear(self, messages: dict[int, bytes], was_asleep: bool, now: float) -> Verdict | None:
+        for rank, message in messages.items():
+            beat = Beat.parse(message)
+            if was_asleep or rank not in self._heard or beat.number != self._heard[rank][0].number:
+                self._heard[rank] = beat, now
+        beats = {rank: beat for rank, (beat, _) in self._heard.items() if beat.phase != LEFT}
+        silence = {rank: now - at for rank, (_, at) in self._heard.items() if rank in beats}
+        verdict = find_silent(beats, silence, [host for host, *_ in self._everyone], self._timeout)
+        return verdict or (judge(beats, self._timeout) if self._rank == 0 and not was_asleep else None)
+
+    def _without_store(self, seconds: float) -> Verdict:
+        last = f", last {self._heard[0][0].doing}" if 0 in self._heard else ""
+        host = self._everyone[0][0]
+        return Verdict(
+            f"rank 0 (host {host}), which keeps the job's store, could not be reached for {seconds:.0f} s{last}", (0,)
+        )
+
+    # ------------------------------------------------------------------------------------ verdicts
+    def _agree(self, found: Verdict, tells: bool = True) -> Verdict:
+        """Agree on what happened: the first verdict in the store wins.
+
+        Args:
+            found: the verdict, if there is none.
+            tells: whether it may be written to the store. One about a store that is cut off would arrive late, and be
+                wrong on its host.
+        """
+
+        def write() -> None:
+            with suppress(RuntimeError, OSError):  # the store is gone as well
+                agreed.append(self._read(self._store.compare_set(VERDICT, "", json.dumps(found))))
+
+        with self._judging:
+            if self._verdict is None:
+                agreed: list[Verdict | None] = []
+                if tells:
+                    writing = threading.Thread(target=write, daemon=True)
+                    end_at_exit(writing)
+                    writing.start()
+                    writing.join(GRACE)
+                self._verdict = next(filter(None, agreed), found)
+                self._told.set()
+            return self._verdict
+
+    def _give_up(self, found: Verdict, tells: bool = True) -> None:
+        """End this process, unless its main thread leaves by itself, or another thread is here already."""
+        verdict = self._agree(found, tells)
+        if not self._ending.acquire(blocking=False):
+            return
         for rank in verdict.ranks:
             self._kill_if_stopped(rank)
         began = time.monotonic()
