@@ -21,6 +21,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
 from .errors import refuse_wrong_order, show_errors_briefly
+from .file_formats import is_number
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .logs import follow_transformers
 from .planning.layout import AUTO, REPLICA_SHARDINGS
@@ -68,10 +69,6 @@ class UnknownFieldError(TypeError, ValueError):
         close = difflib.get_close_matches(name, known, 1)
         hint = f"Did you mean {close[0]!r}?" if close else "See its documentation for the fields."
         super().__init__(f"{owner} has no field {name!r}. {hint}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:
@@ -258,8 +255,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             Data type in which the outputs are stored. `"auto"` keeps the data type in which they are computed.
             `"bf16"` takes half of the space of fp32, at the cost of precision. `"fp32"` stores them in fp32.
         activation_cache_max_gib (`float`, *optional*):
-            Maximum size of the cache on each node, in GiB; by default a fifth of the disk's free space. Independently
-            of this limit, the cache never uses more than 80% of it. Samples that do not fit are recomputed.
+            Maximum size of the cache on each node, in GiB; by default a fifth of the disk's free space. It never
+            uses more than 80% of the free space, whatever the limit. Samples that do not fit are recomputed.
         eval_frozen_modules (`bool`, *optional*, defaults to `False`):
             Whether modules all of whose parameters are frozen run in evaluation mode while the model trains: without
             dropout, and with the running statistics of batch normalisation. The stock `Trainer` runs them in training
@@ -574,7 +571,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         if not isinstance(self.eval_frozen_modules, bool):
             raise ValueError(f"eval_frozen_modules={self.eval_frozen_modules!r} is invalid. Set it to True or False.")
         limit = self.activation_cache_max_gib
-        if limit is not None and not (_is_number(limit) and limit > 0):
+        if limit is not None and not (is_number(limit) and limit > 0):
             raise ValueError(
                 f"activation_cache_max_gib={limit!r} is invalid. Set it to a number above 0, or set"
                 " activation_cache='off' to disable the cache."
@@ -585,7 +582,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     def _check_watchdog(self) -> None:
         seconds = self.watchdog_timeout
-        if not _is_number(seconds) or (seconds != 0 and not 1 <= seconds <= MOST_SECONDS):
+        if not is_number(seconds) or (seconds != 0 and not 1 <= seconds <= MOST_SECONDS):
             raise ValueError(
                 f"watchdog_timeout={seconds!r} is invalid. Set it to between 1 and {MOST_SECONDS} seconds, or to 0 to"
                 " disable the watchdog."

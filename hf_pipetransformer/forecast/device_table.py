@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..cache.file_store import USABLE_DISK
+from ..cache.file_store import SHARE_OF_USABLE, USABLE_DISK
 from ..pipeline.devices import USABLE_MEMORY
 from ..planning.unit_times import ModelTimes, PartTimes, Seconds
 from .workload import Workload
@@ -131,5 +131,5 @@ def device_named(
         device,
         efficiency=efficiency or device.efficiency,
         memory_bytes=device.memory_bytes if memory_gib is None else memory_gib * GIB,
-        host_disk_bytes=None if disk_gib is None else disk_gib * GIB * USABLE_DISK,
+        host_disk_bytes=None if disk_gib is None else disk_gib * GIB * USABLE_DISK * SHARE_OF_USABLE,
     )

@@ -142,8 +142,8 @@ def forecast(job: Job, workload: Workload, device: Device) -> Values:
         "seconds": seconds,
         "compared_with": {name.replace(" ", "_"): step for name, step in plain.items() if name != FSDP},
         "fsdp": plain.get(FSDP),
-        # NCCL's, of each process and without those for tied weights: of all, and for each K, as numbers come back
-        # of a process: of all; for each K of the pipeline, of the replicas, and of two ranks with each neighbour
+        # NCCL's: the most that a process has, without those for tied weights; they stay, as numbers of stages come
+        # back: of all; for each K of the pipeline, of the replicas, and of two ranks with each neighbour
         "communicators": (world > 1) + sum((k > 1) + (k < world) + min(k - 1, 2) for k in stages if world > 1),
         "flop_bound": len(epochs) * sum(step_flops(costs, 0)) / flops if flops else 1.0,
         "fastest_plain": fastest,

@@ -195,7 +195,7 @@ class FrozenFront:
         self.share = 0.0
         """Their share of the model's forward pass in it."""
         self.counts = CacheCounts()
-        """Of the samples of all calls."""
+        """Of the samples of all calls, until they are taken."""
         self.trouble: str | None = None
         """Why what is stored is of no use any more."""
         self.is_verified = False
@@ -212,7 +212,8 @@ class FrozenFront:
         self._has_rows: dict[str, tuple[bool, ...]] = {}  # of the tensors among a module's arguments
         self._wide: dict[tuple[str, int], tuple[int, ...]] = {}  # dimensions of leaves that are as wide as the batch
         self._known: dict[Any, dict[str, _Known]] = {}
-        self._around: str | None = None  # what it is called on besides tensors, on which names, and autocast
+        self._around: str | None = None  # what it is called on besides tensors, on which names, autocast, and adapters
+        self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
         self._call: _Call | None = None
         self._modules = {module.name: module for module in found.modules}
         self._overrides: list[MethodOverride] = []
@@ -501,7 +502,9 @@ class FrozenFront:
         device = self._device.type
         plain = {name: value for name, value in values.items() if name not in NOT_OF_STATES}
         names = sorted(inputs.keys() - NOT_OF_STATES)
-        around = repr((values, names, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+        adapters = [(m._disable_adapters, m._active_adapter) for m in self._with_adapters]
+        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        around = repr((values, names, autocast, adapters))
         self._around = self._around or around
         if around != self._around:
             return None

@@ -99,14 +99,14 @@ class EpochReport:
         nbytes: size of the store on this node, in bytes.
         failure: why a process can no longer write; None if all can.
         is_full: whether a process cannot write because there is no space.
-        share: of the forward pass that is not run for a sample that is found; None if layers are counted.
+        skipped: share of the forward passes that was not run, if it is not counted by layers.
     """
 
     counts: CacheCounts
     nbytes: int
     failure: str | None
     is_full: bool
-    share: float | None = None
+    skipped: float | None = None
 
 
 class AutoCache:
@@ -225,7 +225,7 @@ class AutoCache:
                 self._count_what_others_stored()
         # records the weights that this process holds under the plan in force
         self._function.note()
-        if boundary <= before or self.num_cached == boundary:
+        if boundary <= before or self.num_cached == boundary or not (self.is_on and self._epoch.writes):
             return None
         size = self._epoch_bytes[boundary - 1] if boundary <= len(self._epoch_bytes) else None
         of_epoch = self._store.epoch_in_words(size)

@@ -159,7 +159,7 @@ def in_training(
         job: the training job.
         pipeline: the placed pipeline.
         cache: the cache of the current training.
-        front: the cache of what the user has frozen.
+        front: the cache of what is frozen, by the calls of the model.
         dataloader: the loader of the evaluation.
         generates: whether it generates, which excludes the cache.
         prefix: of its metrics.

@@ -107,7 +107,8 @@ class FrontCache:
         counts = reduce(add, (counts for counts, _ in everyone))
         if not counts.rows:
             return None
-        return EpochReport(counts, self._store.nbytes(), None, False, max(share for _, share in everyone))
+        skipped = sum(skipped for _, skipped in everyone) / counts.rows
+        return EpochReport(counts, self._store.nbytes(), None, False, skipped)
 
     @contextmanager
     def step(self, state: TrainerState, batch: Batch) -> Iterator[None]:
@@ -121,6 +122,7 @@ class FrontCache:
         if epoch != self._in_steps.epoch:
             self._in_steps.begin_epoch(epoch, (state.epoch or 0.0) - epoch)
         self._in_steps.writes = epoch + 1 < state.num_train_epochs or self._job.shares_store
+        self._in_steps.begin_step()
         with self._looking_at(self._in_steps):
             self._in_steps.try_loss(batch)
             yield
@@ -195,7 +197,9 @@ class _Calls:
         self._entries: dict[frozenset[str], FrontEntries] = {}
         self._existed = False  # what is stored, before this training began to store
         self._is_decided, self._share = False, 0.0  # its share of the forward pass
-        self._counts, self._all_counts = CacheCounts(), CacheCounts()  # of the epoch, and of the front until then
+        # what was counted in the epoch, with the forward passes that were not run, and what of the present front
+        self._counts, self._skipped, self._of_front = CacheCounts(), 0.0, CacheCounts()
+        self._has_looked = False  # for a front, in this step or evaluation
         self._num_searches = self._num_opened = self._expected_in = 0
         self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
         self._why_not: dict[str, str] = {}  # why they cannot
@@ -203,18 +207,26 @@ class _Calls:
     def begin_epoch(self, epoch: int, begun: float) -> None:
         """An epoch, or an evaluation, begins."""
         self.epoch, self._begun = epoch, begun
-        self._parameters = list(self._model.parameters())
+        self._parameters, self._has_looked = list(self._model.parameters()), False
         self._reads = self._front is not None
         if self._front is not None:
             self._front.is_verified, self._front.num_missed = False, 0
 
+    def begin_step(self) -> None:
+        self._has_looked = False
+
     def take_counts(self) -> tuple[CacheCounts, float]:
-        """The counts since the last call, and the front's share of the forward pass. The counts begin anew."""
-        taken, self._counts = self._counts, CacheCounts()
-        self._all_counts += taken
-        if self._front is not None:
-            self._front.counts = self._counts
-        return taken, self._share
+        """The counts since the last call, and the number of forward passes that were not run."""
+        self._count()
+        taken, self._counts, self._skipped = (self._counts, self._skipped), CacheCounts(), 0.0
+        return taken
+
+    def _count(self) -> None:
+        """Take the counts of the present front, if it was worth storing."""
+        if self._front is not None and self._is_decided:
+            counts, self._front.counts = self._front.counts, CacheCounts()
+            self._counts, self._of_front = self._counts + counts, self._of_front + counts
+            self._skipped += self._share * counts.layers_skipped
 
     def rest(self) -> None:
         """Let the front's modules run as they are until `go_on`."""
@@ -262,10 +274,16 @@ class _Calls:
                 return run()
             return self._front.run(inputs, run, self._reads and self._is_decided, self.writes)
         if flags != self._flags:
-            self.drop()
+            self.drop(deletes=not self._job.shares_store)
             if self._flags is not None:
                 self._opened, self._num_opened = frozenset(), 0
-            self._flags = flags
+                if self._has_looked and self._num_searches < MOST_SEARCHES:
+                    self._num_searches = MOST_SEARCHES
+                    logger.warning(
+                        "Nothing is cached: between two calls of the model parameters begin or cease to be trained"
+                        " (the loss turns adapters off, for example)."
+                    )
+            self._flags, self._has_looked = flags, True
             is_useful = self.writes and not all(flags) and self._num_searches < MOST_SEARCHES
             return self._look_for_front(inputs, run, forward) if is_useful else run()
         assert self._front is not None and self._weights is not None
@@ -318,7 +336,7 @@ class _Calls:
         storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
         self._expected_in = self.epoch + (1 if self._begun < 0.5 else 2)  # half an epoch tells nothing
         self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype)
-        self._all_counts, front.counts = CacheCounts(), self._counts
+        self._of_front = CacheCounts()
         if self._is_of_samples(front, inputs, found, forward):
             front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self.writes)
             front.share = 0.0  # the search takes time itself
@@ -406,11 +424,12 @@ class _Calls:
     def drop(self, deletes: bool = False) -> None:
         """Let the front's modules run again, and forget what is known of them."""
         front = self._front
+        self._count()
         if front is not None:
             front.close()
             if self._is_decided:
                 where = "" if self._is_training else " in evaluations"
-                counts = self._all_counts + self._counts
+                counts = self._of_front
                 self._say(
                     f"The output of {_described(self._model, front.found)} was read{where} for"
                     f" {counts.layers_skipped} of {counts.rows} samples."

@@ -271,7 +271,8 @@ class RunRecorder(TrainerCallback):
     def _flush(self, global_step: int) -> None:
         done, self._line = self._line, Tally()
         if done.seconds:
-            self._write(METRICS, {"kind": "time"}, global_step, vars(done))
+            seconds = {what: round(value, 6) for what, value in done.seconds.items()}
+            self._write(METRICS, {"kind": "time"}, global_step, {**vars(done), "seconds": seconds})
 
     def _write(self, name: str, kind: Mapping[str, str], global_step: int, values: Mapping[str, Any]) -> None:
         """Append a line to the file of that name."""

@@ -403,8 +403,10 @@ class PipelineRun(TrainerCallback):
         Raises:
             ValueError: it cannot, with `activation_cache="on"` and several stages. Every process raises it.
         """
-        if self.pipeline.stack.runner.takes_batch or not self._job.args.uses_pipeline:
+        if self.pipeline.stack.runner.takes_batch or self._job.may_cache_front:
             return None
+        if not self._job.args.uses_pipeline:
+            return "torch_compile=True, and the loss calls the model on inputs of its own"
         why = "the loss calls the model on inputs of its own, which are looked up with one stage only"
         if self._job.args.activation_cache == "on":
             raise ValueError(
@@ -592,7 +594,7 @@ class PipelineRun(TrainerCallback):
         of_front = BY_CALLS if self.front is not None else None
         self.log.announce(self.cache.describe() if self.cache is not None else of_front, self.why_not_cached)
         if self._checkpoint is None and self._users_freezing is None:
-            self.log.say_what_freezing_costs(self.pipeline.freezable, self.cache is not None)
+            self.log.say_what_freezing_costs(self.pipeline.freezable, bool(self.cache or self.front))
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self.num_epochs_begun += 1
@@ -609,9 +611,8 @@ class PipelineRun(TrainerCallback):
         # a callback may have ended the epoch on some processes only
         self.meet("has ended the epoch (control.should_epoch_stop or should_training_stop, or its data)")
         self.preemption.moment = Moment.BETWEEN_EPOCHS
-        report = self.front.epoch_report() if self.front is not None else None
-        if report is not None:
-            self.log.cache_epoch(report)
+        if self.front is not None:
+            self.log.front_epoch(self.front.epoch_report())
         self._show_weights()
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:

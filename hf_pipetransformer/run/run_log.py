@@ -192,10 +192,6 @@ class RunLog:
     def cache_epoch(self, report: EpochReport) -> None:
         """Log the use of the cache in the epoch that has ended."""
         metrics, parts = self._cache_metrics(report), []
-        rows, self._rows_before = self.recorder.total.rows - self._rows_before, self.recorder.total.rows
-        if report.share is not None:
-            assert self._plan is not None
-            self._forward_skipped += round(metrics["cache_layers_skipped"] * rows * self._plan.num_units)
         found = metrics["cache_hit_rate"] + metrics["cache_older_hit_rate"]
         if found:
             skipped = metrics["cache_layers_skipped"]
@@ -204,7 +200,18 @@ class RunLog:
             parts.append(f"{metrics['cache_rows_stored']:,.0f} samples stored")
         used, size = ", ".join(parts) or "no samples found or stored", f"{report.nbytes / MIB:,.1f} MiB"
         self._say(f"Epoch {self._state.epoch or 0.0:.4g}, cache: {used}; {size}.")
-        self._log_metrics(metrics)
+        if self._job.freeze_callback is not None:
+            self._log_metrics(metrics)
+        else:  # `log` as the stock Trainer calls it: trainers that override it count their calls
+            self.recorder.record_log(metrics, self._state)
+
+    def front_epoch(self, report: EpochReport | None) -> None:
+        """Log the use of the front in the epoch that has ended, if there was any."""
+        rows, self._rows_before = self.recorder.total.rows - self._rows_before, self.recorder.total.rows
+        if report is not None:
+            assert self._plan is not None
+            self._forward_skipped += round((report.skipped or 0.0) * rows * self._plan.num_units)
+            self.cache_epoch(report)
 
     # ------------------------------------------------------------------------------------ at the end
     def end(self, cache: AutoCache | None) -> None:
@@ -316,9 +323,9 @@ class RunLog:
         assert self._plan is not None
         counts, rows = report.counts, max(report.counts.rows, 1)
         # share of the forward passes: a sample found behind f of L layers counts f / L
-        of_layer = 1 / self._plan.num_units if report.share is None else report.share
+        of_layers = counts.layers_skipped / (rows * self._plan.num_units)
         return {
-            "cache_layers_skipped": round(of_layer * counts.layers_skipped / rows, 4),
+            "cache_layers_skipped": round(of_layers if report.skipped is None else report.skipped, 4),
             "cache_hit_rate": round(counts.hits / rows, 4),
             "cache_older_hit_rate": round(counts.older_hits / rows, 4),
             "cache_rows_stored": counts.stored + counts.older_stored,

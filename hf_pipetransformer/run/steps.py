@@ -114,7 +114,7 @@ class Steps:
         reduction: how the losses of parts add up.
         data: the training batches.
         cache: the cache of frozen layers' outputs, if there is one.
-        front: the cache of what the user has frozen, if there is one.
+        front: the cache of what is frozen, by the calls of the model, if there is one.
         watches_steps: whether one of the user's callbacks, on some process, may read weights at each step.
 
     Attributes:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -434,3 +435,13 @@ def test_reading_while_others_write_and_delete(store: FileStore, reader: FileRea
     assert hits > 0
     assert hits_of(reader, range(10)) == []
     assert [path.name for path in store.folder.iterdir()] == [MARKER]
+
+
+def test_without_a_limit_a_fifth_of_the_free_disk_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FileStore(tmp_path / "store")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000 * 2**20))
+    for limit, mebibytes in ((None, 200), (0.5, 512), (10, 800)):
+        store.limit(limit)
+        assert store.max_bytes == mebibytes * 2**20
+    assert store.epoch_in_words(100 * 2**20) == " (100.0 MiB)"
+    assert "of the 1,000.0 MiB of an epoch 800.0 MiB may be used" in store.epoch_in_words(1000 * 2**20)

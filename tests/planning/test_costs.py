@@ -177,3 +177,8 @@ def test_grouped_experts_count_as_eager_ones():
         costs = measure_costs(LayerStack.discover(model, batch), batch)
         totals.append(sum(cost.forward_flops for cost in costs))
     assert totals[0] == totals[1]
+
+
+def test_a_shared_parameter_counts_with_each_unit_that_needs_it() -> None:
+    units = costs_of(MODELS["llama-tied"].build(), MODELS["llama-tied"].batch(2))
+    assert ["model.embed_tokens.weight" in unit.parameters for unit in units] == [True, False, False, True]

@@ -195,6 +195,54 @@ class CallsTwice:
         return first.loss + (first.logits - again.flip(0).detach()).square().mean() + again.square().mean()
 
 
+class Adapted(nn.Module):
+    """A linear layer with an adapter, which is switched as PEFT's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = (nn.Linear(SIZE, SIZE).requires_grad_(False) for _ in range(2))
+        self._disable_adapters, self._active_adapter = False, "default"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) if self._disable_adapters else self.base(x) + self.adapter(x)
+
+
+class UnderAHead(nn.Module):
+    def __init__(self, is_trained: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(Adapted(), nn.GELU())
+        self.head = nn.Linear(SIZE, 2)
+        self.body[0].adapter.requires_grad_(is_trained)
+
+    def forward(self, values: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        scores = self.head(self.body(values))
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+class AgainstItself:
+    """A loss that compares the model with itself without the adapter, as preference tuning does."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        adapted, is_trained = model.body[0], model.body[0].adapter.weight.requires_grad
+        adapted._disable_adapters = True
+        adapted.adapter.requires_grad_(False)
+        with torch.no_grad():
+            reference = model(**inputs)["logits"]
+        adapted._disable_adapters = False
+        adapted.adapter.requires_grad_(is_trained)
+        return outputs["loss"] + (outputs["logits"] - reference).square().mean()
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_loss_that_turns_adapters_off(is_trained: bool, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    """Without them nothing is given back that was computed with them."""
+    columns = {"values": noise(SAMPLES, SIZE), "labels": torch.arange(SAMPLES) % 2}
+    assert_equals_stock(tmp_path, lambda: (UnderAHead(is_trained), columns), mixin=AgainstItself)
+    assert (rows_read(said) > 0) is not is_trained
+    assert said.text.count("parameters begin or cease to be trained") == is_trained
+
+
 class CallsWithout:
     """A call of a part, one without gradients, and one of which a gradient at the inputs is asked."""
 
