@@ -134,7 +134,7 @@ class ActivationCache:
         self._reading = StoreReading(copies)
         self._writing = StoreWriting(store, copies, time.time() - SECONDS_MARKS_LAST)
         self._padded_left = padded_left
-        self.ignored = frozenset(ignored)
+        self._ignored = frozenset(ignored)
         self._awaited: _Awaited | None = None
         self._hook: RemovableHandle | None = None
         self._writes = False
@@ -202,7 +202,7 @@ class ActivationCache:
         """
         if not keys or self._is_refused(keys) or not self._reading.generations:
             return 0.0, 0.0
-        found = self._reading.find(keys, None if MASK in self.ignored else tokens, self._stack.num_units)
+        found = self._reading.find(keys, None if MASK in self._ignored else tokens, self._stack.num_units)
         here = found.states.get(self._reading.generations[0].num_frozen)
         return (len(here[0]) / len(keys), found.seconds / len(here[0])) if here else (0.0, 0.0)
 
@@ -215,7 +215,7 @@ class ActivationCache:
             stop: the first unit that does not belong to this stage.
         """
         if not self._is_refused(keys):
-            self._reading.read_ahead(keys, None if MASK in self.ignored else tokens, stop)
+            self._reading.read_ahead(keys, None if MASK in self._ignored else tokens, stop)
 
     def begin(
         self, batch: Batch, keys: Sequence[RowKey], start: int, carry: Carry | None, stop: int
@@ -277,7 +277,7 @@ class ActivationCache:
         self.counts.rows += len(keys)
         if self._is_refused(keys):
             return Found({})
-        found = self._reading.find(keys, padded_length(batch, self.ignored), stop)
+        found = self._reading.find(keys, padded_length(batch, self._ignored), stop)
         self.counts.damaged += found.damaged
         return found
 
@@ -355,7 +355,7 @@ class ActivationCache:
         called = named_inputs(self._stack.model, args, kwargs)
         if self.is_called_otherwise(called):
             return
-        if not awaited.inputs.are(called, self.ignored, runner.called.added):
+        if not awaited.inputs.are(called, self._ignored, runner.called.added):
             self.met_other_inputs = True
             return
         runner.begin_elsewhere(awaited.start, awaited.carry, awaited.observer)
@@ -391,7 +391,7 @@ class ActivationCache:
             counts.stored += stored
             counts.present += present
 
-        has_mask = padded_length(batch, self.ignored) is not None
+        has_mask = padded_length(batch, self._ignored) is not None
         dtype = self._storage_dtype or state.dtype
         if not self._writing.put(self._reading.generations[0].name, keys, state, dtype, has_mask, done):
             counts.dropped += len(keys)

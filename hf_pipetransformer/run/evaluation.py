@@ -179,7 +179,8 @@ def in_training(
             # also before the first freeze, because persistent workers keep the collator that they started with
             if isinstance(base, DataLoader) and not isinstance(base.collate_fn, KeyingCollator):
                 stack.callback(setattr, base, "collate_fn", base.collate_fn)
-                base.collate_fn = KeyingCollator(base.collate_fn, cache.cache.ignored, cache.cache.keeps_padding)
+                ignored = job.not_in_keys | pipeline.stack.runner.called.kept_back
+                base.collate_fn = KeyingCollator(base.collate_fn, ignored, cache.cache.keeps_padding)
             if pipeline.cache is not None and not cache.weights_hold():
                 pipeline.use_cache(None)  # e.g. averaged weights
                 stack.callback(lambda: pipeline.use_cache(cache.cache if cache.is_on else None))
