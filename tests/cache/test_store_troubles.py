@@ -168,14 +168,14 @@ class LeftPadded:
 
     def create_scheduler(self, *positional: Any, **keywords: Any) -> Any:
         batches = self._pipeline_run.data  # type: ignore[attr-defined]
-        inner = batches._keying_collate_fn.inner
+        inner = batches.collate_fn
 
         def collate(samples: list[Any]) -> dict[str, Any]:
             batch = inner(samples)
             padded = {name: nn.functional.pad(batch[name], (1, 0)) for name in ("input_ids", "attention_mask")}
             return {**batch, **padded}
 
-        batches._keying_collate_fn.inner = collate
+        batches.use_collator(collate)
         return super().create_scheduler(*positional, **keywords)  # type: ignore[misc]
 
 
