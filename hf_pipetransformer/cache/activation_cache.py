@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -39,6 +39,7 @@ from .content_keys import (
     RowKey,
     named_inputs,
     padded_length,
+    row_keys,
     sequences_per_sample,
 )
 from .file_store import FileStore, StoreFull
@@ -135,6 +136,8 @@ class ActivationCache:
         self._writing = StoreWriting(store, copies, time.time() - SECONDS_MARKS_LAST)
         self._padded_left = padded_left
         self._ignored = frozenset(ignored)
+        self._num_calls = 0  # of the model, in the current pass of `watching_calls`
+        self._has_adapters = any(hasattr(module, "adapter_layer_names") for module in stack.model.modules())
         self._awaited: _Awaited | None = None
         self._hook: RemovableHandle | None = None
         self._writes = False
@@ -316,6 +319,40 @@ class ActivationCache:
         before, after = carry[slot.stack][: slot.position], carry[slot.stack][slot.position + 1 :]
         return {**carry, slot.stack: (*before, state, *after)}
 
+    # ------------------------------------------------------------------------------------ a pass started by the user
+    @contextmanager
+    def watching_calls(self) -> Iterator[None]:
+        """Inside, in a pass to the end, each call of the model is looked up, and stored, by its own inputs.
+
+        For losses that call the model on inputs of their own (pairs of sentences), and for batches without keys, of
+        which only the first call is. All samples of a call are read, or all are computed.
+        """
+        self._num_calls, self._awaited = 0, None
+        self._before_calls(self._on_own_call)
+        try:
+            yield
+        finally:
+            self._remove_hook()
+
+    def _on_own_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        runner, stop = self._stack.runner, self._stack.num_units
+        self._num_calls += 1
+        # keys are of the inputs alone: a loss may turn adapters off for some of its calls
+        if self._has_adapters if not runner.takes_batch else self._num_calls > 1:
+            return
+        inputs = runner.batch_of(named_inputs(self._stack.model, args, kwargs))
+        if runner.takes_batch and self.is_called_otherwise(inputs):
+            return
+        keys = row_keys(inputs, self._ignored, self.keeps_padding) if inputs else None
+        if keys is None or self._is_refused(keys):
+            self.counts.rows += len(keys or ())
+            return
+        found = self._find(inputs, keys, stop)
+        used = {f: state for f, state in found.states.items() if len(state[0]) == len(keys)}
+        self._count(used, found.seconds)
+        level, carry = next(((f, self._as_carry(f, state)) for f, (_, state) in used.items()), (0, None))
+        runner.begin_elsewhere(level, carry, self.observer(inputs, keys, level, stop))
+
     def is_called_otherwise(self, called: Mapping[str, Any]) -> bool:
         """Whether the model is not called as the loss calls it: predictions without labels compute no loss.
 
@@ -328,14 +365,20 @@ class ActivationCache:
 
     def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
         """Wait for the model to be called on these inputs."""
+        self._awaited = _Awaited(KeyedInputs(inputs), start, carry, observer)
+        self._before_calls(self.begin_call)
+
+    def _before_calls(self, react: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
+        """Have the model's next calls in a pass announced, and no others any more.
+
+        Registered anew for each pass, so that it runs after the user's hooks, which may change the inputs.
+        """
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is self._stack.model:  # not a copy of it
-                self.begin_call(args, kwargs)
+            if module is self._stack.model and self._stack.runner.is_running:  # not of a copy of the model
+                react(args, kwargs)
 
-        self._awaited = _Awaited(KeyedInputs(inputs), start, carry, observer)
         self._remove_hook()
-        # anew for each pass, so that it runs after the user's hooks, which may change the inputs
         self._hook = self._stack.model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def _remove_hook(self) -> None:

@@ -290,6 +290,10 @@ def _as_row_keys(keys: torch.Tensor) -> list[RowKey] | None:
     ]
 
 
+NO_KEYS = torch.full((1, 4), _NO_KEY, dtype=torch.int64)
+"""In place of a batch's keys: the cache is not used for this batch, not even by the inputs of the model's calls."""
+
+
 def without_keys(keys: torch.Tensor) -> torch.Tensor:
     """A replacement for a batch's keys that marks it as having none, with the same shape on all stages."""
     return torch.full_like(keys, _NO_KEY)

@@ -330,6 +330,11 @@ class LayerRangeRunner:
         }
         return given if self.called.nested_in is None else {self.called.nested_in: given}
 
+    def batch_of(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the batch for which `arguments` returns these inputs of a call of the model."""
+        nested = inputs if self.called.nested_in is None else inputs.get(self.called.nested_in)
+        return dict(nested) if isinstance(nested, Mapping) else {}
+
     @property
     def is_running(self) -> bool:
         """Whether a pass is in progress."""

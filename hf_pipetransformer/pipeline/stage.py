@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,7 +190,9 @@ class StageModule(nn.Module):
             yield inputs
             return
         # several calls of the model (R-Drop) are several passes, unless earlier stages ran the first units only once
-        with self.stack.runner.to_the_end(start, carry, may_repeat=self.start == 0):
+        looks_up_calls = self.cache is not None and KEYS_NAME not in batch and self.start == 0
+        calls = self.cache.watching_calls() if self.cache is not None and looks_up_calls else nullcontext()
+        with self.stack.runner.to_the_end(start, carry, may_repeat=self.start == 0), calls:
             yield inputs
 
     def begin(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[Batch, int, Carry | None]:

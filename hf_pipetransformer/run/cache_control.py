@@ -129,6 +129,7 @@ class AutoCache:
         epoch_bytes: what a node stores of an epoch behind each unit; empty if that is not known.
         spread: keys of samples spread over the dataset, and the padded length of the longest of them: they show
             whether another training has stored this dataset.
+        calls_per_sample: number of inputs for each sample of the dataset (two of a pair of sentences).
     """
 
     def __init__(
@@ -145,10 +146,13 @@ class AutoCache:
         rows: Mapping[str, Any],
         epoch_bytes: Sequence[int] = (),
         spread: tuple[Sequence[RowKey], int | None] = ((), None),
+        calls_per_sample: int = 1,
     ) -> None:
         self.cache = cache
         self.num_cached = 0
         """Number of layers that count as cached."""
+        self.calls_per_sample = calls_per_sample
+        """Number of inputs for each sample in the loss's calls of the model."""
         self.layers_skipped = 0
         """Number of layers that were not run in this training, summed over the samples, on all processes."""
         self.reason_off: str | None = None

@@ -21,9 +21,11 @@ from ..cache.content_keys import RowKey, padded_length, row_keys, sequences_per_
 from ..cache.file_store import FileStore
 from ..cache.sharing import node_name
 from ..data.numbered_batches import TrainingBatches
+from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
-from ..model.micro_batch import Batch
-from ..model.nested import on_device
+from ..model.micro_batch import Batch, batch_rows
+from ..model.nested import on_device, tensors_of
+from ..model.placeholders import evaluation_mode
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.costs import UnitCost
 from ..planning.tables import MIB
@@ -32,7 +34,7 @@ from ..randomness import seeded
 from ..training_args import CACHE_DTYPES
 from .cache_control import HARDLY_ANY, AutoCache
 from .job import TrainingJob
-from .probing import SampleCollator
+from .probing import SampleCollator, calls_of_loss
 
 SAMPLES_TO_PROBE = 32
 """Number of samples from which those are chosen that probe whether frozen layers can be cached.
@@ -130,8 +132,16 @@ def make_cache(
         assert isinstance(loss, torch.Tensor)
         return loss.mean()
 
+    why_not: str | None = None
+    calls_per_sample = 1
+    loss_of: Callable[[Batch], torch.Tensor] = loss_of_batch
+    if not runner.takes_batch:
+        of_calls = LossCalls(job, pipeline.stack, collate, loss_of)
+        collate, loss_of = of_calls.first_call, of_calls.loss_of
     spread = data.spread_rows(SAMPLES_TO_PROBE)
     samples = varied_samples(spread, collate)
+    if not runner.takes_batch:
+        why_not, calls_per_sample = of_calls.examine(samples)
     probe = partial(
         probe_boundaries,
         pipeline.stack,
@@ -139,7 +149,7 @@ def make_cache(
         samples,
         collate,
         ignored=not_in_keys,
-        loss_of=loss_of_batch,
+        loss_of=loss_of,
         most=most,
     )
     keeps_padding = False
@@ -150,7 +160,6 @@ def make_cache(
             keeps_padding = any(verdict.slot is not None for verdict in with_padding.verdicts)
             trial = with_padding if keeps_padding else trial
     verdicts, unread = trial.verdicts, trial.unread
-    why_not: str | None = None
     if len(set(pipeline.mesh.gather_objects((unread, keeps_padding)))) > 1:
         why_not = "processes have found that it depends on different inputs, or on the padding in some only"
     not_in_keys |= unread
@@ -203,8 +212,85 @@ def make_cache(
         is_shared=is_shared,
         rows=mesh.gather_objects(rows if mesh.rank == 0 else {})[0],
         epoch_bytes=epoch_bytes(job, data, unit_costs, mesh.gather_objects(node_name())),
+        calls_per_sample=calls_per_sample,
         spread=_keys_of(spread, collate, not_in_keys, keeps_padding) if is_shared and slots else ((), None),
     )
+
+
+class LossCalls:
+    """The calls of a model by a loss that does not call it on the batch's own inputs, on a few samples.
+
+    Args:
+        job: the training job.
+        stack: the model's units.
+        collate: collates samples.
+        loss_of: computes the loss of a batch.
+    """
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        stack: LayerStack,
+        collate: Callable[[Sequence[Any]], Batch],
+        loss_of: Callable[[Batch], torch.Tensor],
+    ) -> None:
+        self._job, self._stack, self._collate, self._loss_of = job, stack, collate, loss_of
+        self._batch: Batch = {}  # of all samples, as they are collated
+
+    def first_call(self, samples: Sequence[Any]) -> Batch:
+        """Collate samples, and return the inputs of the loss's first call of the model.
+
+        Raises:
+            ValueError: they are not the inputs of one sample each.
+        """
+        calls, _ = calls_of_loss(self._job, self._collate(samples), only_first=True)
+        inputs = self._stack.runner.batch_of(calls[0]) if calls else {}
+        if not tensors_of(inputs) or batch_rows(inputs) != len(samples):
+            raise ValueError("the loss does not call the model on one entry for each sample")
+        return inputs
+
+    def examine(self, samples: Sequence[Any]) -> tuple[str | None, int]:
+        """Check that each call returns what the model returns for the same inputs. It runs the loss of the samples.
+
+        A loss that turns adapters off for some of its calls would find the states of other calls in the cache.
+
+        Returns:
+            Why the calls cannot be cached, or None; and the number of inputs in them for each sample.
+        """
+        model, runner = self._stack.model, self._stack.runner
+        self._batch = self._collate(samples)
+        seen: list[torch.Tensor] = []
+        hook = self._stack.units[-1].module.register_forward_hook(lambda *call: seen.extend(tensors_of(call[2])[:1]))
+        try:
+            calls, _ = calls_of_loss(self._job, self._batch)
+            of_loss = list(seen)
+            seen.clear()
+            with evaluation_mode(model), torch.no_grad(), left_as_found(model), seeded(self._job.args.seed):
+                for call in calls:
+                    model(**runner.arguments(runner.batch_of(call)))
+        finally:
+            hook.remove()
+        are_same = len(seen) == len(of_loss) and all(
+            a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+            for a, b in zip(seen, of_loss, strict=False)
+        )
+        rows = sum(batch_rows(call) for call in calls)
+        why = "the loss changes the model between its calls, for example by turning adapters off"
+        return None if are_same else why, max(-(-rows // max(len(samples), 1)), 1)
+
+    def loss_of(self, inputs: Batch) -> torch.Tensor:
+        """Return the loss of the samples that were examined, with these inputs in place of those of the first call."""
+        model, runner = self._stack.model, self._stack.runner
+        given: list[Batch] = [runner.arguments(inputs)]
+
+        def replace_first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            return ((), given.pop()) if given else (args, kwargs)
+
+        hook = model.register_forward_pre_hook(replace_first, with_kwargs=True)
+        try:
+            return self._loss_of(self._batch)
+        finally:
+            hook.remove()
 
 
 def _keys_of(

@@ -159,7 +159,7 @@ def in_training(
         job: the training job.
         pipeline: the placed pipeline.
         cache: the cache of the current training.
-        front: the cache of what is frozen, by the calls of the model.
+        front: the cache of what the user has frozen.
         dataloader: the loader of the evaluation.
         generates: whether it generates, which excludes the cache.
         prefix: of its metrics.
@@ -226,6 +226,9 @@ def predict(
             return result
         with naming_long_rows(job.model, inputs):
             assert pipeline.stage is not None
+            if pipeline.cache is not None and not pipeline.stack.runner.takes_batch:
+                with pipeline.stage.last.running_to_the_end([], {}):
+                    return stock(job.model, inputs)
             if keys is None or not keys.inputs.are(inputs, job.not_in_keys):
                 return stock(job.model, inputs)
             # `stock` prepares the inputs; here they are only moved to the device

@@ -1,7 +1,6 @@
-"""What is frozen, and fed by the batch alone, is computed in the first epoch and read in the others.
+"""What is frozen by the user, and fed by the batch alone, is computed in the first epoch and read in the others.
 
-For models that run in one stage, without a freeze policy or with a loss that calls the model on inputs of its own.
-When a step calls the model:
+For models that run in one stage and have no freeze policy. When a step calls the model:
 
     1st call                          the front is looked for, in this call, and tried on half of the samples
     2nd                               how much of the time it takes decides whether it is stored; a line says so
@@ -61,7 +60,7 @@ MOST_OPENED = 3
 """Number of times that it is looked for in the parts of modules that cannot be stored as a whole."""
 ENTRIES_VERSION = 3
 """Of what an entry of the store consists of."""
-MOST_SEARCHES = 16
+MOST_SEARCHES = 5
 """Number of times that the front is looked for: with each change of `requires_grad`."""
 
 

@@ -128,8 +128,9 @@ class TrainingJob:
 
     @property
     def may_cache_front(self) -> bool:
-        """Whether the arguments allow the calls of what is frozen to be looked up: with one stage."""
-        return self._wants_cache and not self.args.uses_pipeline and not self.args.torch_compile
+        """Whether the arguments allow what the user has frozen to be computed once: with one stage, without policy."""
+        is_whole = not self.args.uses_pipeline and not self.args.torch_compile
+        return self._wants_cache and self.freeze_callback is None and is_whole
 
     @property
     def may_follow_freezing(self) -> bool:

@@ -123,14 +123,25 @@ def _threads_of_host(mesh: ProcessMesh) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+# ---------------------------------------------------------------------------------------------------------
+# Calls of the loss
+# ---------------------------------------------------------------------------------------------------------
+
+
 class _FirstCall(BaseException):
     """Raised to leave a loss at its first call of the model. No `except Exception` in a user's loss catches it."""
 
 
-def _first_call(job: TrainingJob, batch: Batch) -> tuple[Batch | None, KeyedInputs]:
-    """The inputs of the loss's first call of the model on a batch, by name, and the prepared batch's.
+def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> tuple[list[Batch], KeyedInputs]:
+    """Compute the loss of a batch, and return the inputs of each call of the model, and the prepared batch's.
 
-    The model does not run. None if it is not called: an error of `compute_loss` shows again in the first step.
+    Inputs are by name, as they were when the model was called. If `compute_loss` fails, the calls before that are
+    returned: the same error will show when the model itself is called, or in the first step.
+
+    Args:
+        job: the training job.
+        batch: the batch.
+        only_first: whether to leave the loss at its first call, so that the model does not run.
     """
     trainer, model = job.trainer, job.model
     given, calls = KeyedInputs({}), list[Batch]()
@@ -139,7 +150,8 @@ def _first_call(job: TrainingJob, batch: Batch) -> tuple[Batch | None, KeyedInpu
         inputs = named_inputs(module, args, kwargs)
         # the model may write into a dict that it is called on
         calls.append({n: in_new_containers(v) if isinstance(v, Mapping) else v for n, v in inputs.items()})
-        raise _FirstCall
+        if only_first:
+            raise _FirstCall
 
     with evaluation_mode(model), torch.no_grad(), left_as_found(model, trainer), seeded(job.args.seed):
         hook = model.register_forward_pre_hook(note, with_kwargs=True)
@@ -155,25 +167,26 @@ def _first_call(job: TrainingJob, batch: Batch) -> tuple[Batch | None, KeyedInpu
                 raise
         finally:
             hook.remove()
-    return (calls[0] if calls else None), given
+    return calls, given
 
 
 def inputs_of(job: TrainingJob, called: CalledWith, batch: Batch) -> Batch:
     """Return inputs of the model for probes on a batch: the batch's own, or those of the loss's first call."""
     if called.takes_batch:
         return {name: value for name, value in batch.items() if name not in called.kept_back}
-    call, _ = _first_call(job, batch)
-    assert call is not None, "the loss has called the model on another batch"
-    return call if called.nested_in is None else dict(call[called.nested_in])
+    calls, _ = calls_of_loss(job, batch, only_first=True)
+    assert calls, "the loss has called the model on another batch"
+    return calls[0] if called.nested_in is None else dict(calls[0][called.nested_in])
 
 
 def how_called(job: TrainingJob, sample: Batch) -> CalledWith:
     """Find out on what `compute_loss` calls the model, from a batch of a few samples."""
     if not job.overrides_loss:
         return job.called_by_stock(sample)
-    call, given = _first_call(job, sample)
-    if call is None:
+    calls, given = calls_of_loss(job, sample, only_first=True)
+    if not calls:
         return CalledWith()
+    call = calls[0]
     if call.keys().isdisjoint(sample) and tensors_of(call):
         only = next(iter(call)) if len(call) == 1 else None
         is_nested = only is not None and isinstance(call[only], Mapping)

@@ -63,8 +63,6 @@ logger = logging.getLogger(__name__)
 WRITTEN_TO_PLACEHOLDER = "more than one element of the written-to tensor refers to a single memory location"
 """Part of torch's error for an in-place write to a tensor whose elements all share the memory of one element."""
 
-BY_CALLS = "by the inputs of the loss's own calls of the model"
-
 STEP_EVENTS = (
     "on_step_begin",
     "on_pre_optimizer_step",
@@ -357,8 +355,8 @@ class PipelineRun(TrainerCallback):
         most = self._users_freezing.count if self._users_freezing is not None else None
         if job.may_cache and job.freeze_callback is not None:
             assert self.generations is not None
-            self.why_not_cached = self._why_not_by_batch() or self._trouble_with_folder()
-            if self.why_not_cached is None and pipeline.stack.runner.takes_batch:
+            self.why_not_cached = self._why_not_for_calls(drives) or self._trouble_with_folder()
+            if self.why_not_cached is None:
                 with generators_kept(trainer, job.model):
                     self.cache = make_cache(job, pipeline, data, self._cut.unit_costs, times, self.generations, most)
         # 4
@@ -381,8 +379,7 @@ class PipelineRun(TrainerCallback):
             offloads=job.device.type != "cpu" and not watches_steps,  # on the CPU nothing is saved by it
         )
         self._refuse_coupling(coupling, layout)
-        by_batch = job.freeze_callback is not None and pipeline.stack.runner.takes_batch
-        if job.may_cache_front and self.why_not_cached is None and not by_batch:
+        if job.may_cache_front:
             self.front = FrontCache(job, data.dataset, store_file(job))
         self._freeze_callback = job.freeze_callback
         self.steps = Steps(job, pipeline, loss, reduction, data, self.cache, self.front, watches_steps)
@@ -397,16 +394,14 @@ class PipelineRun(TrainerCallback):
             self.log.tell(self.cache.freeze(layout.num_frozen_layers))
         return pipeline
 
-    def _why_not_by_batch(self) -> str | None:
-        """Why what layers return cannot be looked up by a batch's keys, or None.
+    def _why_not_for_calls(self, is_driven: bool) -> str | None:
+        """Why the loss's calls of the model cannot be looked up, or None.
 
         Raises:
-            ValueError: it cannot, with `activation_cache="on"` and several stages. Every process raises it.
+            ValueError: they cannot, with `activation_cache="on"`. Every process raises it.
         """
-        if self.pipeline.stack.runner.takes_batch or self._job.may_cache_front:
+        if not is_driven or self.pipeline.stack.runner.takes_batch:
             return None
-        if not self._job.args.uses_pipeline:
-            return "torch_compile=True, and the loss calls the model on inputs of its own"
         why = "the loss calls the model on inputs of its own, which are looked up with one stage only"
         if self._job.args.activation_cache == "on":
             raise ValueError(
@@ -591,10 +586,9 @@ class PipelineRun(TrainerCallback):
             self.preemption.evaluate_what_is_owed()
         if self.pipeline.is_lazy and self._job.trainer.is_world_process_zero():
             warn_of_unsaved(args)
-        of_front = BY_CALLS if self.front is not None else None
-        self.log.announce(self.cache.describe() if self.cache is not None else of_front, self.why_not_cached)
+        self.log.announce(self.cache, self.why_not_cached)
         if self._checkpoint is None and self._users_freezing is None:
-            self.log.say_what_freezing_costs(self.pipeline.freezable, bool(self.cache or self.front))
+            self.log.say_what_freezing_costs(self.pipeline.freezable, self.cache is not None)
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self.num_epochs_begun += 1

@@ -51,6 +51,7 @@ class RunLog:
         # those among them that were not run
         self._passes = self._backward_skipped = self._forward_skipped = 0
         self._rows_before = 0  # samples of the epochs before
+        self._passes_per_sample = 1
         self._num_changes = 0
         self._why_not_cached: str | None = None
         self._has_warned = False
@@ -116,16 +117,17 @@ class RunLog:
                 " with a tuned learning rate, may reach a better accuracy."
             )
 
-    def announce(self, cache: str | None, why_not_cached: str | None) -> None:
+    def announce(self, cache: AutoCache | None, why_not_cached: str | None) -> None:
         """Log the line about the training that begins, once the trainer knows its steps and epochs.
 
         Args:
-            cache: how frozen layers' outputs are cached, in words, if they are.
-            why_not_cached: why they are not although the arguments allow one.
+            cache: the cache of frozen layers' outputs, if there is one.
+            why_not_cached: why there is none although the arguments allow one.
         """
         callback, plan = self._job.freeze_callback, self._plan
         assert plan is not None
         self._why_not_cached = why_not_cached
+        self._passes_per_sample = cache.calls_per_sample if cache is not None else 1
         parts = [f"{type(self._job.model).__name__} in {describe_layout(plan)}"]
         if plan.pipeline_parallel_size > 1:
             m = plan.num_microbatches
@@ -134,7 +136,8 @@ class RunLog:
         parts += ["replicas divide the optimizer state"] if plan.shards_optimizer else []
         if callback is not None:
             parts.append(callback.describe(self._state))
-            parts.append(f"cache: {cache or f'off ({why_not_cached or self._job.why_not_cached})'}")
+            off = f"off ({why_not_cached or self._job.why_not_cached})"
+            parts.append(f"cache: {cache.describe() if cache is not None else off}")
         if self._job.args.token_slices == "auto":
             parts.append("token slices are chosen by measured times, so another run may differ by rounding")
         self._say("; ".join(parts) + ".")
@@ -292,8 +295,9 @@ class RunLog:
         """Record the usage under the layout that ends, and return its metrics. Collective over all processes."""
         done = self.recorder.end_layout(self._job.mesh.gather_objects, self._state.global_step)
         if self._plan is not None:
-            self._passes += done.rows * self._plan.num_units
-            self._backward_skipped += done.rows * self._plan.num_frozen_layers
+            samples = done.rows * self._passes_per_sample
+            self._passes += samples * self._plan.num_units
+            self._backward_skipped += samples * self._plan.num_frozen_layers
         return {"step_seconds": done.seconds["steps"] / done.steps} if done.steps else {}
 
     def _log_layout(self, numbers: dict[str, float]) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
-from ..cache.content_keys import KEYS_NAME, without_keys
+from ..cache.content_keys import KEYS_NAME, NO_KEYS, without_keys
 from ..data.numbered_batches import TrainingBatches
 from ..errors import users_error
 from ..model.frozen_prefix import frozen_modules
@@ -114,7 +114,7 @@ class Steps:
         reduction: how the losses of parts add up.
         data: the training batches.
         cache: the cache of frozen layers' outputs, if there is one.
-        front: the cache of what is frozen, by the calls of the model, if there is one.
+        front: the cache of what the user has frozen, if there is one.
         watches_steps: whether one of the user's callbacks, on some process, may read weights at each step.
 
     Attributes:
@@ -266,17 +266,20 @@ class Steps:
             The batch, and whether its inputs differ from those from which its keys were computed.
         """
         pipeline, part = self._pipeline, self.batch.current
-        keys = part.keys if pipeline.cache is not None and part.rows else None
+        looks_up = pipeline.cache is not None and pipeline.stack.runner.takes_batch
+        keys = part.keys if looks_up and part.rows else None
         if keys is not None and other_weights:
             keys = keys.blank()  # other stages may not have noticed the change
         batch = prepared(self._job, inputs, keys)
+        if pipeline.cache is not None and keys is None and (other_weights or not part.rows):
+            batch[KEYS_NAME] = NO_KEYS
         other_inputs = keys is not None and batch[KEYS_NAME] is not keys.tensor
         if pipeline.num_stages > 1:
             batch = self.batch.share(pipeline, batch)
             other_inputs = other_inputs and pipeline.computes_loss
             if other_weights and KEYS_NAME in batch:
                 batch[KEYS_NAME] = without_keys(batch[KEYS_NAME])
-        if pipeline.cache is not None:
+        if looks_up:
             following = self.batch.waiting[0] if self.batch.waiting else self._data.next_slice
             pipeline.running.read_ahead(following.keys if following is not None else None)
         return batch, other_inputs
