@@ -118,6 +118,7 @@ def test_a_sample_that_comes_twice_is_computed_twice_in_the_epoch_that_fills(tmp
 def test_a_slow_disk_is_waited_for_but_not_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "SECONDS_TO_WAIT", 0.5)
     monkeypatch.setattr(writing, "SHARE_TO_WAIT", 0.0)
+    monkeypatch.setattr(writing, "PENDING_BATCHES", 2)  # other tests have more, for good
     put, slow = FileWriter.put, threading.Event()
 
     def stuck(self: FileWriter, *arguments: Any) -> int:
