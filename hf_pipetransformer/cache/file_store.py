@@ -113,12 +113,17 @@ class FileStore:
         most = sys.maxsize if usable is None else usable  # who writes will be told what is wrong with the folder
         self.max_bytes = int(SHARE_OF_USABLE * most if max_gib is None else min(max_gib * 2**30, most))
 
-    def epoch_in_words(self, nbytes: int | None) -> str:
-        """The size of an epoch's outputs, and what of it fits within the limit, as a clause; "" if it is not known."""
+    def epoch_in_words(self, nbytes: int | None, is_bound: bool = False) -> str:
+        """The size of an epoch's outputs, and what of it fits within the limit, as a clause; "" if it is not known.
+
+        Args:
+            nbytes: the size.
+            is_bound: whether shorter samples make it less.
+        """
         if nbytes is None:
             return ""
         if self.max_bytes is None or nbytes <= self.max_bytes:
-            return f" ({nbytes / MIB:,.1f} MiB)"
+            return f" ({'at most ' if is_bound else ''}{nbytes / MIB:,.1f} MiB)"
         return (
             f", for a part of the samples: of the {nbytes / MIB:,.1f} MiB of an epoch {self.max_bytes / MIB:,.1f} MiB"
             " may be used (activation_cache_max_gib, by default a fifth of the free disk)"

@@ -232,7 +232,7 @@ class AutoCache:
         if boundary <= before or self.num_cached == boundary or not (self.is_on and self._epoch.writes):
             return None
         size = self._epoch_bytes[boundary - 1] if boundary <= len(self._epoch_bytes) else None
-        of_epoch = self._store.epoch_in_words(size)
+        of_epoch = self._store.epoch_in_words(size, is_bound=True)
         first = "layer" if boundary == 1 else f"{boundary} layers"
         return f"The output of the first {first} is stored for later epochs{of_epoch}."
 
