@@ -219,15 +219,6 @@ def row_keys(batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: 
     return keys
 
 
-def keys_tensor(batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: bool) -> torch.Tensor | None:
-    """The keys of `row_keys` as the tensor that a batch has under `KEYS_NAME`; None for a batch without keys."""
-    keys = row_keys(batch, ignored, keeps_padding)
-    if keys is None:
-        return None
-    tensor, count = _as_tensor(keys), sequences_per_sample(batch)
-    return tensor.view(-1, count, tensor.shape[1]) if count > 1 else tensor  # cut along the samples, as the inputs are
-
-
 class KeyingCollator:
     """Calls the user's collator and adds the keys of the batch that it returns.
 
@@ -263,9 +254,12 @@ class KeyingCollator:
                 f"The data collator returns an input named {KEYS_NAME!r}, which is reserved for the activation cache."
                 " Rename this input."
             )
-        tensor = keys_tensor(batch, self.ignored, self.keeps_padding)
-        if tensor is None:
+        keys = row_keys(batch, self.ignored, self.keeps_padding)
+        if keys is None:
             return batch
+        tensor = _as_tensor(keys)
+        if (count := sequences_per_sample(batch)) > 1:
+            tensor = tensor.view(-1, count, tensor.shape[1])  # cut along the samples, as the inputs are
         if not isinstance(batch, MutableMapping):
             return {**batch, KEYS_NAME: tensor}
         keyed = copy.copy(batch)  # a dataset of complete batches returns the same object in each epoch
@@ -391,12 +385,6 @@ class BatchKeys:
         else:
             batch = {name: value for name, value in batch.items() if name != KEYS_NAME}
         return batch, cls(tensor, KeyedInputs(batch))
-
-    @classmethod
-    def of(cls, batch: Any, ignored: Collection[str], keeps_padding: bool) -> BatchKeys | None:
-        """The keys of a batch that has none of its own; None if they cannot be computed."""
-        tensor = keys_tensor(batch, ignored, keeps_padding) if isinstance(batch, Mapping) else None
-        return None if tensor is None else cls(tensor, KeyedInputs(batch))
 
     def blank(self) -> BatchKeys:
         """The same with `without_keys`, for use where the keys must have no effect."""

@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -381,7 +380,6 @@ class GivenBatches:
         self._processes = processes
         self._sample = sample
         self._sampled: tuple[list[Any], Collator] | None = None
-        self._keys_of: Callable[[Any], BatchKeys | None] = lambda batch: None
 
     def sample_rows(self, count: int) -> list[Any]:
         """Return a few samples."""
@@ -405,11 +403,7 @@ class GivenBatches:
     def slice_of(self, batch: Any) -> BatchSlice:
         """The slice is the whole batch of this process; those of the others are assumed to be as large."""
         rows = batch_rows(with_name(batch), default=1)
-        return BatchSlice(rows, rows * self._processes, self._keys_of(batch))
-
-    def key_by(self, ignored: frozenset[str], keeps_padding: bool = False) -> None:
-        """Compute keys from now on, of the batches as the loader gives them. Arguments as for `content_keys`."""
-        self._keys_of = partial(BatchKeys.of, ignored=ignored, keeps_padding=keeps_padding)
+        return BatchSlice(rows, rows * self._processes)
 
     @property
     def memory(self) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class WatchedWeights:
             for name, value in of.items()
             if not name.startswith("_") and name not in ("training", "forward") and _setting(value) is not None
         ]
-        self._entries = [(table, name) for table in self._tables() for name in table]
+        self._tables = self._tables_now()
+        self._entries = [(table, name) for table in self._tables for name in table]
         self._containers = [(of, name) for of, name in self._plain if isinstance(of[name], (dict, list, tuple))]
         self.buffers = list(dict.fromkeys(b for b in self._held_buffers() if b is not None and b.numel()))
         """The buffers of the modules."""
@@ -104,13 +105,13 @@ class WatchedWeights:
 
     def _sizes(self) -> list[int]:
         """Numbers of attributes, without `forward`, which is replaced for each call, and of parts and hooks."""
-        return [*(len(of) - ("forward" in of) for of in self._owners), *map(len, self._tables())]
+        return [*(len(of) - ("forward" in of) for of in self._owners), *map(len, self._tables)]
 
-    def _tables(self) -> list[Any]:
+    def _tables_now(self) -> list[Any]:
         return [of[part] for of in self._owners for part in PARTS]
 
     def _parts(self) -> list[Any]:
-        return [*self._tables(), *[table.get(name) for table, name in self._entries]]
+        return [*self._tables_now(), *[table.get(name) for table, name in self._entries]]
 
     def _modes(self) -> list[bool]:
         return [of["training"] for of in self._owners]

@@ -20,7 +20,7 @@ from ..cache.cache_probe import probe_boundaries, varied_samples
 from ..cache.content_keys import RowKey, padded_length, row_keys, sequences_per_sample
 from ..cache.file_store import FileStore
 from ..cache.sharing import node_name
-from ..data.numbered_batches import TrainingBatches
+from ..data.numbered_batches import NumberedBatches, TrainingBatches
 from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, batch_rows
@@ -163,7 +163,8 @@ def make_cache(
     if len(set(pipeline.mesh.gather_objects((unread, keeps_padding)))) > 1:
         why_not = "processes have found that it depends on different inputs, or on the padding in some only"
     not_in_keys |= unread
-    data.key_by(not_in_keys, keeps_padding)
+    if isinstance(data, NumberedBatches):  # of other batches the model's calls are looked up, by their inputs
+        data.key_by(not_in_keys, keeps_padding)
     if why_not is not None:
         verdicts = tuple(replace(verdict, slot=None, reason=why_not) for verdict in verdicts)
     slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}

@@ -212,6 +212,7 @@ class _Calls:
             self._front.is_verified, self._front.num_missed = False, 0
 
     def begin_step(self) -> None:
+        """A step begins: what is trained may be other parameters than in the last one."""
         self._has_looked = False
 
     def take_counts(self) -> tuple[CacheCounts, float]:
@@ -393,11 +394,11 @@ class _Calls:
         """Decide whether the front is worth storing, and say so."""
         front = self._front
         assert front is not None
-        self._is_decided, self._share = True, front.share
         names = _described(self._model, front.found)
         if front.share < LEAST_SHARE and self._job.args.activation_cache == "auto":
-            self.drop()
+            self.drop(deletes=not self._job.shares_store)
             return
+        self._is_decided, self._share = True, front.share
         needed = None if self._size is None else front.found.row_bytes * self._size
         share = f"{names}, {front.share:.0%} of the forward pass, is frozen"
         now = "epoch" if self._is_training else "evaluation"
