@@ -134,6 +134,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict a whole training: stages, memory, time and speed-up in each epoch. Nothing is launched."""
+    from .argument_values import int_or_auto
     from .errors import UnsupportedModelError
     from .forecast.command import answer, policy_of
     from .forecast.device_table import device_named
@@ -142,7 +143,6 @@ def plan(
     from .forecast.tuning import Tuning
     from .planning.planner import Request
     from .planning.schedules import virtual_stages_of
-    from .training_args import int_or_auto
 
     _check_task(task)
     try:

@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import TrainingArguments
-from transformers.trainer_pt_utils import AcceleratorConfig
-from transformers.training_args import OptimizerNames
 
+from .argument_conflicts import known_at_once, known_later, refuse, splits_batches, updates_in_backward
+from .argument_values import (
+    IntOrAuto,
+    SlicesOrName,
+    UnknownFieldError,
+    from_json,
+    int_or_auto,
+    pipeline_layers_of,
+    token_slices_of,
+)
 from .errors import refuse_wrong_order, show_errors_briefly
 from .file_formats import is_number
 from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .logs import follow_transformers
 from .planning.layout import AUTO, REPLICA_SHARDINGS
-from .planning.schedules import ONE_F_ONE_B, SCHEDULES, virtual_stages_of
+from .planning.schedules import SCHEDULES, virtual_stages_of
 from .resilience.exit import end_at_exit
 from .resilience.stores import use_fresh_store, wait_for_connections
 
 logger = logging.getLogger(__name__)
 follow_transformers()
 
-FUSED_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
-"""Optimizers that update parameters during the backward, before the gradients are complete."""
-
 LOSS_REDUCTIONS = ("sum", "mean")
 """How a loss may be declared to add up over the parts of a batch."""
 
-
-DISTRIBUTED_BY_OTHERS = (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"))
-"""Environment variables of Accelerate's launcher, and what distributes the model if one of them is set."""
 
 CACHE_MODES = ("auto", "on", "off")
 CACHE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -49,111 +49,22 @@ CACHE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 MOST_SECONDS = 10**9
 """Upper bound for a timeout, in seconds; PyTorch does not support an infinite one."""
 
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "pipeline_schedule": tuple(SCHEDULES),
+    "loss_reduction": (*LOSS_REDUCTIONS, None),
+    "activation_cache": CACHE_MODES,
+    "activation_cache_dtype": tuple(CACHE_DTYPES),
+    "elastic": (True, False),
+    "eval_frozen_modules": (True, False),
+    "replica_sharding": (*REPLICA_SHARDINGS, AUTO),
+}
+"""Fields with a few values, and these."""
+
 
 HOW_TO_LAUNCH_ON_CPU = (
     "On CPU, `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start only one process, regardless of"
     " --num_processes; use `distributed_type: MULTI_GPU` with `use_cpu=True`, or torchrun."
 )
-
-
-class UnknownFieldError(TypeError, ValueError):
-    """Raised for an argument that is not a field. It names the closest field.
-
-    Args:
-        owner: name of the class of the arguments.
-        name: the argument.
-        known: names of all fields.
-    """
-
-    def __init__(self, owner: str, name: str, known: Sequence[str]) -> None:
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"Did you mean {close[0]!r}?" if close else "See its documentation for the fields."
-        super().__init__(f"{owner} has no field {name!r}. {hint}")
-
-
-def int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:
-    """Return the value of an argument.
-
-    Raises:
-        ValueError: it is neither a number of at least 1 nor "auto".
-    """
-    if value == "auto":
-        return "auto"
-    try:
-        number = int(value)
-    except (TypeError, ValueError, OverflowError):
-        number = 0
-    if number < 1 or isinstance(value, (bool, float)):
-        raise ValueError(f"{name}={value!r} is invalid. Set it to an integer of at least 1, or to 'auto'.")
-    return number
-
-
-def _token_slices(value: Any) -> str | int | list[int]:
-    """Parse `token_slices`, given in Python, in YAML or on the command line."""
-    given = value
-    if isinstance(value, str) and value not in ("off", "auto"):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            value = None
-    lengths = list(value) if isinstance(value, (list, tuple)) else [value]
-    is_known = value in ("off", "auto") or (
-        bool(lengths) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in lengths)
-    )
-    if not is_known:
-        raise ValueError(
-            f"token_slices={given!r} is invalid. Set it to 'off', 'auto', a number of slices (at least 1), or a list"
-            " of slice lengths, such as [512, 256, 256]."
-        )
-    return lengths if isinstance(value, (list, tuple)) else value
-
-
-def _pipeline_layers(names: Any) -> list[str] | None:
-    """Parse `pipeline_layers`."""
-    if names is None:
-        return None
-    is_list = isinstance(names, (list, tuple)) and len(names) > 0
-    if not is_list or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
-        raise ValueError(
-            f"pipeline_layers={names!r} is invalid. Set it to a list of different names of modules that contain the"
-            " model's layers, such as ['model.blocks'], or leave it out."
-        )
-    return list(names)
-
-
-def from_json(name: str, text: str) -> dict[str, Any]:
-    """Return the value of an argument that is given as a JSON object.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        value = json.loads(text)
-    except ValueError as error:  # also raised for integers with thousands of digits
-        raise ValueError(
-            f'{name}={text!r} is not valid JSON ({error}). Pass a JSON object such as {{"1": 4, "2": 7}}.'
-        ) from None
-    if not isinstance(value, dict):
-        raise ValueError(f'{name}={text!r} is not a JSON object. Pass one such as {{"1": 4, "2": 7}}.')
-    return value
-
-
-if TYPE_CHECKING:
-    IntOrAuto = int | Literal["auto"]
-    SlicesOrName = str | int | list[int]
-else:
-
-    class IntOrAuto:
-        """Parses an int or "auto" for HfArgumentParser, which takes one type per argument and calls it."""
-
-        def __new__(cls, text: str) -> int | str:
-            return int_or_auto("value", text)
-
-    class SlicesOrName:
-        """Parses "off", "auto", an int or a list for HfArgumentParser."""
-
-        def __new__(cls, text: str) -> str | int | list[int]:
-            return _token_slices(text)
 
 
 @dataclass
@@ -394,29 +305,18 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         show_errors_briefly()
-        self._check_cache()
-        self._check_watchdog()
+        self._check_values()
         self.pipeline_parallel_size = int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)
         self.num_microbatches = int_or_auto("num_microbatches", self.num_microbatches)
-        self.token_slices = _token_slices(self.token_slices)
-        self.pipeline_layers = _pipeline_layers(self.pipeline_layers)
-        if self.pipeline_schedule not in tuple(SCHEDULES):  # of any type, also one that cannot be hashed
-            raise ValueError(
-                f"pipeline_schedule={self.pipeline_schedule!r} is not supported. Set it to one of"
-                f" {', '.join(map(repr, SCHEDULES))}."
-            )
-        self._check_sharding()
+        self.token_slices = token_slices_of(self.token_slices)
+        self.pipeline_layers = pipeline_layers_of(self.pipeline_layers)
         virtual_stages_of(self.pipeline_schedule, self.virtual_pipeline_parallel_size)  # raises if they do not fit
-        if not isinstance(self.elastic, bool):
-            raise ValueError(f"elastic={self.elastic!r} is invalid. Set it to True or False.")
         if isinstance(self.freeze_schedule, str):
             self.freeze_schedule = from_json("freeze_schedule", self.freeze_schedule)
         self.make_freeze_policy()  # raises if a value is out of range
         check_when(self.freeze_strategy, self.freeze_steps, self.max_frozen_layers)
-        self._check_slices()
-        self._check_loss_reduction()
+        refuse(known_at_once(self))
         if self.uses_pipeline:
-            self._refuse_what_excludes_a_pipeline()
             self._refuse_single_process()
         if not torch.accelerator.is_available():
             self.use_cpu = True
@@ -431,16 +331,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             self._warn_of_unused()
         if not self.leaves_model_to_trainer:
             self.average_tokens_across_devices = False
-            if self.enable_jit_checkpoint:
-                raise ValueError(
-                    "enable_jit_checkpoint=True is not supported, because each process would save a checkpoint at a"
-                    " different step. Unset it: PipeTransformerTrainer already handles SIGTERM by saving a checkpoint"
-                    " at the same step on all processes and exiting."
-                )
         try:
-            self._refuse_sharding_by_others()
-            if self.uses_pipeline:
-                self._refuse_what_only_now_is_known()
+            refuse(known_later(self))
         except ValueError:
             if dist.is_initialized():
                 dist.barrier()  # if a process exited now, others would wait for it to connect
@@ -471,105 +363,21 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         """Whether sequences are split along their tokens."""
         return self.token_slices != "off"
 
-    def _check_slices(self) -> None:
-        if not self.slices_tokens:
-            return
-        wanted = f"token_slices={self.token_slices!r}"
-        if not self.uses_pipeline:
-            raise ValueError(
-                f"{wanted} requires several stages, but pipeline_parallel_size is 1. Increase pipeline_parallel_size,"
-                " or set token_slices='off'."
-            )
-        if self.pipeline_schedule != ONE_F_ONE_B.name:
-            raise ValueError(
-                f"{wanted} requires pipeline_schedule='1f1b', but it is {self.pipeline_schedule!r}. Set"
-                " pipeline_schedule='1f1b', or token_slices='off'."
-            )
-        if self.label_smoothing_factor:
-            raise ValueError(
-                f"{wanted} cannot be combined with label_smoothing_factor={self.label_smoothing_factor}: label"
-                " smoothing shifts the labels within each slice, so that every slice would lose one label. Set"
-                " label_smoothing_factor=0."
-            )
-        if self.full_determinism and self.token_slices == "auto":
-            raise ValueError(
-                f"{wanted} cannot be combined with full_determinism=True, because it chooses the slices from measured"
-                " times, which differ between runs. Set token_slices to a number of slices."
-            )
-        if self.activation_cache == "on":
-            raise ValueError(
-                f"{wanted} cannot be combined with activation_cache='on', because the cache stores whole samples. Set"
-                " activation_cache='off' or token_slices='off'."
-            )
-
-    def _check_loss_reduction(self) -> None:
-        if self.loss_reduction not in (None, *LOSS_REDUCTIONS):
-            raise ValueError(
-                f"loss_reduction={self.loss_reduction!r} is not supported. Set it to one of"
-                f" {', '.join(map(repr, LOSS_REDUCTIONS))}, or leave it out."
-            )
-
-    def _check_sharding(self) -> None:
-        """Refuse an unknown `replica_sharding`, and what leaves it without effect."""
-        if self.fp16 and not self.max_grad_norm and (self.uses_pipeline or self.replica_sharding != "none"):
-            raise ValueError(
-                f"fp16=True with max_grad_norm={self.max_grad_norm} cannot be combined with"
-                f" pipeline_parallel_size={self.pipeline_parallel_size} and"
-                f" replica_sharding={self.replica_sharding!r}: an overflow is noticed when gradients are clipped, and"
-                " otherwise only some processes would skip the step. Set max_grad_norm to a large number, such as 1e9."
-            )
-        allowed = (*REPLICA_SHARDINGS, AUTO)
+    def _check_values(self) -> None:
+        """Refuse values that a field cannot have."""
         if self.replica_sharding == "full":
-            remedy = (
-                "with several stages, whose weights had to be whole in each step, it needed more memory than"
-                " replica_sharding='optimizer'. Set that, or pipeline_parallel_size=1 and FSDP"
-                if self.uses_pipeline
-                else "FSDP does the same. Set replica_sharding='none' and FSDP, or replica_sharding='optimizer'"
-            )
             raise ValueError(
-                f"replica_sharding='full' is no longer supported: {remedy}. FSDP is fsdp='full_shard' with"
-                " fsdp_config={'version': 2}, under which layers can be frozen as well. Checkpoints that were saved"
-                " under 'full' resume under 'none' and 'optimizer'."
+                "replica_sharding='full' is no longer supported: FSDP does the same. Set replica_sharding='optimizer',"
+                " or pipeline_parallel_size=1 with fsdp='full_shard' and fsdp_config={'version': 2}, under which"
+                " layers can be frozen as well. Checkpoints that were saved under 'full' resume under 'none' and"
+                " 'optimizer'."
             )
-        if self.fsdp and self.activation_cache == "on":
-            raise ValueError(
-                f"activation_cache='on' cannot be combined with fsdp={self.fsdp!r}: all processes gather a layer that"
-                " runs, and none may skip it because it finds its own samples in the cache. Set"
-                " activation_cache='off', or replica_sharding='optimizer' instead of fsdp."
-            )
-        if self.replica_sharding not in allowed:
-            raise ValueError(
-                f"replica_sharding={self.replica_sharding!r} is not supported. Set it to one of"
-                f" {', '.join(map(repr, allowed))}."
-            )
-
-    def _refuse_sharding_by_others(self) -> None:
-        """Refuse `replica_sharding` where the stock Trainer runs, which may distribute the model in another way."""
-        if self.replica_sharding == "none":
-            return
-        for variable, name in DISTRIBUTED_BY_OTHERS:
-            if os.environ.get(variable, "false").lower() in ("true", "1"):
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if not any(value is choice or (value == choice and isinstance(value, str)) for choice in choices):
                 raise ValueError(
-                    f"replica_sharding={self.replica_sharding!r} cannot be combined with {name}, which Accelerate's"
-                    f" configuration asks for ({variable}). Set replica_sharding='none', or remove it there."
+                    f"{name}={value!r} is not supported. Set it to one of {', '.join(map(repr, choices))}."
                 )
-        if self.leaves_model_to_trainer:
-            raise ValueError(
-                f"replica_sharding={self.replica_sharding!r} cannot be combined with a setting for which the stock"
-                " Trainer runs (fsdp, deepspeed, torch_compile, several devices in one process, auto_find_batch_size,"
-                " parallelism_config, fp16_full_eval, bf16_full_eval, split_batches, an optim that updates during the"
-                " backward). Set replica_sharding='none', or unset it."
-            )
-
-    def _check_cache(self) -> None:
-        for name, values in (("activation_cache", CACHE_MODES), ("activation_cache_dtype", tuple(CACHE_DTYPES))):
-            if getattr(self, name) not in values:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not supported. Set it to one of"
-                    f" {', '.join(map(repr, values))}."
-                )
-        if not isinstance(self.eval_frozen_modules, bool):
-            raise ValueError(f"eval_frozen_modules={self.eval_frozen_modules!r} is invalid. Set it to True or False.")
         limit = self.activation_cache_max_gib
         if limit is not None and not (is_number(limit) and limit > 0):
             raise ValueError(
@@ -579,8 +387,6 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         folder = self.activation_cache_dir
         if not (folder is None or isinstance(folder, (str, Path))) or "\0" in str(folder):
             raise ValueError(f"activation_cache_dir={folder!r} is invalid. Set it to the path of a folder.")
-
-    def _check_watchdog(self) -> None:
         seconds = self.watchdog_timeout
         if not is_number(seconds) or (seconds != 0 and not 1 <= seconds <= MOST_SECONDS):
             raise ValueError(
@@ -624,84 +430,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             or self.fp16_full_eval
             or self.bf16_full_eval
             or self.auto_find_batch_size
-            or self._splits_batches
+            or splits_batches(self)
             or self.train_sampling_strategy == "batch_rebalance"
             or (self.enable_jit_checkpoint and self.world_size == 1)
-            or any(name in str(self.optim) for name in FUSED_BACKWARD_OPTIMIZERS)
+            or updates_in_backward(self)
         )
-
-    @property
-    def _splits_batches(self) -> bool:
-        return isinstance(self.accelerator_config, AcceleratorConfig) and self.accelerator_config.split_batches
-
-    def _refuse_what_excludes_a_pipeline(self) -> None:
-        """Refuse settings that are incompatible with several stages and are known before any device is set up."""
-        wanted = f"pipeline_parallel_size={self.pipeline_parallel_size}"
-        for name, why in (
-            ("fsdp", "it shards a whole model; replica_sharding='optimizer' divides the state of replicas"),
-            ("deepspeed", "DeepSpeed distributes the model itself"),
-            ("torch_compile", "a compiled forward cannot be split between two layers"),
-            ("torch_compile_backend", "a compiled forward cannot be split between two layers"),
-            ("torch_compile_mode", "a compiled forward cannot be split between two layers"),
-            ("parallelism_config", "Accelerate's own parallelism arranges the processes differently"),
-            ("fp16_full_eval", "the stages keep the precision they train in; use bf16 or fp16 mixed precision"),
-            ("bf16_full_eval", "the stages keep the precision they train in; use bf16 or fp16 mixed precision"),
-            ("save_on_each_node", "only the first process collects the weights of all stages"),
-            ("auto_find_batch_size", "each stage runs out of memory at its own batch size, and all need the same"),
-        ):
-            value = getattr(self, name, None)
-            if value:
-                raise ValueError(
-                    f"{name}={value!r} cannot be combined with {wanted}: {why}. Unset {name}, or set"
-                    " pipeline_parallel_size=1."
-                )
-        for variable, name in DISTRIBUTED_BY_OTHERS:
-            if os.environ.get(variable, "false").lower() in ("true", "1"):
-                raise ValueError(
-                    f"{name} is enabled by the launcher ({variable}) and cannot be combined with {wanted}. Launch with"
-                    " a configuration that does not enable it (for example one of accelerate_configs/), or set"
-                    " pipeline_parallel_size=1."
-                )
-        optimizer = OptimizerNames(self.optim).value
-        if any(name in optimizer for name in FUSED_BACKWARD_OPTIMIZERS):
-            raise ValueError(
-                f"optim={optimizer!r} cannot be combined with {wanted}: it updates parameters during the backward"
-                " pass, before their gradients are complete. Set another optim, such as 'adamw_torch'."
-            )
-        if "underflow_overflow" in str(self.debug):
-            raise ValueError(
-                f"debug='underflow_overflow' cannot be combined with {wanted}: during training the parameters of"
-                " other stages are placeholders that contain NaN. Set pipeline_parallel_size=1 for debugging."
-            )
-        if str(self.train_sampling_strategy) == "batch_rebalance":
-            raise ValueError(
-                f"train_sampling_strategy='batch_rebalance' cannot be combined with {wanted}: it balances the batches"
-                " over processes, not over pipelines. Set train_sampling_strategy='group_by_length'."
-            )
-
-    def _refuse_what_only_now_is_known(self) -> None:
-        """Refuse unsupported devices of this process, and unsupported settings that arrive as JSON."""
-        wanted = f"pipeline_parallel_size={self.pipeline_parallel_size}"
-        if self.n_gpu > 1:
-            raise ValueError(
-                f"{wanted} needs one process per device, but this process sees {self.n_gpu} devices and would use"
-                f" nn.DataParallel. Start {self.n_gpu} processes with `accelerate launch` or `torchrun`."
-            )
-        checkpointing: dict[str, Any] = {
-            **(getattr(self, "gradient_checkpointing_kwargs", None) or {}),
-            **(getattr(self, "activation_checkpointing_kwargs", None) or {}),
-        }
-        if checkpointing.get("use_reentrant"):
-            raise ValueError(
-                f"gradient checkpointing with use_reentrant=True cannot be combined with {wanted}: it hides the"
-                " layers' autograd graph from the stages. Set gradient_checkpointing_kwargs={'use_reentrant': False}."
-            )
-        if self._splits_batches:
-            raise ValueError(
-                f"split_batches=True in accelerator_config cannot be combined with {wanted}: the batch size of a"
-                " pipeline is per_device_train_batch_size x number of stages. Unset split_batches and reduce"
-                " per_device_train_batch_size instead."
-            )
 
     def _refuse_single_process(self) -> None:
         """Refuse several stages in one process, by the launcher's environment variables: it may fail to be set up."""

@@ -107,8 +107,8 @@ def test_an_optimizer_that_steps_inside_the_backward(tmp_path):
 
 @pytest.mark.usefixtures("four_processes")
 @pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
-def test_what_the_launcher_switches_on(tmp_path, variable):
-    training_args.os.environ[variable] = "true"
+def test_what_the_launcher_switches_on(tmp_path, variable, monkeypatch):
+    monkeypatch.setenv(variable, "true")
     with pytest.raises(ValueError, match=f"{variable}.*cannot be combined with pipeline_parallel_size=2"):
         make(tmp_path, pipeline_parallel_size=2)
 

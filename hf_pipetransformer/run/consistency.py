@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence, Sized
-from contextlib import suppress
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -15,31 +14,23 @@ from torch import nn
 from ..model.nested import as_bytes
 from ..pipeline.mesh import ProcessMesh
 
-TRIES = 16
-"""Number of times that samples are collated to find random inputs; a collator may change only some each time."""
 _PLAIN = (str, bytes, int, float, bool, type(None))
 """Types whose `repr` shows their value rather than their memory address."""
 
 
 def check_same_everywhere(
-    mesh: ProcessMesh,
-    model: nn.Module,
-    sample: Mapping[str, Any],
-    draw: Callable[[], Mapping[str, Any]] | None = None,
-    rows: Sequence[Any] = (),
+    mesh: ProcessMesh, model: nn.Module, sample: Mapping[str, Any], rows: Sequence[Any] = ()
 ) -> None:
     """Compare the model and the first samples over the processes. Collective over all processes.
 
-    The values of weights are not compared, because they are made equal later. Inputs that a collator draws from a
-    generator of its own, and that therefore differ between processes, are not compared either: the stages of a
-    pipeline use the values that its last stage has drawn.
+    The values of weights are not compared, because they are made equal later. A collator may draw random numbers, so
+    a batch of the same samples may differ: the stages of a pipeline use what its last stage has collated.
 
     Args:
         mesh: the processes.
         model: the model before it is split.
         sample: the first samples of the data, collated.
-        draw: collates the samples again, with other random numbers.
-        rows: the samples before collation; compared if the collator draws random numbers.
+        rows: the same samples before collation.
 
     Raises:
         ValueError: model or samples differ. Every process raises it; the message names what differs, the processes
@@ -53,20 +44,9 @@ def check_same_everywhere(
         f"{type(model).__name__} with {sum(p.numel() for p in model.parameters()):,} parameters, "
         f"{trainable:,} trainable (layout {zlib.crc32(repr(shapes).encode()):08x})",
     )
-    everyone = mesh.gather_objects(_checksums_of(sample))
-    are_same = all(theirs == everyone[0] for theirs in everyone)
-    drawn: set[str] = set()
-    if not are_same and draw is not None:
-        mine: set[str] = set()
-        with suppress(Exception):  # a process that raised here would keep the others waiting
-            tries = [_checksums_of(draw()) for _ in range(TRIES)]
-            mine = {name for name in sample if len({one.get(name) for one in tries}) > 1}
-        drawn = set().union(*mesh.gather_objects(mine))
-    left = {name: sample[name] for name in sample if name not in drawn}
-    content = zlib.crc32(repr(sorted(_checksums_of(left).items())).encode())
-    if drawn:
-        content = zlib.crc32(_content_of(list(rows)), content)
-    _compare(mesh, "datasets", f"first samples {sorted(sample)} (content {content:08x})")
+    batch, content = zlib.crc32(_content_of(sample)), zlib.crc32(_content_of(list(rows)))
+    is_drawn = bool(rows) and len(set(mesh.gather_objects(batch))) > 1
+    _compare(mesh, "datasets", f"first samples {sorted(sample)} (content {content if is_drawn else batch:08x})")
 
 
 def check_same_size(mesh: ProcessMesh, dataset: Any) -> None:
@@ -87,10 +67,6 @@ def _compare(mesh: ProcessMesh, what: str, mine: str) -> None:
                 " Pass the same model and the same complete dataset on every process; the trainer distributes the"
                 " samples."
             )
-
-
-def _checksums_of(sample: Mapping[str, Any]) -> dict[str, int]:
-    return {key: zlib.crc32(_content_of(value)) for key, value in sample.items()}
 
 
 def _content_of(value: Any) -> bytes:

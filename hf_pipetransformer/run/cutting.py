@@ -42,7 +42,7 @@ from ..planning.costs import UnitCost, cost_of_whole, measure_costs
 from ..planning.layout import AUTO
 from ..planning.planner import Planner, Request
 from ..planning.unit_times import ModelTimes, measure_times, slowest
-from ..randomness import generators_kept, global_state_kept
+from ..randomness import global_state_kept
 from ..training_args import PipeTransformerTrainingArguments
 from .consistency import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
@@ -165,11 +165,7 @@ def _find(
         assert collate is not None
         few = rows[: min(SAMPLE_ROWS, job.rows_at_once)]
         sample = collate(few)
-        if collate.is_shared:
-            with generators_kept(collate.collate_fn):
-                check_same_everywhere(mesh, model, sample, partial(collate.again, few), few)
-        else:
-            check_same_everywhere(mesh, model, {})
+        check_same_everywhere(mesh, model, *((sample, few) if collate.is_shared else ({},)))
     if _needs_units(job):
         try:
             return _find_layers(job, rows, collate, sample)

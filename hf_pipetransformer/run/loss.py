@@ -99,8 +99,7 @@ class TrainersLoss:
         model: nn.Module,
         batch: Batch,
         num_items: int | float,
-        counts: bool = True,
-        count: int | float | None = None,
+        weight: float | None = None,
     ) -> torch.Tensor:
         """Return what a part of a batch contributes to the whole batch's loss.
 
@@ -109,10 +108,9 @@ class TrainersLoss:
             model: the model; a call may run only this process's stage of it.
             batch: the part.
             num_items: number of items in the whole batch.
-            counts: whether the part counts; one that does not contributes 0.
-            count: as in `LossReduction.weight`.
+            weight: the factor of the part's loss; None: what the reduction says. With 0 it contributes nothing.
         """
-        weight = reduction.weight(batch, num_items, count) if counts else 0.0
+        weight = reduction.weight(batch, num_items) if weight is None else weight
         inputs = dict(batch)
         if weight == 0.0:  # a mean over no item would be NaN, and NaN x 0 is NaN
             inputs |= {
@@ -159,9 +157,8 @@ class BatchInFlight:
         self._reduction = reduction
         self._num_items = num_items
         self._batch = batch
-        self._scale: float | None = None  # as `_scale_of_items`; only a stage that computes losses needs it
-        self._counted: Sequence[Batch] | None = None  # the micro-batches that `_counts` is about
-        self._counts: dict[int, tuple[torch.Tensor, int | float]] = {}  # by the id of the tensor, which is kept
+        self._weighed: Sequence[Batch] | None = None  # the micro-batches that `_weights` are of
+        self._weights: list[tuple[torch.Tensor | None, float]] = []  # with what was counted in a micro-batch
 
     def loss_of(self, pipeline: ElasticPipeline, micro_batch: Batch) -> torch.Tensor:
         """Return what this micro-batch contributes to the global batch's loss. Called on the last stage.
@@ -193,7 +190,7 @@ class BatchInFlight:
 
     def release(self) -> None:
         """Forget the batch, which would otherwise stay on the device until the next one replaces it."""
-        self._batch, self._counted, self._counts = {}, None, {}
+        self._batch, self._weighed, self._weights = {}, None, []
 
     def total(self, device: torch.device) -> torch.Tensor:
         """Return the sum of the losses of all micro-batches that this process has computed, 0-dimensional."""
@@ -202,10 +199,10 @@ class BatchInFlight:
     def _of_part(self, pipeline: ElasticPipeline, batch: Batch) -> torch.Tensor:
         if self._reduction.kind == "whole" and self.part.rows:
             return self._of_whole(batch)
-        count = self._count(pipeline, batch) if self._reduction.kind == "mean" and self.part.rows else None
-        scale = 1.0 if self._scale is None else self._scale
-        items = self._num_items if scale == 1.0 else self._num_items / scale
-        return self._loss.of_part(self._reduction, pipeline.model, batch, items, bool(self.part.rows), count)
+        items, weight = self._num_items, None if self.part.rows else 0.0
+        if self._reduction.kind == "mean" and self.part.rows:
+            weight = self._weight(pipeline, batch)
+        return self._loss.of_part(self._reduction, pipeline.model, batch, items, weight)
 
     def _of_whole(self, batch: Batch) -> torch.Tensor:
         """Return what a loss of this pipeline's whole slice contributes; the replicas' are averaged, by their samples.
@@ -227,32 +224,22 @@ class BatchInFlight:
             loss = loss / trainer.current_gradient_accumulation_steps
         return loss.mean() * share
 
-    def _count(self, pipeline: ElasticPipeline, batch: Batch) -> int | float | None:
-        """Return the number of items in a part; None if it is not counted yet.
+    def _weight(self, pipeline: ElasticPipeline, batch: Batch) -> float | None:
+        """Return a part's share of the items of the global batch; None if it is not one of the micro-batches.
 
-        All micro-batches are counted together with the whole batch when the first one asks, because reading a number
-        from an accelerator waits for it.
+        All of them are counted when the first one asks, because reading a number from an accelerator waits for it. The
+        global batch was counted as it was collated; `_prepare_inputs` may change a number, for example by turning
+        class labels into probabilities.
         """
         assert pipeline.stage is not None
-        if self._counted is not pipeline.stage.micro_batches:
-            self._counted = pipeline.stage.micro_batches
-            parts = [part for part in self._counted if self._reduction.source(part) is not None]
-            if self._scale is None:
-                in_all, *of_parts = self._reduction.counts([self._batch, *parts])
-                self._scale = self._scale_of_items(in_all)
-            else:
-                of_parts = self._reduction.counts(parts)
-            sources = [self._reduction.source(part) for part in parts]
-            self._counts = {id(s): (s, n) for s, n in zip(sources, of_parts, strict=True) if s is not None}
-        found = self._counts.get(id(self._reduction.source(batch)))
-        return None if found is None else found[1]
-
-    def _scale_of_items(self, count: int | float) -> float:
-        """Return the number of items in the collated batch divided by `count`, that in the prepared batch.
-
-        `_prepare_inputs` may change the number, for example by turning class labels into probabilities.
-        """
-        return 1.0 if not self.part.items or not count or count == self.part.items else self.part.items / count
+        if self._weighed is not pipeline.stage.micro_batches:
+            self._weighed = pipeline.stage.micro_batches
+            prepared, *of_parts = self._reduction.counts([self._batch, *self._weighed])
+            items = self._num_items * (prepared / self.part.items if prepared and self.part.items else 1)
+            sources = map(self._reduction.source, self._weighed)
+            self._weights = [(source, count / items) for source, count in zip(sources, of_parts, strict=True)]
+        source = self._reduction.source(batch)
+        return next((weight for known, weight in self._weights if known is source is not None), None)
 
     @contextmanager
     def _noting_exchanged_inputs(self, pipeline: ElasticPipeline, inputs: Batch) -> Iterator[None]:

@@ -55,11 +55,6 @@ class SampleCollator:
         with generators_kept(self.collate_fn), seeded(self.job.args.seed):
             return self.job.on_models_device(dict(with_name(self.collate_fn(list(rows)))))
 
-    def again(self, rows: Sequence[Any]) -> Batch:
-        """Collate these samples with the collator's own generators as they are; the caller must restore them."""
-        with seeded(self.job.args.seed):  # the collator draws the same from the global generators on every process
-            return dict(with_name(self.collate_fn(list(rows))))
-
     def apart(self, rows: Sequence[Any]) -> list[Batch]:
         """Collate these samples into batches of at most as many as are run at once."""
         step = self.job.rows_at_once

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,41 +27,31 @@ from ..data.numbered_batches import TrainingBatches
 from ..errors import ONE_LINE
 from ..freezing.callback import LayerFreezeCallback
 from ..freezing.policies import agreed_num_frozen
-from ..logs import log_once
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.optimizer_state import unwrapped
 from ..pipeline.placed import Ways
 from ..planning.layout import Layout
 from ..planning.planner import Planner
-from ..randomness import generators_kept
 from ..resilience.exit import SECONDS, note_training
 from ..resilience.watchdog import PROGRESS, Watchdog, phase
-from ..token_slices.token_schedule import Slicing
 from .batches import BatchesInEpoch
 from .cache_control import OTHER_INPUTS, AutoCache
-from .cache_setup import UnusableFolderError, check_folder, make_cache
 from .checkpointing import exporting_state
-from .consistency import check_same_size
-from .cutting import CutModel, make_planner, time_model
+from .cutting import CutModel
 from .evaluation import FindUnits, refuse_generation_that_does_not_fit
 from .front_cache import FrontCache
-from .job import COST_SAMPLE_ROWS, TrainingJob
+from .job import TrainingJob
 from .lazy_model import warn_of_unsaved
-from .loss import TrainersLoss
 from .optimizer_probe import coupling_of
+from .placing import examine, find_cache, first_layout
 from .preemption import Moment, Preemption
-from .probing import SampleCollator
 from .resuming import recall, refuse_best_model_that_some_lack
 from .run_log import RunLog
-from .setup import find_reduction, find_windows, is_driven, say_how_loss_adds_up
 from .steps import Doubt, Steps
 from .training_data import store_file
 from .users_freezing import UsersFreezing, attach_freezing
 
 logger = logging.getLogger(__name__)
-
-WRITTEN_TO_PLACEHOLDER = "more than one element of the written-to tensor refers to a single memory location"
-"""Part of torch's error for an in-place write to a tensor whose elements all share the memory of one element."""
 
 STEP_EVENTS = (
     "on_step_begin",
@@ -132,7 +122,7 @@ class PipelineRun(TrainerCallback):
                     has_accelerator=job.device.type != "cpu",
                 )
             )
-            entered.enter_context(self._naming_writes_to_placeholders())
+            entered.push(lambda kind, *_: self.arrive() if kind is None else None)  # the last callbacks have run
             self._entered = entered.pop_all()
         return self
 
@@ -185,25 +175,6 @@ class PipelineRun(TrainerCallback):
             )
         if job.mesh.world_size > 1:
             setattr(interrupt, ONE_LINE, "")  # a launcher passes the signal to all processes; one line is enough
-
-    @contextmanager
-    def _naming_writes_to_placeholders(self) -> Iterator[None]:
-        """Inside the context, translate torch's error for a write to a placeholder parameter.
-
-        Raises:
-            ValueError: the user's code has written to parameters that other stages hold.
-        """
-        try:
-            yield
-            self.arrive()  # the last callbacks have run
-        except RuntimeError as error:
-            if WRITTEN_TO_PLACEHOLDER not in str(error) or not self.is_placed:
-                raise
-            raise ValueError(
-                "A callback, or your training_step or loss, wrote to parameters of the model or to their gradients,"
-                f" but each of the {self.pipeline.num_stages} stages of the pipeline holds only its own. Change"
-                f" weights before or after train(), or set pipeline_parallel_size=1. The original error was: {error}"
-            ) from error
 
     @property
     def pipeline(self) -> ElasticPipeline:
@@ -304,87 +275,47 @@ class PipelineRun(TrainerCallback):
     def place(self) -> ElasticPipeline:
         """Determine how to split the model and place it. An existing optimizer is attached to the pipeline.
 
-        1. Set up: find the units, probe the loss and the slices, measure times.
-        2. Plan: as the arguments ask, or the layout of the job that is resumed.
-        3. Cache: probe which outputs may be cached.
-        4. Freeze: restore the layers that a resumed job had frozen.
-        5. Place the model, and continue from the state of the resumed job.
+        1. Examine the model and its loss on a few samples.
+        2. Find what is frozen, and what may be cached.
+        3. Place the model in the first layout, or in that of a resumed job, and continue from its state.
 
         Collective over all processes.
         """
         job, trainer, data = self._job, self._job.trainer, self.data
         assert data is not None
         # 1
-        if data.is_shared:
-            check_same_size(job.mesh, data.dataset)
-        rows: list[Any] = []
-        collate: SampleCollator | None = None
-        if job.is_probed:
-            rows, collate = data.sample_rows(COST_SAMPLE_ROWS), SampleCollator(job, data.collate_fn, data.is_shared)
-        with generators_kept(trainer, job.model):
-            self._cut = self._find_units(rows, collate)
-            loss = TrainersLoss(job)
-            reduction = find_reduction(loss, self.pipeline.stack, data, collate)
-            slicing: Slicing | None = None
-            if job.args.slices_tokens:
-                assert collate is not None
-                windows = find_windows(loss, reduction, self.pipeline.stack, rows, collate)
-                slicing = Slicing(job.args.token_slices, windows, self.log.sliced)
-            times = time_model(job, self._cut, rows, collate)
-        pipeline = self._cut.pipeline
-        drives = is_driven(job, reduction)
-        # 2
-        self.planner = planner = make_planner(
-            job.args,
-            self._cut.unit_costs,
-            job.mesh,
-            times,
-            is_driven=drives,
-            autocasts=job.mixed_precision in ("bf16", "fp16"),
-        )
-        say_how_loss_adds_up(job, reduction, planner)
+        found = examine(job, data, self._find_units, self.log.sliced)
+        self._cut, self.planner, pipeline = found.cut, found.planner, found.cut.pipeline
         coupling = None
         if trainer.optimizer is not None and not pipeline.updates_with(trainer.optimizer):
-            coupling = coupling_of(job, pipeline.stack, trainer.optimizer, planner.first)
+            coupling = coupling_of(job, pipeline.stack, trainer.optimizer, self.planner.first)
             pipeline.attach_optimizer(trainer.optimizer)
         kept = recall(job)
         self.preemption.owes_evaluation = bool(kept.get("owes_evaluation"))
-        # 3
+        # 2
         if job.freeze_callback is None and job.args.uses_pipeline and self.generations is not None:
             self._users_freezing = UsersFreezing.find(job, pipeline)
-        most = self._users_freezing.count if self._users_freezing is not None else None
         if job.may_cache and job.freeze_callback is not None:
             assert self.generations is not None
-            self.why_not_cached = self._why_not_for_calls(drives) or self._trouble_with_folder()
-            if self.why_not_cached is None:
-                with generators_kept(trainer, job.model):
-                    self.cache = make_cache(job, pipeline, data, self._cut.unit_costs, times, self.generations, most)
-        # 4
+            most = self._users_freezing.count if self._users_freezing is not None else None
+            cache = find_cache(job, found, data, self.generations, most)
+            self.cache, self.why_not_cached = (None, cache) if isinstance(cache, str) else (cache, None)
         num_frozen = attach_freezing(job, pipeline.freezable, self._users_freezing)
-        # a newly made layout might differ, because the sequence of freezes that led to it is not recorded
-        again = planner.again(kept["layout"], num_frozen) if kept.get("layout") is not None else None
-        layout = again or planner.first
-        if again is None:
-            self.log.first_chosen(planner)
-        if layout.num_frozen_layers < num_frozen:
-            layout = planner.next(layout, num_frozen, layout.num_cached_layers)
-        refuse_generation_that_does_not_fit(job, planner, layout)
-        # 5
-        watches_steps = any(job.mesh.gather_objects(watch_steps(job.users_callbacks)))
-        calls = bool(job.users_callbacks) or job.overrides("prediction_step")
-        ways = Ways(
-            slicing,
-            drives,
-            serves_callbacks=any(job.mesh.gather_objects(calls)),
-            offloads=job.device.type != "cpu" and not watches_steps,  # on the CPU nothing is saved by it
-        )
-        self._refuse_coupling(coupling, layout)
+        self._freeze_callback = job.freeze_callback
         if job.may_cache_front:
             self.front = FrontCache(job, data.dataset, store_file(job))
-        self._freeze_callback = job.freeze_callback
-        self.steps = Steps(job, pipeline, loss, reduction, data, self.cache, self.front, watches_steps)
-        pipeline.place(layout, self.steps.loss_of, ways)
-        self.log.begin(planner, layout)
+        # 3
+        layout, is_resumed = first_layout(self.planner, kept, num_frozen)
+        if not is_resumed:
+            self.log.first_chosen(self.planner)
+        refuse_generation_that_does_not_fit(job, self.planner, layout)
+        self._refuse_coupling(coupling, layout)
+        watches_steps = any(job.mesh.gather_objects(watch_steps(job.users_callbacks)))
+        calls = any(job.mesh.gather_objects(bool(job.users_callbacks) or job.overrides("prediction_step")))
+        offloads = job.device.type != "cpu" and not watches_steps  # on the CPU nothing is saved by it
+        self.steps = Steps(job, pipeline, found.loss, found.reduction, data, self.cache, self.front, watches_steps)
+        pipeline.place(layout, self.steps.loss_of, Ways(found.slicing, found.is_driven, calls, offloads))
+        self.log.begin(self.planner, layout)
         data.reslice(layout.data_parallel_size, pipeline.replica_index)
         if kept.get("order") and trainer.state.epoch % 1:
             data.keep_order(int(trainer.state.epoch), **kept["order"])
@@ -393,38 +324,6 @@ class PipelineRun(TrainerCallback):
                 self.cache.resume(layout.num_cached_layers)
             self.log.tell(self.cache.freeze(layout.num_frozen_layers))
         return pipeline
-
-    def _why_not_for_calls(self, is_driven: bool) -> str | None:
-        """Why the loss's calls of the model cannot be looked up, or None.
-
-        Raises:
-            ValueError: they cannot, with `activation_cache="on"`. Every process raises it.
-        """
-        if not is_driven or self.pipeline.stack.runner.takes_batch:
-            return None
-        why = "the loss calls the model on inputs of its own, which are looked up with one stage only"
-        if self._job.args.activation_cache == "on":
-            raise ValueError(
-                f"activation_cache='on': {why}. Set pipeline_parallel_size=1, or activation_cache='auto' to train"
-                " without the cache."
-            )
-        return why
-
-    def _trouble_with_folder(self) -> str | None:
-        """Why nothing can be written to the cache's folder, or None. Collective over all processes.
-
-        Raises:
-            ValueError: nothing can, with `activation_cache="on"`. Every process raises it.
-        """
-        assert self.data is not None and self._cut is not None and self.generations is not None
-        try:
-            check_folder(self._job, self.data, self._cut.unit_costs, self.generations)
-        except UnusableFolderError as error:
-            if self._job.args.activation_cache == "on":
-                raise
-            log_once(logger, logging.WARNING, "The activation cache is off: %s", error)
-            return str(error)
-        return None
 
     # ------------------------------------------------------------------------------------ between two steps
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:

@@ -1,0 +1,108 @@
+"""Values of training arguments as they are given: in Python, in YAML, as JSON or on the command line."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+
+class UnknownFieldError(TypeError, ValueError):
+    """Raised for an argument that is not a field. It names the closest field.
+
+    Args:
+        owner: name of the class of the arguments.
+        name: the argument.
+        known: names of all fields.
+    """
+
+    def __init__(self, owner: str, name: str, known: Sequence[str]) -> None:
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"Did you mean {close[0]!r}?" if close else "See its documentation for the fields."
+        super().__init__(f"{owner} has no field {name!r}. {hint}")
+
+
+def int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:
+    """Return the value of an argument.
+
+    Raises:
+        ValueError: it is neither a number of at least 1 nor "auto".
+    """
+    if value == "auto":
+        return "auto"
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        number = 0
+    if number < 1 or isinstance(value, (bool, float)):
+        raise ValueError(f"{name}={value!r} is invalid. Set it to an integer of at least 1, or to 'auto'.")
+    return number
+
+
+def token_slices_of(value: Any) -> str | int | list[int]:
+    """Parse `token_slices`, given in Python, in YAML or on the command line."""
+    given = value
+    if isinstance(value, str) and value not in ("off", "auto"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    lengths = list(value) if isinstance(value, (list, tuple)) else [value]
+    is_known = value in ("off", "auto") or (
+        bool(lengths) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in lengths)
+    )
+    if not is_known:
+        raise ValueError(
+            f"token_slices={given!r} is invalid. Set it to 'off', 'auto', a number of slices (at least 1), or a list"
+            " of slice lengths, such as [512, 256, 256]."
+        )
+    return lengths if isinstance(value, (list, tuple)) else value
+
+
+def pipeline_layers_of(names: Any) -> list[str] | None:
+    """Parse `pipeline_layers`."""
+    if names is None:
+        return None
+    is_list = isinstance(names, (list, tuple)) and len(names) > 0
+    if not is_list or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+        raise ValueError(
+            f"pipeline_layers={names!r} is invalid. Set it to a list of different names of modules that contain the"
+            " model's layers, such as ['model.blocks'], or leave it out."
+        )
+    return list(names)
+
+
+def from_json(name: str, text: str) -> dict[str, Any]:
+    """Return the value of an argument that is given as a JSON object.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:  # also raised for integers with thousands of digits
+        raise ValueError(
+            f'{name}={text!r} is not valid JSON ({error}). Pass a JSON object such as {{"1": 4, "2": 7}}.'
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(f'{name}={text!r} is not a JSON object. Pass one such as {{"1": 4, "2": 7}}.')
+    return value
+
+
+if TYPE_CHECKING:
+    IntOrAuto = int | Literal["auto"]
+    SlicesOrName = str | int | list[int]
+else:
+
+    class IntOrAuto:
+        """Parses an int or "auto" for HfArgumentParser, which takes one type per argument and calls it."""
+
+        def __new__(cls, text: str) -> int | str:
+            return int_or_auto("value", text)
+
+    class SlicesOrName:
+        """Parses "off", "auto", an int or a list for HfArgumentParser."""
+
+        def __new__(cls, text: str) -> str | int | list[int]:
+            return token_slices_of(text)
