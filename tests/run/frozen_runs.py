@@ -63,9 +63,7 @@ FROZEN: dict[str, Build] = {
     "lower layers": lower_layers,
     "a vision tower": llava,
     "two images for each sample": lambda: llava(2),
-    "CLIP's image tower": lambda: frozen("clip", "vision_model"),
     "several outputs": lambda: frozen("segformer", "segformer"),
-    "convolutions": lambda: frozen("wav2vec2", "wav2vec2.feature_extractor"),
 }
 
 
@@ -135,8 +133,6 @@ class Trained:
             compute_metrics=metrics,
             callbacks=[*callbacks],
         )
-        for callback in callbacks:
-            callback.trainer = trainer  # type: ignore[attr-defined]
         before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         trainer.train()
         self.history = trainer.state.log_history
