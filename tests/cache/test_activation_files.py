@@ -129,17 +129,6 @@ def test_a_generation_without_sound_facts_is_absent_until_it_is_written_anew(
     assert OwnFolder(store.folder).names() == [folder_of(store).name]
 
 
-def test_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
-    OwnFolder(tmp_path / "store").create()
-    store = FileStore(tmp_path / "store")
-    folder_of(store).write_text("somebody's")
-    with pytest.raises(NotADirectoryError):
-        open_writer(store)
-    with closing(store.reader(3, FINGERPRINT)) as reader:
-        assert hits_of(reader, [1]) == []
-    assert folder_of(store).read_text() == "somebody's"
-
-
 @pytest.mark.parametrize("space", [150, 450])  # of two payloads of 200 bytes and two records of 32
 def test_write_that_fails_half_way(
     store: FileStore, reader: FileReader, writer: FileWriter, space: int, monkeypatch: pytest.MonkeyPatch

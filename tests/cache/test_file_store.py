@@ -6,7 +6,6 @@ import errno
 import multiprocessing
 import os
 import pickle
-import random
 import shutil
 import signal
 import tempfile
@@ -151,16 +150,6 @@ def test_what_another_training_has_marked_is_not_evicted(tmp_path: Path) -> None
     assert ours.evict(now - 60)
 
 
-def test_what_a_killed_process_had_not_finished_deleting(store: FileStore, writer: FileWriter) -> None:
-    put(writer, [1])
-    size = store.nbytes()
-    folder_of(store).rename(store.folder / ".deleted-0")
-    assert store.nbytes() == size  # it takes up space
-    assert store.generations() == []
-    store.writer(5, "a").close()
-    assert {path.name for path in store.folder.iterdir()} == {MARKER, "005-a"}
-
-
 # ------------------------------------------------------------------------------------ several processes
 def write_until_killed(folder: Path, moment: str) -> None:
     writer = open_writer(FileStore(folder))
@@ -191,24 +180,6 @@ def test_killed_writer(store: FileStore, reader: FileReader, moment: str) -> Non
     with closing(open_writer(store)) as writer:
         assert put(writer, numbers, nbytes=20_000) == len(numbers) - len(found)
     assert hits_of(reader, numbers, nbytes=20_000) == list(numbers)
-
-
-def write_everything(folder: Path, seed: int, barrier: Any) -> int:
-    order = list(range(300))
-    random.Random(seed).shuffle(order)
-    with closing(open_writer(FileStore(folder))) as writer:
-        barrier.wait(SECONDS)
-        return sum(put(writer, order[start : start + 5]) for start in range(0, 300, 5))
-
-
-def test_writers_at_the_same_time(store: FileStore, reader: FileReader) -> None:
-    barrier = multiprocessing.get_context("fork").Barrier(4)
-    with ExitStack() as stack:
-        writers = [stack.enter_context(Child(write_everything, store.folder, seed, barrier)) for seed in range(4)]
-        while any(child.process.is_alive() for child in writers):
-            hits_of(reader, range(300))
-        assert sum(child.result() for child in writers) >= 300
-    assert hits_of(reader, range(300)) == list(range(300))
 
 
 def open_and_put(folder: Path, rank: int, barrier: Any) -> None:

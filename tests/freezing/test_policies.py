@@ -57,16 +57,10 @@ def run(policy: FreezePolicy, num_layers: int, decisions: int, norms: list[Norms
 
 
 # ------------------------------------------------------------------------------------ alpha
-@pytest.mark.parametrize(
-    ("num_layers", "alpha", "expected"),
-    [
-        (12, 1 / 3, [4, 7, 9, 10, 11, 11, 12, 12]),
-        (10, 0.1, [1, 2, 3, 4, 5, 5, 6, 6, 7, 7]),  # 10 (1 - 0.9) is 0.99999... or 1.00000...1 in floating point
-        (1, 1 / 3, [1, 1]),
-    ],
-)
-def test_alpha(num_layers: int, alpha: float, expected: list[int]) -> None:
-    assert run(AlphaPolicy(alpha), num_layers, len(expected)) == expected
+def test_alpha() -> None:
+    assert run(AlphaPolicy(1 / 3), 12, 8) == [4, 7, 9, 10, 11, 11, 12, 12]
+    # 10 (1 - 0.9) is 0.99999... or 1.00000...1 in floating point
+    assert run(AlphaPolicy(0.1), 10, 10) == [1, 2, 3, 4, 5, 5, 6, 6, 7, 7]
 
 
 # ------------------------------------------------------------------------------------ adaptive
@@ -101,17 +95,6 @@ def test_autofreeze() -> None:
         (0.0, 0.0, 0.4, 0.2, 0.6),
     ]
     assert run(AutoFreezePolicy(50), 5, 4, norms) == [0, 2, 2, 3]
-
-
-def test_autofreeze_remembers_over_a_checkpoint() -> None:
-    first = AutoFreezePolicy()
-    first.num_frozen(decision(1, 4, norms=(1.0, 1.0, 1.0, 1.0)))
-    second = AutoFreezePolicy()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    later = decision(2, 4, norms=(0.9, 0.8, 0.2, 0.1))
-    assert first.num_frozen(later) == second.num_frozen(later) == 2
-    second.load_state_dict({})
-    assert second.num_frozen(later) == 0
 
 
 # ------------------------------------------------------------------------------------ schedule

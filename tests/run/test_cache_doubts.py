@@ -64,8 +64,7 @@ def augmented(
     rank: int, world_size: int, mode: str, options: dict[str, Any]
 ) -> tuple[Outcome, list[dict[str, Any]], str | None]:
     run = Run("image-classification", epochs=5, trainer=WithNoise).with_options(**options)
-    trainer = trainer_of(run, {0: 2, 1: 2, 2: 1}, {3: 1}, activation_cache=mode)
-    return ended(trainer)
+    return ended(trainer_of(run, {0: 2, 1: 2, 2: 1}, {3: 1}, activation_cache=mode))
 
 
 def ended(trainer: PipeTransformerTrainer) -> tuple[Outcome, list[dict[str, Any]], str | None]:
@@ -325,23 +324,19 @@ def sharing(rank: int, world_size: int, store: str | None, change: Change | None
 
 
 def all_sharing(rank: int, world_size: int, store: str) -> list[tuple[Outcome, float]]:
-    """A run that fills the folder, one that finds it full, and others that are to find nothing there."""
-    results = [sharing(rank, world_size, store, None) for _ in range(2)]
-    for change in (another_scale, another_activation):
-        results += [sharing(rank, world_size, one, change) for one in (store, None)]
-    return results
+    """A run that fills the folder, one that finds it full, and one that is to find nothing there, as without it."""
+    runs = ((store, None), (store, None), (store, another_activation), (None, another_activation))
+    return [sharing(rank, world_size, *run) for run in runs]
 
 
 @pytest.mark.slow
 def test_another_function_finds_nothing_in_a_shared_folder(tmp_path: Path) -> None:
     """Although no configuration knows of it."""
-    (first, _), (again, found), *others = run_ranks(all_sharing, 2, str(tmp_path / "store"))[0]
-    assert found == 1
-    assert_same_training([again], first)
-    for (cached_, found), (uncached, _) in zip(others[::2], others[1::2], strict=True):
-        assert found == 0
-        assert_same_training([cached_], uncached)
-        assert largest_difference(cached_.weights, first.weights)[0] > 1e-4
+    first, again, changed, uncached = run_ranks(all_sharing, 2, str(tmp_path / "store"))[0]
+    assert [found for _, found in (again, changed)] == [1, 0]
+    assert_same_training([again[0]], first[0])
+    assert_same_training([changed[0]], uncached[0])
+    assert largest_difference(changed[0].weights, first[0].weights)[0] > 1e-4
 
 
 def stopped(rank: int, world_size: int, store: str) -> None:

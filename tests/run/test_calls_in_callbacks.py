@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks_expecting_error
-from one_job import run_calls
+from one_job import run_each
 from training_data import PadCollator, TrainingData
 from training_runs import WORLD, Run, assert_same_training, outcome_of, pipeline_trainer
 from transformers import TrainerCallback
-
-from hf_pipetransformer import PipeTransformerTrainer
 
 EVENTS = (
     "on_train_begin",
@@ -80,34 +78,13 @@ def train(rank: int, world_size: int, folder: str, layout: str, callers: tuple[i
     return outcome_of(trainer), callback.found
 
 
-class OwnPrediction:
-    """A `prediction_step` that calls the model on its own."""
-
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
-        with torch.no_grad():
-            outputs = model(**inputs)
-            again = self.model.bert(inputs["input_ids"], attention_mask=inputs["attention_mask"])  # type: ignore[attr-defined]
-        return outputs.loss + again.pooler_output.mean(), outputs.logits, inputs["labels"]
-
-
-def predict(rank: int, world_size: int, folder: str) -> dict[str, float]:
-    run = Run(samples=16, per_device=8 // world_size, accumulation=1, epochs=1, trainer=OwnPrediction)
-    run = run.with_options(eval_strategy="steps", eval_steps=1, use_cpu=True)
-    trainer: PipeTransformerTrainer = pipeline_trainer(run, world_size, folder)
-    trainer.eval_dataset = TrainingData(RUN.kind, 12)  # as many batches on each process, and none repeated
-    return outcome_of(trainer).metrics
-
-
 CALLERS = {"1F1B": (0,), "frozen": (0, 1, 1), "driven": (1,)}
 
 
 def test_a_call_equals_one_process(tmp_path: Path) -> None:
     """Of rank 0, of the last one, and of all, each of which calls it another number of times."""
-    calls: dict[str, Any] = {layout: (train, str(tmp_path), layout, CALLERS[layout]) for layout in LAYOUTS}
-    everything = run_calls(2, {**calls, "prediction": (predict, str(tmp_path / "found"))}, timeout=180)
-    expected_metrics = predict(0, 1, str(tmp_path / "expected"))
-    assert everything["prediction"][0]["eval_loss"] == pytest.approx(expected_metrics["eval_loss"], rel=1e-4)
+    cases = {layout: (str(tmp_path), layout, CALLERS[layout]) for layout in LAYOUTS}
+    everything = run_each(train, 2, cases, timeout=180)
     for layout, callers in CALLERS.items():
         expected, outputs = train(0, 1, str(tmp_path), layout, (0,))
         found = everything[layout]

@@ -1,4 +1,4 @@
-"""User code on the last stages alone: its collectives; rows in blocks; classes in the wrong order."""
+"""User code on the last stages alone: its collectives; classes in the wrong order."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from distributed import run_ranks
 from one_job import run_calls
 from test_elastic_pipeline import stages_by_frozen
-from training_data import PadCollator
 from training_runs import WORLD, Run, assert_same_training, outcome_of, pipeline_trainer, reference
 from transformers import Trainer, TrainingArguments
 
@@ -109,49 +108,9 @@ def test_what_compute_loss_collects_is_on_rank_0() -> None:
     assert both == pytest.approx(expected[2:], abs=1e-5)
 
 
-# ------------------------------------------------------------------------------------------ rows in blocks
-class Pairs:
-    """Makes two rows of each sample: the batch is [all first rows, all second rows], as of preference pairs."""
-
-    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        second = [{**sample, "input_ids": sample["input_ids"][::-1]} for sample in samples]
-        batch = PadCollator("text-classification")([*samples, *second])
-        weight = torch.tensor([1.0 + len(sample["input_ids"]) / 10 for sample in samples])  # one for each pair
-        return {**batch, "margin": weight}
-
-
-class LossOfPairs:
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
-        self.data_collator = Pairs()
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
-        margin = inputs["margin"]
-        outputs = model(**{name: value for name, value in inputs.items() if name not in ("margin", "labels")})
-        chosen, rejected = outputs.logits[:, 0].chunk(2)
-        loss = -F.logsigmoid(chosen - rejected - margin).mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-PAIRS = Run(
-    samples=40,
-    epochs=1,
-    accumulation=1,
-    per_device=4,
-    trainer=LossOfPairs,
-    options={"remove_unused_columns": False},
-)
-
-
-def pairs(rank: int, world_size: int) -> Any:
-    return outcome_of(pipeline_trainer(PAIRS, STAGES, num_microbatches=2))
-
-
 def test_two_replicas_of_two_stages() -> None:
-    """Of a loss that gathers metrics (the second replica's last batch is smaller), and of one of a batch's halves."""
-    found = run_calls(WORLD, {"gathering": (gathering,), "pairs": (pairs,)})
-    assert_gathered(found["gathering"])
-    assert_same_training(found["pairs"], reference(0, 1, PAIRS))
+    """Of a loss that gathers metrics; the second replica's last batch is smaller."""
+    assert_gathered(run_ranks(gathering, WORLD))
 
 
 # ------------------------------------------------------------------------------------------ classes in the wrong order

@@ -39,34 +39,9 @@ class ClipsInside(Sgd):
         super().step()
 
 
-class ProdigyLike(Sgd):
-    """One step size for all, estimated from how far the parameters have come."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        d = self.param_groups[0].setdefault("d", 1e-6)
-        numerator, denominator = 0.0, 1e-12
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            state = self.state[p]
-            state.setdefault("start", p.clone())
-            state["s"] = state.get("s", torch.zeros_like(p)) + d * p.grad
-            numerator += d * float((p.grad * (state["start"] - p)).sum())
-            denominator += float(state["s"].abs().sum())
-        self.param_groups[0]["d"] = d = max(d, numerator / denominator)
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            p.sub_(d * p.grad.sign())
-
-
-class NeedsClosure(Sgd):
-    def step(self, closure: Any = None) -> None:
-        closure()
-
-
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], str | None]] = {
     "decoupled": (Sgd, None),
     "clips": (ClipsInside, "gradients of other parameters"),
-    "prodigy": (ProdigyLike, "gradients of other parameters"),
-    "closure": (NeedsClosure, "updates each parameter independently failed"),
 }
 
 

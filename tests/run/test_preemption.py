@@ -17,7 +17,7 @@ import torch
 from checkpointed_runs import RUN, resume, undisturbed
 from distributed import run_ranks
 from one_job import run_calls, run_each
-from training_runs import assert_same_training, largest_difference, outcome_of, pipeline_trainer
+from training_runs import assert_same_training, outcome_of, pipeline_trainer
 from transformers import TrainerCallback
 
 from hf_pipetransformer.resilience.checkpoint_folders import latest_valid
@@ -48,19 +48,6 @@ def preempted(rank: int, world_size: int, folder: str, stages: int, who: tuple[i
     assert latest_valid(Path(folder)) == (Path(folder, "checkpoint-4"), [])
     assert len(list(Path(folder).glob("checkpoint-*"))) == 1
     return int(str(leaving.value.code))
-
-
-def preempted_in_a_step(rank: int, world_size: int, folder: str) -> list[str]:
-    trainer = pipeline_trainer(replace(RUN, per_device=16).with_options(save_strategy="no"), 1, folder)
-
-    def term(*_: Any) -> None:
-        if trainer.state.global_step == 2 and trainer.is_in_train:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer.model.register_forward_pre_hook(term)
-    with pytest.raises(SystemExit):
-        trainer.train()
-    return [path.name for path in Path(folder).glob("checkpoint-*")]
 
 
 def preempted_with_a_worker(rank: int, world_size: int, folder: str) -> int:
@@ -116,18 +103,15 @@ def preempted_at_the_end(rank: int, world_size: int, folder: str) -> int:
 
 
 def test_sigterm_saves_one_whole_checkpoint_and_leaves_on_one_process(tmp_path: Path) -> None:
-    """A step that it falls into is the last one."""
-    folders = [str(tmp_path / name) for name in ("between", "inside", "worker")]
+    folders = [str(tmp_path / name) for name in ("between", "worker")]
     calls = {
         "between": (preempted, folders[0], 1, (0,)),
         "resumed": (resume, folders[0], 1),
-        "inside": (preempted_in_a_step, folders[1]),
-        "worker": (preempted_with_a_worker, folders[2]),
+        "worker": (preempted_with_a_worker, folders[1]),
     }
     found = run_calls(1, calls)
     assert found["between"] == found["worker"] == [EXIT_CODE]
     assert_same_training(found["resumed"], undisturbed())
-    assert found["inside"] == [["checkpoint-3"]]
     assert latest_valid(tmp_path / "worker") == (tmp_path / "worker" / "checkpoint-4", [])
 
 
@@ -193,28 +177,6 @@ class Note(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps.append(state.global_step)
-
-
-def ended(rank: int, world_size: int, folder: str) -> None:
-    """With "last": at `max_steps`, inside an epoch (of four steps), at the end."""
-    for options in ({"max_steps": 6}, {"num_train_epochs": 1.5}, {}):
-        own = f"{folder}/{next(iter(options), 'whole')}"
-        outcomes, note = [], Note()
-        for _ in range(2):
-            trainer = pipeline_trainer(replace(RUN, per_device=8).with_options(**options), 2, own)
-            trainer.add_callback(note)
-            outcomes.append(outcome_of(trainer, resume_from_checkpoint="last"))
-        first, again = outcomes
-        last = 6 if options else 8
-        assert note.steps == list(range(1, last + 1)), "none in the second training"
-        assert again.steps == last and again.losses == first.losses
-        assert largest_difference(again.weights, first.weights)[0] == 0
-        assert latest_valid(Path(own))[0] == Path(own, f"checkpoint-{last}")
-
-
-@pytest.mark.slow
-def test_a_training_that_has_ended_does_no_step_more(tmp_path: Path) -> None:
-    run_ranks(ended, 2, str(tmp_path))
 
 
 @pytest.mark.slow

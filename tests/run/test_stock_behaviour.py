@@ -8,7 +8,6 @@ so.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Any
@@ -40,11 +39,9 @@ from stock_scripts import (
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    EarlyStoppingCallback,
     HfArgumentParser,
     TrainerCallback,
 )
-from transformers.trainer_callback import ExportableState
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.resilience.checkpoint_folders import MANIFEST
@@ -75,14 +72,6 @@ class Records(TrainerCallback):
 
 for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]:
     setattr(Records, _event, lambda self, *_, _event=_event, **__: self.events.append(_event))
-
-
-class Remembers(TrainerCallback, ExportableState):
-    def __init__(self, value: str = "default") -> None:
-        self.value = value
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {"value": self.value}, "attributes": {}}
 
 
 class Controls(TrainerCallback):
@@ -116,96 +105,13 @@ def callbacks_that_control(given: Classes) -> Any:
     return outcome(given.make(callbacks=[Controls()])), given.checkpoints
 
 
-@scenario
-def callbacks_with_a_state(given: Classes) -> Any:
-    steps = {"eval_steps": 2, "save_steps": 2, "eval_strategy": "steps", "save_strategy": "steps", "max_steps": 2}
-    options = {**steps, "load_best_model_at_end": True, "restore_callback_states_from_checkpoint": True}
-    given.make(callbacks=[EarlyStoppingCallback(5, 0.2), Remembers("one"), Remembers("two")], **options).train()
-    trainer = given.make(callbacks=[EarlyStoppingCallback(), Remembers(), Remembers(), Records()], **options)
-    trainer.train(resume_from_checkpoint=str(given.folder / "checkpoint-2"))
-    callbacks = trainer.callback_handler.callbacks
-    stopping = next(one for one in callbacks if isinstance(one, EarlyStoppingCallback))
-    return stopping.early_stopping_patience, [one.value for one in callbacks if isinstance(one, Remembers)]
-
-
-@scenario
-def callback_that_evaluates(given: Classes) -> Any:
-    found = []
-
-    class Evaluates(TrainerCallback):
-        def on_epoch_end(self, *_: Any, **__: Any) -> None:
-            found.append([rounded(trainer.evaluate()), trainer.predict(Points(5)).predictions.shape])
-
-    trainer = given.make(callbacks=[Evaluates()], num_train_epochs=2)
-    return outcome(trainer), found
-
-
 # ------------------------------------------------------------------------------------------ data
-@scenario
-def sizes_of_loaders(given: Classes) -> Any:
-    found = []
-    for drop_last in (False, True):
-        options = {
-            "per_device_train_batch_size": 5,
-            "per_device_eval_batch_size": 4,
-            "dataloader_drop_last": drop_last,
-        }
-        trainer = given.make(**options)
-        train, evaluation = trainer.get_train_dataloader(), trainer.get_eval_dataloader()
-        found.append([len(train), train.total_batch_size, trainer.num_examples(train), len(evaluation)])
-        found.append([len(trainer.get_eval_dataloader(Points(7))), len(trainer.get_test_dataloader(Points(7)))])
-    return found
-
-
-@scenario
-def loader_that_is_read_by_hand(given: Classes) -> Any:
-    loader = given.make().get_train_dataloader()
-    passes = [[rounded(batch["x"]) for batch in loader] for _ in range(3)]
-    loader.set_epoch(0)
-    next(iter(loader))
-    return passes, [rounded(batch["x"]) for batch in loader]
-
-
-class Chain:
-    """Several loaders, without anything that a `DataLoader` has."""
-
-    def __init__(self, *loaders: Any) -> None:
-        self.loaders = loaders
-
-    def __len__(self) -> int:
-        return sum(map(len, self.loaders))
-
-    def __iter__(self) -> Iterator[Any]:
-        for loader in self.loaders:
-            yield from loader
-
-
-class ChainsItsLoaders:
-    def get_train_dataloader(self) -> Any:
-        return Chain(super().get_train_dataloader(), super().get_train_dataloader())  # type: ignore[misc]
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        return Chain(super().get_eval_dataloader(eval_dataset), super().get_eval_dataloader(eval_dataset))  # type: ignore[misc]
-
-
-@scenario
-def loaders_in_one(given: Classes) -> Any:
-    trainer = given.make(mixin=ChainsItsLoaders)
-    return outcome(trainer), rounded(trainer.evaluate()["eval_loss"])
-
-
 @scenario
 def streams(given: Classes) -> Any:
     trainer = given.make(train_dataset=PointStream(), eval_dataset=PointStream(11), max_steps=5)
     evaluated = rounded(trainer.evaluate())
     refused = error_of(lambda: given.make(train_dataset=PointStream()))
     return outcome(trainer), evaluated, trainer.predict(PointStream(9)).predictions.shape, refused
-
-
-@scenario
-def data_that_is_missing(given: Classes) -> Any:
-    trainer = given.trainer(Line(), given.args())
-    return [error_of(call) for call in (trainer.train, trainer.get_eval_dataloader, trainer.evaluate)]
 
 
 @scenario
@@ -243,17 +149,6 @@ def batches_that_are_tuples(given: Classes) -> Any:
     return [
         outcome(given.make(data_collator=collate, gradient_accumulation_steps=n, **options)) for n in accumulations
     ]
-
-
-@scenario
-def batches_without_tensors(given: Classes) -> Any:
-    class ReadsTexts(Line):
-        def forward(self, texts: list[str]) -> Any:  # type: ignore[override]
-            return {"loss": self.slope * sum(map(len, texts)) / len(texts)}
-
-    texts = ["x" * length for length in range(12)]
-    options = {"train_dataset": texts, "remove_unused_columns": False}
-    return outcome(given.make(ReadsTexts(1.0), data_collator=lambda rows: {"texts": rows}, **options))
 
 
 # ------------------------------------------------------------------------------------------ training
@@ -398,12 +293,6 @@ def resuming(given: Classes) -> Any:
 
 
 @scenario
-def checkpoints_that_are_not_there(given: Classes) -> Any:
-    named = error_of(lambda: given.make().train(resume_from_checkpoint="nowhere"))
-    return named, error_of(lambda: given.make().train(resume_from_checkpoint=True)).replace(str(given.folder), "")
-
-
-@scenario
 def checkpoints_that_are_kept(given: Classes) -> Any:
     steps = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 8}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
@@ -413,32 +302,6 @@ def checkpoints_that_are_kept(given: Classes) -> Any:
         trainer = given.make(**{"save_total_limit": 1, **SAVES, **options})
         found.append([outcome(trainer), Path(trainer.state.best_model_checkpoint or "none").name, given.checkpoints])
     return found
-
-
-@scenario
-def saving_by_hand(given: Classes) -> Any:
-    trainer = given.make(PretrainedLine(LineConfig()), max_steps=2)
-    trainer.save_model(str(given.folder / "before"))
-    result = trainer.train()
-    trainer.save_model()
-    trainer.save_metrics("train", result.metrics)
-    trainer.save_state()
-    trainer._save_checkpoint(trainer.model, None)
-    resumed = given.make(PretrainedLine(LineConfig()), max_steps=4)
-    files = sorted(path.name for path in (given.folder / "before").iterdir())
-    return files, outcome(resumed, resume_from_checkpoint=True), sorted(result.metrics)
-
-
-@scenario
-def checkpoint_just_in_time(given: Classes) -> Any:
-    class AsksForIt(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 2:
-                names = {type(one).__name__: one for one in trainer.callback_handler.callbacks}
-                names["JITCheckpointCallback"].jit_manager._enable_checkpoint()  # as its handler of SIGTERM does
-
-    trainer = given.make(enable_jit_checkpoint=True, callbacks=[AsksForIt()])
-    return outcome(trainer), given.checkpoints, names_of(trainer.callback_handler.callbacks)[-2:]
 
 
 @pytest.mark.parametrize("script", SCENARIOS, ids=lambda script: script.__name__)

@@ -88,13 +88,11 @@ def test_one_line_at_the_start_at_each_change_and_at_the_end(tmp_path: Path) -> 
 
 
 WARNED: dict[str, dict[str, Any]] = {
-    "freeze_policy='alpha' will freeze no layer": {"freeze_policy": "alpha", "num_train_epochs": 1},
     r"will freeze no layer.*every freeze_steps=500 steps, of 16\.": {
         "freeze_policy": "alpha",
         "freeze_strategy": "steps",
         "freeze_steps": 500,
     },
-    "freeze_policy='schedule' will freeze no layer": {"freeze_policy": "schedule", "freeze_schedule": {"9": 2}},
     "freeze_policy='autofreeze' has frozen no layer": {"freeze_policy": "autofreeze", "num_train_epochs": 1},
     "num_microbatches=3, but 2 are used.*divisor of 8": {"num_microbatches": 3},
 }
