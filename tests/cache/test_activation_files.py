@@ -11,12 +11,11 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-import xxhash
-from stored_rows import FINGERPRINT, folder_of, hits_of, open_writer, put
+from stored_rows import FINGERPRINT, hits_of, open_writer, put
 
 from hf_pipetransformer.cache.activation_files import FileReader, FileWriter
 from hf_pipetransformer.cache.file_store import FileStore
-from hf_pipetransformer.own_files import MARKER, OwnFolder
+from hf_pipetransformer.own_files import MARKER
 
 
 @pytest.fixture
@@ -93,40 +92,6 @@ def test_damaged_files_give_misses_and_are_repaired_by_writing(tmp_path: Path) -
                 assert hits_of(repaired, mine) == list(mine), (seed, what)
         shutil.rmtree(store.folder)
     assert SEEDS * 60 * 0.5 < num_hits < SEEDS * 60  # the damage was felt, and not everywhere
-
-
-def with_checksum(content: bytes) -> bytes:
-    return xxhash.xxh3_64_hexdigest(content).encode() + b"\n" + content
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\xff" * 100,
-        with_checksum(b'{"facts": {}, "version": 2}'),
-        with_checksum(b'{"facts": {"features": [384]}, "version": 3}').replace(b"384", b"385"),
-        None,
-    ],
-)
-def test_a_generation_without_sound_facts_is_absent_until_it_is_written_anew(
-    store: FileStore, reader: FileReader, content: bytes | None
-) -> None:
-    with closing(open_writer(store)) as writer:
-        put(writer, [1])
-        facts = folder_of(store) / "facts"
-        replaced = store.folder / "replaced"
-        replaced.write_bytes(content or b"")
-        replaced.rename(facts)
-        if content is None:
-            facts.unlink()
-        assert hits_of(reader, [1]) == [] and reader.facts is None
-        with closing(store.writer(3, FINGERPRINT, {"made": "anew"})) as anew:
-            assert put(anew, [1, 2]) == 2  # what was stored under other facts is not believed
-        assert hits_of(reader, [1, 2]) == [1, 2]
-        assert reader.facts == {"made": "anew"}
-        with pytest.raises(OSError, match="deleted"):
-            put(writer, [3])
-    assert OwnFolder(store.folder).names() == [folder_of(store).name]
 
 
 @pytest.mark.parametrize("space", [150, 450])  # of two payloads of 200 bytes and two records of 32

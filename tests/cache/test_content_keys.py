@@ -166,14 +166,6 @@ def test_images_beside_text_belong_to_no_row_alone(images):
     assert not set(keys_of(batch)) & set(keys_of(changed))
 
 
-def test_sound_of_several_lengths_belongs_to_the_rows():
-    """In frames, as the mask."""
-    sound = torch.ones(2, 5, 3)
-    batch = {"input_features": sound, "attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1] * 5])}
-    changed = {**batch, "input_features": with_one_bit_flipped(sound, 1)}
-    assert [a == b for a, b in zip(keys_of(batch), keys_of(changed), strict=True)] == [True, False]
-
-
 # ---------------------------------------------------------------------------------------------------------
 # The collator
 # ---------------------------------------------------------------------------------------------------------

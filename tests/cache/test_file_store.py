@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -11,20 +9,18 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from stored_rows import FINGERPRINT, SECONDS, Child, folder_of, get, hits_of, key_of, open_writer, put
+from stored_rows import FINGERPRINT, Child, get, hits_of, key_of, open_writer, put
 
 from hf_pipetransformer.cache.activation_files import FileReader, FileWriter
 from hf_pipetransformer.cache.file_store import FileStore
-from hf_pipetransformer.own_files import MARKER
 
 
 @pytest.fixture
@@ -180,54 +176,6 @@ def test_killed_writer(store: FileStore, reader: FileReader, moment: str) -> Non
     with closing(open_writer(store)) as writer:
         assert put(writer, numbers, nbytes=20_000) == len(numbers) - len(found)
     assert hits_of(reader, numbers, nbytes=20_000) == list(numbers)
-
-
-def open_and_put(folder: Path, rank: int, barrier: Any) -> None:
-    for _ in range(2):
-        barrier.wait(SECONDS)
-        with closing(FileStore(folder).writer(3, FINGERPRINT, {"made by": rank})) as writer:
-            barrier.wait(SECONDS)
-            with suppress(OSError):  # who opened what another then replaced, is told so
-                put(writer, [rank])
-
-
-def test_writers_that_make_a_generation_at_the_same_time(tmp_path: Path) -> None:
-    """In the place of one of another version."""
-    barrier = multiprocessing.get_context("fork").Barrier(4)
-    for number in range(5):
-        store = FileStore(tmp_path / str(number))
-        open_writer(store).close()
-        (folder_of(store) / "facts").write_text("{}")
-        with ExitStack() as stack:
-            processes = [Child(open_and_put, store.folder, rank, barrier) for rank in range(4)]
-            for child in map(stack.enter_context, processes):
-                child.result()
-        with closing(store.reader(3, FINGERPRINT)) as reader:
-            assert hits_of(reader, range(5)) == [0, 1, 2, 3]
-
-
-def write_and_delete(folder: Path) -> int:
-    store = FileStore(folder)
-    written = 0
-    for _ in range(100):
-        with closing(open_writer(store)) as writer:
-            try:
-                written += put(writer, range(10))
-            except OSError as error:
-                assert error.errno == errno.ESTALE
-        store.delete(3, FINGERPRINT)
-    return written
-
-
-def test_reading_while_others_write_and_delete(store: FileStore, reader: FileReader) -> None:
-    hits = 0
-    with Child(write_and_delete, store.folder) as first, Child(write_and_delete, store.folder) as second:
-        while first.process.is_alive() or second.process.is_alive():
-            hits += len(hits_of(reader, range(10)))
-        assert first.result() + second.result() > 500
-    assert hits > 0
-    assert hits_of(reader, range(10)) == []
-    assert [path.name for path in store.folder.iterdir()] == [MARKER]
 
 
 def test_without_a_limit_a_fifth_of_the_free_disk_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

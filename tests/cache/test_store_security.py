@@ -83,14 +83,6 @@ def test_what_others_may_write_to_is_not_believed(store: FileStore, where: str, 
         put(store)
 
 
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(store: FileStore) -> None:
-    for pattern in ("index-*", "segment-*", "facts"):
-        file = file_of(store, pattern)
-        file.unlink()
-        os.mkfifo(file, 0o600)
-        assert not find(store)
-
-
 def test_a_store_in_a_folder_that_others_may_write_to_is_the_users_alone(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     before = os.umask(0)

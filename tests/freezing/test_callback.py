@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from model_zoo import MODELS
-from selection import slow
 from torch import Tensor, nn
 from training_data import PadCollator, TrainingData
 from training_runs import largest_difference, losses_of, weights_of
@@ -18,8 +16,6 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from hf_pipetransformer.freezing.callback import LayerFreezeCallback
 from hf_pipetransformer.freezing.policies import FreezeDecision, FreezePolicy
-from hf_pipetransformer.model.frozen_prefix import FreezableLayers, FrozenPrefix
-from hf_pipetransformer.model.layer_stack import LayerStack
 
 STEPS_PER_EPOCH = 3
 SCHEDULE = {"name": "schedule", "schedule": {1: 1, 2: 3}}
@@ -128,28 +124,6 @@ def test_freezes_as_by_hand(options: dict[str, Any]) -> None:
             assert seen["trainable"] == seen["with state"] == active
             assert all(torch.equal(seen["weights"][name], since["weights"][name]) for name in names - active)
         assert all(p.requires_grad for p in trainer.model.parameters())  # as before the training
-
-
-@pytest.mark.parametrize("name", ["gpt2", *slow("albert", "t5")])
-def test_every_number_of_frozen_layers_leaves_what_it_says(name: str) -> None:
-    """For each f: gradients reach exactly the parameters that are not frozen (and were reached before).
-
-    What a frozen layer shares with another is frozen with it: else the frozen layers' outputs would change.
-    """
-    zoo = MODELS[name]
-    model, batch = zoo.build(), zoo.batch(rows=2)
-    model(**batch).loss.backward()
-    reachable = {name for name, p in model.named_parameters() if p.grad is not None}
-    stack = LayerStack.discover(model, batch)
-    layers = FreezableLayers.of(stack, batch)
-    prefix = FrozenPrefix(stack, layers)
-    for f in range(layers.max_frozen + 1):
-        prefix.freeze(f)
-        model.train()
-        model.zero_grad()
-        model(**batch).loss.backward()
-        reached = {name for name, p in model.named_parameters() if p.grad is not None}
-        assert reached == reachable - layers.frozen(f), f
 
 
 # ------------------------------------------------------------------------------------ decisions
@@ -299,20 +273,6 @@ def test_resume_goes_on_with_what_is_frozen(saved_at: int, restored_by: str) -> 
     assert restored.state() == callback.state()
     assert losses_of(resumed) == losses_of(whole)
     assert largest_difference(weights_of(resumed.model), weights_of(whole.model))[0] == 0
-
-
-def test_a_checkpoint_from_before_there_was_a_callback() -> None:
-    """Nothing of the callback's earlier training is left, and the next checkpoint can be written."""
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
-    make_trainer(bert(), **options).train()
-    callback = LayerFreezeCallback("alpha")
-    make_trainer(bert(), callback).train()
-    assert callback.num_frozen == 3
-    recorder = Recorder(lambda model, _: callback.num_frozen)
-    make_trainer(bert(), callback, recorder, **options).train(resume_from_checkpoint="out/checkpoint-4")
-    assert recorder.seen[5] == 0
-    saved = json.loads(Path("out/checkpoint-8/trainer_state.json").read_text())["stateful_callbacks"]
-    assert saved["LayerFreezeCallback"]["attributes"]["memory"]["num_frozen"] == callback.num_frozen
 
 
 def test_own_policies_survive_but_not_by_the_trainer() -> None:

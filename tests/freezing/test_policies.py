@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_pipetransformer.freezing.policies import (
-    FREEZE_POLICIES,
     AdaptivePolicy,
     AlphaPolicy,
     AutoFreezePolicy,
@@ -20,7 +18,6 @@ from hf_pipetransformer.freezing.policies import (
     SchedulePolicy,
     make_policy,
     next_num_frozen,
-    policy_description,
 )
 
 Norms = tuple[float, ...] | None
@@ -184,9 +181,3 @@ def test_a_users_policy_is_kept_within_bounds() -> None:
 
 
 # ------------------------------------------------------------------------------------ names, arguments, ranks
-@pytest.mark.parametrize("name", FREEZE_POLICIES)
-def test_a_policy_is_made_anew_from_json(name: str) -> None:
-    policy = make_policy(name, alpha=0.4, percentile=60, schedule={"1": 3, "2.5": 4}, by="epoch")
-    description = json.loads(json.dumps(policy_description(policy)))
-    assert make_policy(**description) == policy
-    assert policy_description(Whatever(3)) is None

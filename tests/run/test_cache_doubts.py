@@ -16,7 +16,7 @@ from distributed import run_ranks, run_ranks_expecting_error
 from one_job import run_each
 from selection import slow
 from torch import nn
-from training_data import Kind, PadCollator, TrainingData
+from training_data import Kind, TrainingData
 from training_runs import (
     WORLD,
     Outcome,
@@ -31,7 +31,6 @@ from training_runs import (
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache import writing
 from hf_pipetransformer.cache.sharing import STORE
 from hf_pipetransformer.pipeline.placed import Ways
 from hf_pipetransformer.run.frozen_function import OTHER_WEIGHTS
@@ -77,18 +76,14 @@ def ended(trainer: PipeTransformerTrainer) -> tuple[Outcome, list[dict[str, Any]
 
 @pytest.mark.slow
 def test_augmented_images_miss_and_the_cache_goes_off() -> None:
-    """An evaluation's images are the same each time: that they are found must not hide it.
-
-    Of a full store a part of the rows is kept: that none of them is found again must end it, too.
-    """
-    full = {"activation_cache_max_gib": 60 / 2**20}
-    cases = {"on": ("on", {"eval_strategy": "epoch"}), "full": ("on", full), "off": ("off", {})}
+    """An evaluation's images are the same each time: that they are found must not hide it."""
+    evaluates = {"eval_strategy": "epoch"}
+    cases: dict[str, tuple[str, dict[str, Any]]] = {"on": ("on", evaluates), "off": ("off", {})}
     found = run_each(augmented, WORLD, cases)
-    for outcome, _, reason in (*found["on"], *found["full"]):
+    for outcome, _, reason in found["on"]:
         assert_same_training([outcome], found["off"][0][0])
         assert "0 were found" in str(reason)
     assert [e["cache_hit_rate"] for e in found["on"][0][1]] == [0, 0]  # filled, then read in vain
-    assert 0.1 * 83 < found["full"][0][1][0]["cache_rows_stored"] < 0.8 * 83
 
 
 # ------------------------------------------------------------------------------------ inputs that the trainer changes
@@ -353,23 +348,3 @@ def test_states_of_other_weights_do_not_stay_in_a_shared_folder(tmp_path: Path) 
     run_ranks(stopped, 2, str(tmp_path / "cache"))
     assert (tmp_path / "cache" / STORE).exists()
     assert list((tmp_path / "cache" / STORE).glob("0*-*")) == []
-
-
-# ------------------------------------------------------------------------------------ rows that cannot be put together
-class TakesTwo(PadCollator):
-    """As that of a training with batches of two: it cannot put more rows together."""
-
-    def __call__(self, rows: list[Any]) -> Any:
-        if len(rows) > 2:
-            raise ValueError("at most two rows")
-        return super().__call__(rows)
-
-
-def test_a_collator_that_cannot_put_the_rows_together_is_a_reason_and_no_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(writing, "PENDING_BATCHES", 1000)  # `trainer_of` sets it for good
-    run = Run(samples=8, epochs=2, per_device=2, accumulation=1)
-    trainer = trainer_of(run, {0: 1, 1: 1}, {1: 1}, use_cpu=True)
-    trainer.data_collator = TakesTwo(run.kind)
-    assert "at most two rows" in str(ended(trainer)[2])

@@ -27,7 +27,6 @@ from frozen_runs import (
     llava,
     lower_layers,
     noise,
-    t5,
 )
 from selection import few, slow
 from torch import nn
@@ -50,10 +49,10 @@ def assert_equals_stock(folder: Path, build: Build, **options: Any) -> None:
     Trained(folder / "ours", build, **options).assert_same(expected)
 
 
-@pytest.mark.parametrize("name", few(FROZEN, "a head on BERT", "lower layers", "a vision tower", "several outputs"))
+@pytest.mark.parametrize("name", FROZEN)
 def test_equals_the_stock_trainer(name: str, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     assert_equals_stock(tmp_path, FROZEN[name])
-    assert rows_read(said) == (EPOCHS - 1) * READ * (2 if name.startswith("two") else 1)
+    assert rows_read(said) == (EPOCHS - 1) * READ
     assert "is stored in this epoch" in said.text
     assert not [path for path in (tmp_path / "ours").iterdir() if "cache" in path.name], "removed at the end"
 
@@ -97,7 +96,6 @@ class LossOutside:
     [
         (head_on_bert, cut, object, True),
         *slow(
-            (t5, cut, object, True),
             (reads_padding("tokens"), cut, LossOutside, False),
             (reads_padding("largest"), cut, object, False),
             (reads_padding("labels"), cut, object, False),
@@ -220,20 +218,9 @@ def test_a_loss_that_turns_adapters_off(is_trained: bool, tmp_path: Path, said: 
     assert said.text.count("parameters begin or cease to be trained") == is_trained
 
 
-class Noisy:
-    """Changes the inputs in each step."""
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
-        ids = inputs["input_ids"].clone()
-        ids[:, 1] = torch.randint(3, 45, (len(ids),))
-        return {**inputs, "input_ids": ids}
-
-
-@pytest.mark.parametrize(("mixin", "read"), [(CallsTwice, 4 * SAMPLES - 2 * BATCH), *slow((Noisy, 0))])
-def test_what_losses_do(mixin: type, read: int, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    assert_equals_stock(tmp_path, head_on_bert, mixin=mixin)
-    assert rows_read(said) == read
+def test_a_loss_that_calls_the_model_twice(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    assert_equals_stock(tmp_path, head_on_bert, mixin=CallsTwice)
+    assert rows_read(said) == 4 * SAMPLES - 2 * BATCH
 
 
 # ------------------------------------------------------------------------------------------ models
@@ -311,15 +298,6 @@ def test_dropout_in_what_is_frozen(tmp_path: Path, said: pytest.LogCaptureFixtur
     computed = Trained(tmp_path / "off", with_dropout, eval_frozen_modules=True, activation_cache="off")
     Trained(tmp_path / "on", with_dropout, eval_frozen_modules=True).assert_same(computed)
     assert rows_read(said) == (EPOCHS - 1) * READ
-
-
-@pytest.mark.slow
-def test_stored_in_half_of_the_space(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    expected = Trained(tmp_path / "stock", lower_layers, is_ours=False, optim="sgd")
-    found = Trained(tmp_path / "ours", lower_layers, activation_cache_dtype="bf16", optim="sgd")
-    assert rows_read(said) == (EPOCHS - 1) * READ
-    differences = [float((found.weights[n] - weight).abs().max()) for n, weight in expected.weights.items()]
-    assert 0 < max(differences) < 1e-2
 
 
 # ------------------------------------------------------------------------------------------ what has rows

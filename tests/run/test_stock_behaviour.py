@@ -74,15 +74,6 @@ for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]
     setattr(Records, _event, lambda self, *_, _event=_event, **__: self.events.append(_event))
 
 
-class Controls(TrainerCallback):
-    """Asks for everything in the second step, and for the end in the fourth."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 2:
-            control.should_evaluate = control.should_save = control.should_log = True
-        control.should_training_stop = state.global_step == 4
-
-
 @scenario
 def events_in_their_order(given: Classes) -> Any:
     found = []
@@ -98,11 +89,6 @@ def events_in_their_order(given: Classes) -> Any:
         trainer.predict(Points(5))
         found.append(records.events)
     return found
-
-
-@scenario
-def callbacks_that_control(given: Classes) -> Any:
-    return outcome(given.make(callbacks=[Controls()])), given.checkpoints
 
 
 # ------------------------------------------------------------------------------------------ data
@@ -161,30 +147,6 @@ def seeds_and_models_made_by_a_function(given: Classes) -> Any:
         trainer.args.seed = 314
         found.append(outcome(trainer))
     return found, error_of(lambda: given.make(model_init=lambda one, two: Line()))
-
-
-@scenario
-def compiled_models(given: Classes) -> Any:
-    compiled: Any = torch.compile(Line(), backend="eager")
-    options = {"max_steps": 2, "remove_unused_columns": False}
-    return outcome(given.make(torch_compile=True, torch_compile_backend="eager", **options)), outcome(
-        given.make(compiled, **options)
-    )
-
-
-@scenario
-def batch_sizes_that_do_not_fit(given: Classes) -> Any:
-    class RunsOut(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.train_batch_size >= 16:
-                raise RuntimeError("CUDA out of memory.")
-
-    options = {"per_device_train_batch_size": 16, "auto_find_batch_size": True, "save_strategy": "steps"}
-    trainer = given.make(callbacks=[RunsOut()], max_steps=2, save_steps=1, **options)
-    trainer.train()
-    again = given.make(max_steps=2, save_steps=1, **options)
-    again.train(resume_from_checkpoint=True)
-    return trainer._train_batch_size, again._train_batch_size
 
 
 @scenario
