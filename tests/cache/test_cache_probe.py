@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
-from model_zoo import ENCODER, MODELS, without_dropout
+from model_zoo import MODELS
 from selection import few
 from torch import Tensor, nn
 
@@ -97,11 +96,6 @@ def zoo(name: str, **parts: Any) -> Case:
 
 def accepted(verdicts: Sequence[CacheVerdict]) -> list[int]:
     return [verdict.num_frozen for verdict in verdicts if verdict.reason is None]
-
-
-def tiny(model_class: str, **sizes: Any) -> nn.Module:
-    cls = getattr(hf, model_class)
-    return without_dropout(cls(cls.config_class(**{**ENCODER, **sizes})))
 
 
 # ------------------------------------------------------------------------------------ What is accepted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from model_zoo import MODELS
 from torch import Tensor, nn
 from training_data import PadCollator, TrainingData
 from training_runs import largest_difference, losses_of, weights_of
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer.freezing.callback import LayerFreezeCallback
 from hf_pipetransformer.freezing.policies import FreezeDecision, FreezePolicy
@@ -166,26 +165,6 @@ def test_decisions(strategy: str, asked_at: list[int]) -> None:
             torch.tensor(seen.steps[first : d.global_step], dtype=torch.float64).square().mean(0).sqrt().tolist()
         )
         assert d.gradient_norms == pytest.approx(expected, rel=1e-5)
-
-
-def test_an_epochs_decision_is_made_once_though_its_checkpoint_is_written_again() -> None:
-    """As after an evaluation that is made up for when the epoch has begun, if the job is killed then."""
-    policy, state = Asked(), TrainerState(max_steps=9)
-    callback = LayerFreezeCallback(policy)
-    callback.attach(4, 4, state)
-    callback.on_train_begin(None, state, None)
-    callback.confirm(callback.take_proposal())
-    state.epoch, state.global_step = 1.0, 3
-    callback.on_epoch_begin(None, state, None)
-    callback.confirm(callback.take_proposal())
-    saved, num_asked = callback.memory, len(policy.decisions)
-    state.stateful_callbacks = {"LayerFreezeCallback": json.loads(json.dumps(callback.state()))}
-    callback.attach(4, 4, state)
-    callback.on_epoch_begin(None, state, None)
-    assert len(policy.decisions) == num_asked and callback.memory == saved
-    state.epoch, state.global_step = 2.0, 6
-    callback.on_epoch_begin(None, state, None)
-    assert len(policy.decisions) == num_asked + 1
 
 
 # ------------------------------------------------------------------------------------ what is refused

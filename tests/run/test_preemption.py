@@ -132,7 +132,7 @@ def test_sigterm_saves_one_whole_checkpoint_and_leaves_on_two_stages(tmp_path: P
 
 
 def train_evaluating(rank: int, world_size: int, folder: str, when: str, term_at: int | None = None) -> Any:
-    """Its learning rates depend on the evaluations: each one but the first lowers them."""
+    """Its learning rates depend on the evaluations: each one but the first lowers them. Layers freeze by the epoch."""
     run = replace(RUN, per_device=8, epochs=3).with_options(
         eval_strategy=when,
         eval_steps=4,
@@ -142,6 +142,8 @@ def train_evaluating(rank: int, world_size: int, folder: str, when: str, term_at
         lr_scheduler_type="reduce_lr_on_plateau",
         lr_scheduler_kwargs={"mode": "max", "patience": 0, "factor": 0.1},
         warmup_steps=0,
+        freeze_policy="alpha",
+        activation_cache="off",
     )
     trainer = pipeline_trainer(run, 2, folder)
     if term_at is not None:
