@@ -34,18 +34,6 @@ def reader(store: FileStore) -> Iterator[FileReader]:
         yield reader
 
 
-@pytest.fixture
-def writer(store: FileStore) -> Iterator[FileWriter]:
-    with closing(open_writer(store)) as writer:
-        yield writer
-
-
-def set_last_used(store: FileStore, num_frozen: int, fingerprint: str, seconds: float) -> None:
-    folder = store.folder / f"{num_frozen:03d}-{fingerprint}"
-    for path in (*folder.glob("used-*"), folder):
-        os.utime(path, (seconds, seconds))
-
-
 KEYS = [bytes(16), b"\xff" * 16, *map(key_of, range(10))]
 
 
@@ -123,8 +111,10 @@ def test_what_has_not_been_used_for_longest_is_evicted_first(store: FileStore) -
     names = [(2, "old"), (3, "older"), (4, "marked"), (5, "new")]
     for name in names:
         store.writer(*name).close()
-    for age, name in ((20, names[0]), (30, names[1]), (40, names[2])):
-        set_last_used(store, *name, time.time() - age)
+    for age, (num_frozen, fingerprint) in ((20, names[0]), (30, names[1]), (40, names[2])):
+        folder = store.folder / f"{num_frozen:03d}-{fingerprint}"
+        for path in (*folder.glob("used-*"), folder):
+            os.utime(path, (time.time() - age,) * 2)
     store.mark_used(*names[2])
     store.mark_used(9, "nowhere")
     began = time.time() - 10
