@@ -6,19 +6,16 @@ import errno
 import os
 import random
 import shutil
-import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-import xxhash
-from selection import few
-from stored_rows import FINGERPRINT, folder_of, hits_of, open_writer, put
+from stored_rows import FINGERPRINT, hits_of, open_writer, put
 
 from hf_pipetransformer.cache.activation_files import FileReader, FileWriter
 from hf_pipetransformer.cache.file_store import FileStore
-from hf_pipetransformer.own_files import MARKER, OwnFolder
+from hf_pipetransformer.own_files import MARKER
 
 
 @pytest.fixture
@@ -38,14 +35,7 @@ def writer(store: FileStore) -> Iterator[FileWriter]:
         yield writer
 
 
-def test_calls_of_the_system_may_do_less_than_asked(
-    reader: FileReader, writer: FileWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pwrite, preadv = os.pwrite, os.preadv
-    monkeypatch.setattr(os, "pwrite", lambda file, content, offset: pwrite(file, content[:7], offset))
-    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: preadv(file, [buffers[0][:9]], offset))
-    assert put(writer, range(3)) == 3
-    assert hits_of(reader, range(3)) == [0, 1, 2]
+SEEDS = 100
 
 
 def damage(folder: Path, rng: random.Random) -> str:
@@ -75,8 +65,7 @@ def damage(folder: Path, rng: random.Random) -> str:
     return f"{kind} {path.relative_to(folder)} {a} {b}"
 
 
-@pytest.mark.parametrize("seeds", few([range(first, first + 50) for first in (0, 50, 100, 150)], range(50)))
-def test_damaged_files_give_misses_and_are_repaired_by_writing(seeds: range, tmp_path: Path) -> None:
+def test_damaged_files_give_misses_and_are_repaired_by_writing(tmp_path: Path) -> None:
     numbers = {(3, "a"): range(30), (5, "a"): range(20, 50)}
     whole = FileStore(tmp_path / "whole")
     for generation, mine in numbers.items():
@@ -84,7 +73,7 @@ def test_damaged_files_give_misses_and_are_repaired_by_writing(seeds: range, tmp
             with closing(whole.writer(*generation)) as writer:
                 put(writer, mine[rank::2])
     num_hits = 0
-    for seed in seeds:
+    for seed in range(SEEDS):
         rng = random.Random(seed)
         store = FileStore(tmp_path / str(seed))
         shutil.copytree(whole.folder, store.folder)
@@ -102,61 +91,10 @@ def test_damaged_files_give_misses_and_are_repaired_by_writing(seeds: range, tmp
                 repaired = stack.enter_context(closing(store.reader(*generation)))
                 assert hits_of(repaired, mine) == list(mine), (seed, what)
         shutil.rmtree(store.folder)
-    assert len(seeds) * 60 * 0.5 < num_hits < len(seeds) * 60  # the damage was felt, and not everywhere
+    assert SEEDS * 60 * 0.5 < num_hits < SEEDS * 60  # the damage was felt, and not everywhere
 
 
-def with_checksum(content: bytes) -> bytes:
-    return xxhash.xxh3_64_hexdigest(content).encode() + b"\n" + content
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"\xff" * 100,
-        b'0123456789abcdef\n{"facts": {}, "version": 3}',
-        with_checksum(b'{"facts": {}, "version": 2}'),
-        with_checksum(b'{"facts": {"features": [384]}, "version": 3}').replace(b"384", b"385"),
-        None,
-    ],
-)
-def test_a_generation_without_sound_facts_is_absent_until_it_is_written_anew(
-    store: FileStore, reader: FileReader, content: bytes | None
-) -> None:
-    with closing(open_writer(store)) as writer:
-        put(writer, [1])
-        facts = folder_of(store) / "facts"
-        replaced = store.folder / "replaced"
-        replaced.write_bytes(content or b"")
-        replaced.rename(facts)
-        if content is None:
-            facts.unlink()
-        assert hits_of(reader, [1]) == [] and reader.facts is None
-        with closing(store.writer(3, FINGERPRINT, {"made": "anew"})) as anew:
-            assert put(anew, [1, 2]) == 2  # what was stored under other facts is not believed
-        assert hits_of(reader, [1, 2]) == [1, 2]
-        assert reader.facts == {"made": "anew"}
-        with pytest.raises(OSError, match="deleted"):
-            put(writer, [3])
-    assert OwnFolder(store.folder).names() == [folder_of(store).name]
-
-
-def test_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
-    OwnFolder(tmp_path / "store").create()
-    store = FileStore(tmp_path / "store")
-    folder_of(store).write_text("somebody's")
-    with pytest.raises(NotADirectoryError):
-        open_writer(store)
-    with closing(store.reader(3, FINGERPRINT)) as reader:
-        assert hits_of(reader, [1]) == []
-    assert folder_of(store).read_text() == "somebody's"
-
-
-# ------------------------------------------------------------------------------------ full disks
-
-
-@pytest.mark.parametrize("space", [0, 150, 450, 615])  # of two payloads of 200 bytes and two records of 32
+@pytest.mark.parametrize("space", [150, 450])  # of two payloads of 200 bytes and two records of 32
 def test_write_that_fails_half_way(
     store: FileStore, reader: FileReader, writer: FileWriter, space: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,16 +117,3 @@ def test_write_that_fails_half_way(
     assert hits_of(reader, [1, 2, 3, 4]) == [1]
     assert put(writer, [2, 3, 4]) == 3
     assert hits_of(reader, [1, 2, 3, 4]) == [1, 2, 3, 4]
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[None]:
-    folder.mkdir()
-    try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)

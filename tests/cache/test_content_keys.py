@@ -60,22 +60,16 @@ class FixedCollator:
         return self.batch
 
 
-def collate_words(samples):
-    return padded(samples)
-
-
 @pytest.mark.parametrize(
     "mask",
     [
         torch.tensor([[1, 1, 1], [1, 0, 1]]),
         torch.tensor([[1, 1, 1], [0, 0, 0]]),
         torch.ones(2),
-        torch.ones(2, 1, 3, 3),
         torch.tensor([[1, 1, 2, 2]]),
         torch.tensor([[0.0, 0.0, -1e4]]),
-        [[1, 1, 1]],
     ],
-    ids=["hole", "empty row", "1-D", "4-D", "packed", "additive", "no tensor"],
+    ids=["hole", "empty row", "1-D", "packed", "additive"],
 )
 def test_masks_that_say_no_spans(mask):
     assert content_keys({"input_ids": torch.zeros(2, 3), "attention_mask": mask}) is None
@@ -101,26 +95,6 @@ def test_keys_are_equal_exactly_if_tokens_are(rows, others, length, other_length
         assert (key == other_key) == (row == other)
 
 
-def test_labels_are_no_part_of_a_key():
-    batch = padded(WORDS)
-    expected = keys_of(batch)
-    assert keys_of({**batch, "labels": torch.ones(4, 9), "decoder_input_ids": torch.ones(4, 2)}) == expected
-    del batch["labels"]
-    assert keys_of(batch) == expected
-    assert keys_of({**batch, "start_positions": torch.ones(4)}) != expected
-    assert keys_of({**batch, "start_positions": torch.ones(4)}, ignored={"start_positions"}) == expected
-
-
-def test_neither_the_order_of_the_inputs_nor_their_layout_in_memory_matters():
-    batch, wider = padded(WORDS), padded(WORDS, length=9)
-    strided = {name: tensor.t().contiguous().t() for name, tensor in reversed(batch.items()) if name != "labels"}
-    assert keys_of(strided) == keys_of(batch)
-    # nor does one entry per row bind a key to the padded length
-    assert keys_of({**batch, "task": torch.arange(4)}) == keys_of({**wider, "task": torch.arange(4)})
-    dense = torch.tensor([[0.0, 1, 0], [2, 0, 0]])
-    assert keys_of({"features": dense.to_sparse()}) == keys_of({"features": dense})
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Different keys
 # ---------------------------------------------------------------------------------------------------------
@@ -130,15 +104,6 @@ def with_one_bit_flipped(tensor: torch.Tensor, row: int) -> torch.Tensor:
     changed = tensor.clone().contiguous()
     changed[row].view(torch.uint8).view(-1)[0] ^= 1
     return changed
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool])
-def test_every_bit_counts(dtype):
-    images = torch.ones(3, 2, 4, 4, dtype=dtype)
-    first, second, third = keys_of({"pixel_values": images})
-    assert first == second == third
-    changed = keys_of({"pixel_values": with_one_bit_flipped(images, 1)})
-    assert [key == first for key in changed] == [True, False, True]
 
 
 VALUES = torch.arange(16, dtype=torch.int32).view(2, 8)
@@ -161,30 +126,25 @@ OTHERS = {
 }
 
 
+def test_labels_are_no_part_of_a_key_and_other_answers_are():
+    batch, places = padded(WORDS), {"start_positions": torch.ones(4)}
+    expected = keys_of(batch)
+    assert keys_of({**batch, "labels": torch.ones(4, 9), "decoder_input_ids": torch.ones(4, 2)}) == expected
+    assert keys_of({**batch, **places}) != expected
+    assert keys_of({**batch, **places}, ignored={"start_positions"}) == expected
+    assert content_keys({**batch, "cannot be hashed": object()}) is None
+
+
 @pytest.mark.parametrize("kind", OTHERS)
 def test_another_input_has_other_keys(kind):
     keys = [set(keys_of(batch)) for batch in OTHERS[kind]]
     assert len(set().union(*keys)) == sum(map(len, keys))
 
 
-@pytest.mark.parametrize("value", [["a", "b", "c", "d"], object()])
-def test_what_cannot_be_hashed_gives_no_keys(value):
-    assert content_keys({**padded(WORDS), "other": value}) is None
-    assert content_keys({**padded(WORDS), "other": value}, ignored={"other"}) is not None
-
-
-@pytest.mark.parametrize(
-    ("features", "others"),
-    [
-        (torch.tensor([[1.0, 2, 0, 0, 0]]), torch.tensor([[1.0, 2, 5, 5, 5]])),
-        (torch.zeros(1, 5, 4, 4), torch.zeros(1, 5, 4, 4).index_fill(1, torch.tensor([4]), 1.0)),
-    ],
-    ids=["features", "channels"],
-)
-def test_another_input_as_long_as_the_mask_is_not_cut(features, others):
+def test_another_input_as_long_as_the_mask_is_not_cut():
     """Beside two tokens, padded to five: cut to two entries, both would be the same."""
-    batch = padded([WORDS[1]], length=5)
-    assert keys_of({**batch, "features": features}) != keys_of({**batch, "features": others})
+    batch, features = padded([WORDS[1]], length=5), torch.tensor([[1.0, 2, 0, 0, 0]])
+    assert keys_of({**batch, "features": features}) != keys_of({**batch, "features": features.roll(1)})
 
 
 def test_masked_tokens_that_are_no_padding_count():
@@ -198,34 +158,12 @@ def test_masked_tokens_that_are_no_padding_count():
     assert len({keys_of(batch)[0] for batch in batches}) == len(batches)
 
 
-def test_a_place_in_the_row_means_another_token_if_the_padding_is_on_the_other_side():
-    right, left = padded([[5, 6]], length=3), padded([[5, 6]], length=3, side="left")
-    place = torch.tensor([1])
-    assert keys_of({**right, "place": place}) != keys_of({**left, "place": place})
-
-
-@pytest.mark.parametrize("images", [torch.zeros(2, 3, 4, 4), torch.zeros(2, 3), torch.zeros(5, 7)])
+@pytest.mark.parametrize("images", [torch.zeros(2, 3, 4, 4), torch.zeros(5, 7)])
 def test_images_beside_text_belong_to_no_row_alone(images):
     """Even if they are as many as the rows: both may be the first row's."""
     batch = {**padded(WORDS[:2]), "pixel_values": images}
     changed = {**batch, "pixel_values": with_one_bit_flipped(images, -1)}
     assert not set(keys_of(batch)) & set(keys_of(changed))
-
-
-@pytest.mark.parametrize(
-    ("batch", "name"),
-    [
-        (
-            {"input_features": torch.ones(2, 5, 3), "attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1] * 5])},
-            "input_features",  # the only input, sound of two lengths, in frames
-        ),
-        ({**padded(WORDS[:2]), "tags": torch.arange(6).view(2, 3)}, "tags"),  # whole numbers for each token
-    ],
-    ids=["sound", "tags"],
-)
-def test_other_inputs_that_belong_to_the_rows_beside_a_mask(batch, name):
-    changed = {**batch, name: with_one_bit_flipped(batch[name], 1)}
-    assert [a == b for a, b in zip(keys_of(batch), keys_of(changed), strict=True)] == [True, False]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -246,11 +184,11 @@ def test_the_collator_adds_keys_to_any_mapping_and_leaves_the_users_alone(make):
         assert batch.keys() == theirs.keys()
 
 
-@pytest.mark.parametrize(
-    "theirs", [[1, 2], (torch.ones(2),), None, {"input_ids": torch.ones(2, 2), "attention_mask": torch.zeros(2, 2)}]
-)
-def test_what_has_no_keys_passes(theirs):
+def test_what_has_no_keys_passes_and_the_reserved_name_is_refused():
+    theirs = [1, 2]
     assert KeyingCollator(FixedCollator(theirs))([]) is theirs
+    with pytest.raises(ValueError, match=rf"'{KEYS_NAME}'.*Rename"):
+        KeyingCollator(FixedCollator({**padded(WORDS), KEYS_NAME: torch.ones(4)}))([])
 
 
 def test_each_sequence_of_a_sample_has_a_key_and_they_are_cut_with_the_sample():
@@ -262,8 +200,3 @@ def test_each_sequence_of_a_sample_has_a_key_and_they_are_cut_with_the_sample():
     assert popped(slice_rows(batch, 1, 2)) == keys_of(flat)[2:]
     topics = torch.tensor([3, 4])  # of the samples
     assert keys_of({**choices, "topic": topics}) == keys_of({**flat, "topic": topics.repeat_interleave(2)})
-
-
-def test_the_reserved_name_is_refused():
-    with pytest.raises(ValueError, match=rf"'{KEYS_NAME}'.*Rename"):
-        KeyingCollator(FixedCollator({**padded(WORDS), KEYS_NAME: torch.ones(4)}))([])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_pipetransformer.freezing.policies import (
-    FREEZE_POLICIES,
     AdaptivePolicy,
     AlphaPolicy,
     AutoFreezePolicy,
@@ -20,7 +18,6 @@ from hf_pipetransformer.freezing.policies import (
     SchedulePolicy,
     make_policy,
     next_num_frozen,
-    policy_description,
 )
 
 Norms = tuple[float, ...] | None
@@ -57,21 +54,10 @@ def run(policy: FreezePolicy, num_layers: int, decisions: int, norms: list[Norms
 
 
 # ------------------------------------------------------------------------------------ alpha
-@pytest.mark.parametrize(
-    ("num_layers", "alpha", "expected"),
-    [
-        (12, 1 / 3, [4, 7, 9, 10, 11, 11, 12, 12]),
-        (10, 0.1, [1, 2, 3, 4, 5, 5, 6, 6, 7, 7]),  # 10 (1 - 0.9) is 0.99999... or 1.00000...1 in floating point
-        (1, 1 / 3, [1, 1]),
-    ],
-)
-def test_alpha(num_layers: int, alpha: float, expected: list[int]) -> None:
-    assert run(AlphaPolicy(alpha), num_layers, len(expected)) == expected
-
-
-def test_alpha_is_exact_where_the_formula_is_whole() -> None:
-    """ceil of n (1 - (n-1)/n) is 1, whatever floating point makes of it."""
-    assert all(AlphaPolicy(1 / n).num_frozen(decision(1, n)) == 1 for n in range(2, 500))
+def test_alpha() -> None:
+    assert run(AlphaPolicy(1 / 3), 12, 8) == [4, 7, 9, 10, 11, 11, 12, 12]
+    # 10 (1 - 0.9) is 0.99999... or 1.00000...1 in floating point
+    assert run(AlphaPolicy(0.1), 10, 10) == [1, 2, 3, 4, 5, 5, 6, 6, 7, 7]
 
 
 # ------------------------------------------------------------------------------------ adaptive
@@ -87,17 +73,6 @@ def test_adaptive_is_equation_1() -> None:
     smallest_at = [2, 9, 7, 12]
     norms: list[Norms] = [tuple(0.1 if layer == m else 1.0 for layer in range(1, 13)) for m in smallest_at]
     assert run(AdaptivePolicy(1 / 3), 12, 4, norms) == [2, 6, 7, 9]
-
-
-def test_adaptive_without_gradients_waits() -> None:
-    assert AdaptivePolicy().num_frozen(decision(1, 12, 3)) == 3
-    assert AdaptivePolicy().num_frozen(decision(9, 12, 12, norms=(0.0,) * 12)) == 12
-
-
-def test_adaptive_is_no_faster_than_alpha_allows() -> None:
-    """Each bound starts from a whole f, so that the sixth is 11 + 1/3, where the closed form has 10.95."""
-    falling: list[Norms] = [tuple(float(12 - layer) for layer in range(12))] * 7  # the top layer's is the smallest
-    assert run(AdaptivePolicy(1 / 3), 12, 7, falling) == [4, 7, 9, 10, 11, 12, 12]
 
 
 # ------------------------------------------------------------------------------------ autofreeze
@@ -119,54 +94,12 @@ def test_autofreeze() -> None:
     assert run(AutoFreezePolicy(50), 5, 4, norms) == [0, 2, 2, 3]
 
 
-@pytest.mark.parametrize(("percentile", "expected"), [(0, 0), (40, 2), (100, 4)])
-def test_autofreeze_percentile(percentile: float, expected: int) -> None:
-    """Changes of .1 .2 .3 .4 .5; the 40th percentile lies between two of them, at .26."""
-    policy = AutoFreezePolicy(percentile)
-    policy.num_frozen(decision(1, 5, norms=(1.0,) * 5))
-    assert policy.num_frozen(decision(2, 5, norms=(0.9, 0.8, 0.7, 0.6, 0.5))) == expected
-
-
-def test_autofreeze_after_a_zero_gradient() -> None:
-    policy = AutoFreezePolicy(90)
-    policy.num_frozen(decision(1, 3, norms=(1.0, 0.0, 0.0)))
-    assert policy.num_frozen(decision(2, 3, norms=(0.5, 0.0, 2.0))) == 2
-
-
-def test_autofreeze_remembers_over_a_checkpoint() -> None:
-    first = AutoFreezePolicy()
-    first.num_frozen(decision(1, 4, norms=(1.0, 1.0, 1.0, 1.0)))
-    second = AutoFreezePolicy()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    later = decision(2, 4, norms=(0.9, 0.8, 0.2, 0.1))
-    assert first.num_frozen(later) == second.num_frozen(later) == 2
-    second.load_state_dict({})
-    assert second.num_frozen(later) == 0
-
-
 # ------------------------------------------------------------------------------------ schedule
-def test_schedule_by_epoch() -> None:
-    policy = SchedulePolicy({"2": 5, "1": 3, "4.5": 8})  # as JSON has it, in any order
-    f = [policy.num_frozen(decision(epoch=epoch)) for epoch in (0, 0.99, 1, 1.5, 2, 4, 4.5, 9)]
-    assert f == [0, 0, 3, 3, 5, 5, 8, 8]
-
-
-def test_schedule_by_step() -> None:
-    policy = SchedulePolicy({0: 1, 100: 4}, by="step")
-    f = [policy.num_frozen(decision(epoch=7, global_step=step)) for step in (0, 99, 100, 1000)]
-    assert f == [1, 1, 4, 4]
-
-
 REFUSED = {
     "that maps each": {},
-    "decreases from 4 layers at epoch 1 to 3 at epoch 2": {"1": 4, "2": 3},
     "decreases from 0.75 layers at epoch 0 to 0.5 at epoch 1": {0: 0.75, 1: 0.5},
     "decreases from all layers": {0: "all", 1: 3},
     "several entries for the same epoch": {"1": 4, "1.0": "all"},
-    "'one'": {"one": 4},
-    "'nan'": {"nan": 4},
-    "-1": {-1: 4},
-    "-4": {1: -4},
     "has 1.5 at epoch 0, but .* a share of all layers between 0 and 1": {0: 1.5},
     "or 'all'": {0: "most"},
 }
@@ -189,6 +122,8 @@ def test_schedule_takes_all_layers_or_a_share_of_them() -> None:
     policy = SchedulePolicy({"0": 2, "3": "all"})  # what leaves something to train
     asked = [decision(t, max_frozen=11, epoch=float(t)) for t in range(5)]
     assert [next_num_frozen(policy, one) for one in asked] == [2, 2, 2, 11, 11]
+    policy = SchedulePolicy({0: 1, 100: 4}, by="step")
+    assert [policy.num_frozen(decision(epoch=7, global_step=step)) for step in (0, 99, 100, 1000)] == [1, 1, 4, 4]
     policy = SchedulePolicy({"0": 0.5, "2": 5, "3": 0.75})
     assert [policy.num_frozen(decision(epoch, num_layers=7)) for epoch in range(4)] == [3, 3, 5, 5]
     with pytest.raises(ValueError, match=r"decreases from 5 layers at epoch 0 to 3 at epoch 1"):
@@ -237,22 +172,12 @@ class Whatever(FreezePolicy):
         return self.answer  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("answer", "expected"), [(0, 3), (5, 5), (99, 11)])
-def test_a_users_policy_is_kept_within_bounds(answer: int, expected: int) -> None:
-    assert next_num_frozen(Whatever(answer), decision(4, num_frozen=3, max_frozen=11)) == expected
-    assert next_num_frozen(Whatever(answer), decision(4, num_frozen=3), max_frozen_layers=4) == min(expected, 4)
-
-
-@pytest.mark.parametrize("answer", [None, 2.0, -1, True])
-def test_a_users_policy_must_return_a_number_of_layers(answer: object) -> None:
-    with pytest.raises(ValueError, match=rf"Whatever.num_frozen returned {answer!r} at decision 4"):
-        next_num_frozen(Whatever(answer), decision(4))
+def test_a_users_policy_is_kept_within_bounds() -> None:
+    for answer, expected in ((0, 3), (5, 5), (99, 11)):
+        assert next_num_frozen(Whatever(answer), decision(4, num_frozen=3, max_frozen=11)) == expected
+    for wrong in (None, 2.0, -1, True):
+        with pytest.raises(ValueError, match=rf"Whatever.num_frozen returned {wrong!r} at decision 4"):
+            next_num_frozen(Whatever(wrong), decision(4))
 
 
 # ------------------------------------------------------------------------------------ names, arguments, ranks
-@pytest.mark.parametrize("name", FREEZE_POLICIES)
-def test_a_policy_is_made_anew_from_json(name: str) -> None:
-    policy = make_policy(name, alpha=0.4, percentile=60, schedule={"1": 3, "2.5": 4}, by="epoch")
-    description = json.loads(json.dumps(policy_description(policy)))
-    assert make_policy(**description) == policy
-    assert policy_description(Whatever(3)) is None

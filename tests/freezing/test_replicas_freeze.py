@@ -10,13 +10,12 @@ import torch
 from distributed import run_ranks
 from one_job import run_calls
 from test_callback import SCHEDULE, bert, frozen_names, make_trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from training_runs import largest_difference, losses_of, weights_of
 from transformers import TrainerCallback
 
 from hf_pipetransformer.freezing.callback import LayerFreezeCallback
-from hf_pipetransformer.freezing.plain_trainer import rebuild_reducer
 from hf_pipetransformer.freezing.policies import FreezeDecision, FreezePolicy
 
 
@@ -66,7 +65,6 @@ def test_replicas_train_as_one_process() -> None:
     plain = partial(train_replicated, ddp_find_unused_parameters=False)
     unused = partial(train_replicated, ddp_find_unused_parameters=True, **OWN_MEAN)
     calls = {
-        "hook": (reduce_with_hook,),
         "accumulating": (partial(plain, gradient_accumulation_steps=2, **OWN_MEAN), 8),
         "finding unused": (unused, 8),
         "twice": (partial(plain, twice=True, schedule=FROM_THE_START), 8),
@@ -80,7 +78,6 @@ def test_replicas_train_as_one_process() -> None:
     start = weights_of(bert())
     for name, weight in first[1].items():
         assert torch.equal(weight, start[name]) == name.startswith(frozen_names(2)), name
-    assert found["hook"] == [(2 * 30, 10)] * 2, "communication hooks stay"
     assert all("(1 on rank 0; 2 on rank 1)" in error for error in found["unequal"])
 
 
@@ -105,26 +102,3 @@ def train_with_unequal_policies(rank: int, world_size: int) -> str:
     with pytest.raises(ValueError) as error:
         make_trainer(bert(), LayerFreezeCallback(ByRank(rank))).train()
     return str(error.value)
-
-
-def reduce_with_hook(rank: int, world_size: int) -> tuple[int, int]:
-    torch.distributed.init_process_group("gloo")
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    calls: list[int] = []
-
-    def counting_hook(state, bucket):  # DDP reads annotations, and here they are strings
-        calls.append(bucket.buffer().numel())
-        return allreduce_hook(state, bucket)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    wrapper = DistributedDataParallel(model)
-    wrapper.register_comm_hook(None, counting_hook)
-    for _ in range(2):
-        wrapper(torch.randn(3, 4)).sum().backward()
-    model[0].requires_grad_(False)
-    rebuild_reducer(wrapper)
-    before = len(calls)
-    wrapper(torch.randn(3, 4)).sum().backward()
-    return sum(calls[:before]), sum(calls[before:])

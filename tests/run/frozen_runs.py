@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_zoo import IMAGE, MODELS
+from model_zoo import MODELS
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -42,30 +42,19 @@ def lower_layers() -> tuple[nn.Module, Columns]:
     return frozen("bert-classification", "bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1")
 
 
-def t5() -> tuple[nn.Module, Columns]:
-    model, columns = frozen("t5", "encoder")
-    return model, {**columns, "labels": columns["labels"][:, :6]}  # fewer than what it reads
-
-
-def llava(images: int = 1) -> tuple[nn.Module, Columns]:
+def llava() -> tuple[nn.Module, Columns]:
     """The collator puts the images of all samples in a row."""
     model, columns = frozen("llava", "model.vision_tower")
     # transformers 5.24 returns the tower's output, with a None in it, which its own Trainer cannot gather
     model.config.keys_to_ignore_at_inference = ["past_key_values", "cache", "image_outputs"]
-    more = 4 * (images - 1)
-    for name, value in (("input_ids", IMAGE), ("attention_mask", 1), ("labels", -100)):
-        columns[name] = torch.cat([columns[name][:, :1], torch.full((SAMPLES, more), value), columns[name][:, 1:]], 1)
-    return model, {**columns, "pixel_values": noise(SAMPLES, images, 3, 8, 8)}
+    return model, {**columns, "pixel_values": noise(SAMPLES, 1, 3, 8, 8)}
 
 
 FROZEN: dict[str, Build] = {
     "a head on BERT": head_on_bert,
     "lower layers": lower_layers,
     "a vision tower": llava,
-    "two images for each sample": lambda: llava(2),
-    "CLIP's image tower": lambda: frozen("clip", "vision_model"),
     "several outputs": lambda: frozen("segformer", "segformer"),
-    "convolutions": lambda: frozen("wav2vec2", "wav2vec2.feature_extractor"),
 }
 
 
@@ -135,8 +124,6 @@ class Trained:
             compute_metrics=metrics,
             callbacks=[*callbacks],
         )
-        for callback in callbacks:
-            callback.trainer = trainer  # type: ignore[attr-defined]
         before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         trainer.train()
         self.history = trainer.state.log_history

@@ -168,10 +168,6 @@ def scenario(script: Scenario) -> Scenario:
     return script
 
 
-def scenarios_of(module: str) -> list[Scenario]:
-    return [script for script in SCENARIOS if script.__module__ == module]
-
-
 def run(script: Scenario, folder: Path, is_ours: bool) -> Any:
     set_seed(0)
     classes = (PipeTransformerTrainer, PipeTransformerTrainingArguments) if is_ours else (Trainer, TrainingArguments)

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks, run_ranks_expecting_error
+from distributed import run_ranks_expecting_error
 from one_job import run_each
-from selection import slow
 from training_data import PadCollator, TrainingData
 from training_runs import WORLD, Run, assert_same_training, outcome_of, pipeline_trainer
 from transformers import TrainerCallback
-
-from hf_pipetransformer import PipeTransformerTrainer
 
 EVENTS = (
     "on_train_begin",
@@ -81,35 +78,24 @@ def train(rank: int, world_size: int, folder: str, layout: str, callers: tuple[i
     return outcome_of(trainer), callback.found
 
 
-@pytest.mark.parametrize("callers", [{"1F1B": (0,)}, *slow({"frozen": (0, 1, 1), "driven": (1,)})], ids=" ".join)
-def test_a_call_equals_one_process(callers: dict[str, tuple[int, ...]], tmp_path: Path) -> None:
+CALLERS = {"1F1B": (0,), "frozen": (0, 1, 1), "driven": (1,)}
+
+
+def test_a_call_equals_one_process(tmp_path: Path) -> None:
     """Of rank 0, of the last one, and of all, each of which calls it another number of times."""
-    everything = run_each(train, 2, {layout: (str(tmp_path), layout, callers[layout]) for layout in callers})
-    for layout, found in everything.items():
+    cases = {layout: (str(tmp_path), layout, CALLERS[layout]) for layout in LAYOUTS}
+    everything = run_each(train, 2, cases, timeout=180)
+    for layout, callers in CALLERS.items():
         expected, outputs = train(0, 1, str(tmp_path), layout, (0,))
+        found = everything[layout]
         assert_same_training([outcome for outcome, _ in found], expected)
         for rank, (_, theirs) in enumerate(found):
-            number = callers[layout].count(rank)
+            number = callers.count(rank)
             assert not number or theirs.keys() >= outputs.keys()
             for key in theirs.keys() & outputs.keys():  # layouts are logged as well
                 assert len(theirs[key]) == number
                 for output in theirs[key]:
                     torch.testing.assert_close(output, outputs[key][0], atol=1e-5, rtol=1e-4)
-
-
-def train_in_pairs(rank: int, world_size: int, folder: str) -> dict[Any, Any]:
-    run = Run(samples=32, per_device=2, accumulation=1, epochs=1)
-    trainer = pipeline_trainer(run, 2, f"{folder}/pairs")
-    callback = Calls(rank, (0,), ("on_step_end",))
-    trainer.add_callback(callback)
-    trainer.train()
-    return callback.found
-
-
-@pytest.mark.slow
-def test_the_first_of_several_pipelines(tmp_path: Path) -> None:
-    found = run_ranks(train_in_pairs, 4, str(tmp_path))
-    assert len(found[0]) == 4 and all(not theirs for theirs in found[1:])
 
 
 class Backward(TrainerCallback):
@@ -128,29 +114,3 @@ def backward(rank: int, world_size: int, folder: str) -> None:
 def test_a_backward_is_refused(tmp_path: Path) -> None:
     error = run_ranks_expecting_error(backward, 2, str(tmp_path))[0]
     assert type(error) is ValueError and "in an earlier step or in a callback" in str(error)
-
-
-class OwnPrediction:
-    """A `prediction_step` that calls the model on its own."""
-
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
-        with torch.no_grad():
-            outputs = model(**inputs)
-            again = self.model.bert(inputs["input_ids"], attention_mask=inputs["attention_mask"])  # type: ignore[attr-defined]
-        return outputs.loss + again.pooler_output.mean(), outputs.logits, inputs["labels"]
-
-
-def predict(rank: int, world_size: int, folder: str) -> dict[str, float]:
-    run = Run(samples=16, per_device=8 // world_size, accumulation=1, epochs=1, trainer=OwnPrediction)
-    run = run.with_options(eval_strategy="steps", eval_steps=1, use_cpu=True)
-    trainer: PipeTransformerTrainer = pipeline_trainer(run, world_size, folder)
-    trainer.eval_dataset = TrainingData(RUN.kind, 12)  # as many batches on each process, and none repeated
-    return outcome_of(trainer).metrics
-
-
-@pytest.mark.slow
-def test_a_prediction_step_of_the_users(tmp_path: Path) -> None:
-    expected = predict(0, 1, str(tmp_path / "expected"))
-    found = run_ranks(predict, 2, str(tmp_path / "found"))
-    assert found[0]["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-4)

@@ -1,4 +1,4 @@
-"""User code on the last stages alone: its collectives; rows in blocks; classes in the wrong order."""
+"""User code on the last stages alone: its collectives; classes in the wrong order."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from distributed import run_ranks
 from one_job import run_calls
 from test_elastic_pipeline import stages_by_frozen
-from training_data import PadCollator
 from training_runs import WORLD, Run, assert_same_training, outcome_of, pipeline_trainer, reference
 from transformers import Trainer, TrainingArguments
 
@@ -92,7 +91,7 @@ def assert_gathered(results: list[Any]) -> None:
 
 def test_what_compute_loss_collects_is_on_rank_0() -> None:
     """In every schedule, and when a pipeline of two stages has become two replicas: then of rank 0's samples."""
-    schedules = {name: {"pipeline_schedule": name, **DECLARED} for name in ("1f1b", "interleaved1f1b", "zbv")}
+    schedules = {name: {"pipeline_schedule": name, **DECLARED} for name in ("1f1b", "zbv")}
     schedules["driven"] = {}
     alone = collecting(0, 1, {"plain": {"use_cpu": True}, "elastic": {**FREEZING, "use_cpu": True}})
     ways = {**schedules, "elastic": {**FREEZING, **DECLARED}}
@@ -109,72 +108,15 @@ def test_what_compute_loss_collects_is_on_rank_0() -> None:
     assert both == pytest.approx(expected[2:], abs=1e-5)
 
 
-# ------------------------------------------------------------------------------------------ rows in blocks
-class Pairs:
-    """Makes two rows of each sample: the batch is [all first rows, all second rows], as of preference pairs."""
-
-    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        second = [{**sample, "input_ids": sample["input_ids"][::-1]} for sample in samples]
-        batch = PadCollator("text-classification")([*samples, *second])
-        weight = torch.tensor([1.0 + len(sample["input_ids"]) / 10 for sample in samples])  # one for each pair
-        return {**batch, "margin": weight}
-
-
-class LossOfPairs:
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
-        self.data_collator = Pairs()
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
-        margin = inputs["margin"]
-        outputs = model(**{name: value for name, value in inputs.items() if name not in ("margin", "labels")})
-        chosen, rejected = outputs.logits[:, 0].chunk(2)
-        loss = -F.logsigmoid(chosen - rejected - margin).mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-PAIRS = Run(
-    samples=40,
-    epochs=1,
-    accumulation=1,
-    per_device=4,
-    trainer=LossOfPairs,
-    options={"remove_unused_columns": False},
-)
-
-
-def pairs(rank: int, world_size: int) -> Any:
-    return outcome_of(pipeline_trainer(PAIRS, STAGES, num_microbatches=2))
-
-
 def test_two_replicas_of_two_stages() -> None:
-    """Of a loss that gathers metrics (the second replica's last batch is smaller), and of one of a batch's halves."""
-    found = run_calls(WORLD, {"gathering": (gathering,), "pairs": (pairs,)})
-    assert_gathered(found["gathering"])
-    assert_same_training(found["pairs"], reference(0, 1, PAIRS))
+    """Of a loss that gathers metrics; the second replica's last batch is smaller."""
+    assert_gathered(run_ranks(gathering, WORLD))
 
 
 # ------------------------------------------------------------------------------------------ classes in the wrong order
-class OtherTrainer(Trainer):
-    pass
-
-
 @dataclass
 class OtherArguments(TrainingArguments):
     learning_rate: float = field(default=0.25)
-
-
-def test_a_trainer_that_comes_first_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"class Mixed\(PipeTransformerTrainer, OtherTrainer\)"):
-        type("Mixed", (OtherTrainer, PipeTransformerTrainer), {})
-    assert type("Mixed", (PipeTransformerTrainer, OtherTrainer), {}).__mro__[2] is OtherTrainer
-
-
-def test_arguments_that_come_second_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"class Mixed\(OtherArguments, PipeTransformerTrainingArguments\)"):
-        type("Mixed", (PipeTransformerTrainingArguments, OtherArguments), {})
-    mixed = dataclass(type("Mixed", (OtherArguments, PipeTransformerTrainingArguments), {}))
-    assert mixed(output_dir="x", use_cpu=True).learning_rate == 0.25  # type: ignore[call-arg]
 
 
 class ConvertsArguments(Trainer):
@@ -182,9 +124,16 @@ class ConvertsArguments(Trainer):
         super().__init__(model, OtherArguments(**args.to_dict()), **keywords)
 
 
-def test_arguments_that_a_library_converts() -> None:
-    mixed = type("Mixed", (PipeTransformerTrainer, ConvertsArguments), {})
+def test_classes_in_the_wrong_order_are_refused() -> None:
+    ours = PipeTransformerTrainer, PipeTransformerTrainingArguments
+    for bases, words in (
+        ((ConvertsArguments, ours[0]), r"class Mixed\(PipeTransformerTrainer, ConvertsArguments\)"),
+        ((ours[1], OtherArguments), r"class Mixed\(OtherArguments, PipeTransformerTrainingArguments\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            type("Mixed", bases, {})
+    arguments = dataclass(type("Mixed", (OtherArguments, ours[1]), {}))
+    assert arguments(output_dir="x", use_cpu=True).learning_rate == 0.25  # type: ignore[call-arg]
+    mixed = type("Mixed", (ours[0], ConvertsArguments), {})
     with pytest.raises(ValueError, match=r"class Arguments\(OtherArguments, PipeTransformerTrainingArguments\)"):
-        mixed(torch.nn.Linear(1, 1), PipeTransformerTrainingArguments(output_dir="x", use_cpu=True))
-    with pytest.raises(ValueError, match="args is a NoneType"):
-        mixed(torch.nn.Linear(1, 1))
+        mixed(torch.nn.Linear(1, 1), ours[1](output_dir="x", use_cpu=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -16,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 from checkpointed_runs import RUN, resume, undisturbed
-from distributed import launch_ranks, run_ranks
+from distributed import run_ranks
 from one_job import run_calls, run_each
-from training_runs import assert_same_training, largest_difference, outcome_of, pipeline_trainer
+from training_runs import assert_same_training, outcome_of, pipeline_trainer
 from transformers import TrainerCallback
 
 from hf_pipetransformer.resilience.checkpoint_folders import latest_valid
 from hf_pipetransformer.resilience.stop_signal import EXIT_CODE, StopSignal
-from hf_pipetransformer.resilience.watchdog import PROGRESS
 
 
 class TermAt(TrainerCallback):
@@ -50,19 +48,6 @@ def preempted(rank: int, world_size: int, folder: str, stages: int, who: tuple[i
     assert latest_valid(Path(folder)) == (Path(folder, "checkpoint-4"), [])
     assert len(list(Path(folder).glob("checkpoint-*"))) == 1
     return int(str(leaving.value.code))
-
-
-def preempted_in_a_step(rank: int, world_size: int, folder: str) -> list[str]:
-    trainer = pipeline_trainer(replace(RUN, per_device=16).with_options(save_strategy="no"), 1, folder)
-
-    def term(*_: Any) -> None:
-        if trainer.state.global_step == 2 and trainer.is_in_train:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer.model.register_forward_pre_hook(term)
-    with pytest.raises(SystemExit):
-        trainer.train()
-    return [path.name for path in Path(folder).glob("checkpoint-*")]
 
 
 def preempted_with_a_worker(rank: int, world_size: int, folder: str) -> int:
@@ -100,21 +85,6 @@ def preempted_while_evaluating(rank: int, world_size: int, folder: str) -> None:
     assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [2]
 
 
-def train_to_the_end(rank: int, world_size: int, folder: str) -> list[int]:
-    seen: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
-    trainer = pipeline_trainer(RUN.with_options(max_steps=2, save_strategy="no"), 1, folder)
-
-    class AtTheEnd(TrainerCallback):
-        def on_train_end(self, *_: Any, **__: Any) -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
-            seen.append(0)
-
-    trainer.add_callback(AtTheEnd())
-    trainer.train()
-    return seen
-
-
 def preempted_at_the_end(rank: int, world_size: int, folder: str) -> int:
     """By a signal to one process, when no step is left that would see to it."""
     run = replace(RUN, per_device=8).with_options(save_strategy="no")
@@ -133,21 +103,16 @@ def preempted_at_the_end(rank: int, world_size: int, folder: str) -> int:
 
 
 def test_sigterm_saves_one_whole_checkpoint_and_leaves_on_one_process(tmp_path: Path) -> None:
-    """A step that it falls into is the last one; behind the last step it is delivered when training ends."""
-    folders = [str(tmp_path / name) for name in ("between", "inside", "worker", "end")]
+    folders = [str(tmp_path / name) for name in ("between", "worker")]
     calls = {
         "between": (preempted, folders[0], 1, (0,)),
         "resumed": (resume, folders[0], 1),
-        "inside": (preempted_in_a_step, folders[1]),
-        "worker": (preempted_with_a_worker, folders[2]),
-        "end": (train_to_the_end, folders[3]),
+        "worker": (preempted_with_a_worker, folders[1]),
     }
     found = run_calls(1, calls)
     assert found["between"] == found["worker"] == [EXIT_CODE]
     assert_same_training(found["resumed"], undisturbed())
-    assert found["inside"] == [["checkpoint-3"]]
     assert latest_valid(tmp_path / "worker") == (tmp_path / "worker" / "checkpoint-4", [])
-    assert found["end"] == [[0, signal.SIGTERM]]
 
 
 def test_sigterm_saves_one_whole_checkpoint_and_leaves_on_two_stages(tmp_path: Path) -> None:
@@ -167,7 +132,7 @@ def test_sigterm_saves_one_whole_checkpoint_and_leaves_on_two_stages(tmp_path: P
 
 
 def train_evaluating(rank: int, world_size: int, folder: str, when: str, term_at: int | None = None) -> Any:
-    """Its learning rates depend on the evaluations: each one but the first lowers them."""
+    """Its learning rates depend on the evaluations: each one but the first lowers them. Layers freeze by the epoch."""
     run = replace(RUN, per_device=8, epochs=3).with_options(
         eval_strategy=when,
         eval_steps=4,
@@ -177,6 +142,8 @@ def train_evaluating(rank: int, world_size: int, folder: str, when: str, term_at
         lr_scheduler_type="reduce_lr_on_plateau",
         lr_scheduler_kwargs={"mode": "max", "patience": 0, "factor": 0.1},
         warmup_steps=0,
+        freeze_policy="alpha",
+        activation_cache="off",
     )
     trainer = pipeline_trainer(run, 2, folder)
     if term_at is not None:
@@ -206,54 +173,12 @@ def test_an_evaluation_that_sigterm_left_out_is_made_up_for(tmp_path: Path) -> N
         assert best is None or Path(best_again).name == Path(best).name
 
 
-def killed_before_evaluating(rank: int, world_size: int, folder: str) -> None:
-    """Behind the checkpoint of the epoch's last step."""
-    PROGRESS.on_enter = lambda phase, step: os.kill(os.getpid(), signal.SIGKILL) if phase == "evaluation" else None
-    run = RUN.with_options(save_steps=4, eval_strategy="epoch")
-    pipeline_trainer(replace(run, per_device=8), 2, folder).train()
-
-
-def resume_evaluating(rank: int, world_size: int, folder: str) -> list[int]:
-    trainer = pipeline_trainer(replace(RUN, per_device=8).with_options(eval_strategy="epoch"), 2, folder)
-    trainer.train(resume_from_checkpoint="last")
-    return [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
-
-
-@pytest.mark.slow
-def test_an_epochs_evaluation_is_made_up_for_whatever_left_it_out(tmp_path: Path) -> None:
-    launch_ranks(killed_before_evaluating, 2, str(tmp_path), timeout=60)
-    assert latest_valid(tmp_path) == (tmp_path / "checkpoint-4", [])
-    assert run_ranks(resume_evaluating, 2, str(tmp_path)) == [[4, 8]] * 2
-
-
 class Note(TrainerCallback):
     def __init__(self) -> None:
         self.steps: list[int] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps.append(state.global_step)
-
-
-def ended(rank: int, world_size: int, folder: str) -> None:
-    """With "last": at `max_steps`, inside an epoch (of four steps), at the end."""
-    for options in ({"max_steps": 6}, {"num_train_epochs": 1.5}, {}):
-        own = f"{folder}/{next(iter(options), 'whole')}"
-        outcomes, note = [], Note()
-        for _ in range(2):
-            trainer = pipeline_trainer(replace(RUN, per_device=8).with_options(**options), 2, own)
-            trainer.add_callback(note)
-            outcomes.append(outcome_of(trainer, resume_from_checkpoint="last"))
-        first, again = outcomes
-        last = 6 if options else 8
-        assert note.steps == list(range(1, last + 1)), "none in the second training"
-        assert again.steps == last and again.losses == first.losses
-        assert largest_difference(again.weights, first.weights)[0] == 0
-        assert latest_valid(Path(own))[0] == Path(own, f"checkpoint-{last}")
-
-
-@pytest.mark.slow
-def test_a_training_that_has_ended_does_no_step_more(tmp_path: Path) -> None:
-    run_ranks(ended, 2, str(tmp_path))
 
 
 @pytest.mark.slow
@@ -280,8 +205,10 @@ def test_sigterm_when_only_the_best_model_is_to_be_loaded_repeats_no_step(tmp_pa
     assert note.steps == []
 
 
+MODELS_ONLY = replace(RUN, per_device=8).with_options(save_only_model=True)
+
+
 def preempted_with_models_only(rank: int, world_size: int, folder: str) -> None:
-    """Before an evaluation that would follow the fifth step."""
     trainer = pipeline_trainer(MODELS_ONLY, 2, folder)
     trainer.add_callback(TermAt(4))
     with pytest.raises(SystemExit):
@@ -289,32 +216,15 @@ def preempted_with_models_only(rank: int, world_size: int, folder: str) -> None:
     assert trainer.args.save_only_model
 
 
-MODELS_ONLY = replace(RUN, per_device=8).with_options(save_only_model=True, eval_strategy="steps", eval_steps=5)
-
-
-def resume_evaluating_models_only(rank: int, world_size: int, folder: str) -> list[int]:
-    trainer = pipeline_trainer(MODELS_ONLY, 2, folder)
-    trainer.train(resume_from_checkpoint=True)
-    return [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
-
-
 @pytest.mark.slow
 def test_models_alone_are_told_and_sigterm_saves_all(tmp_path: Path, capfd: Any) -> None:
     run_ranks(preempted_with_models_only, 2, str(tmp_path))
     assert not (tmp_path / "checkpoint-4" / "optimizer.pt").exists()
-    shutil.copytree(tmp_path, evaluating := tmp_path.with_name("evaluating"))
     assert_same_training(run_ranks(resume, 2, str(tmp_path), 2), undisturbed())  # from checkpoint-5
     assert "contains only the model" not in capfd.readouterr().err
-    calls = {
-        "named": (resume, str(tmp_path), 2, str(tmp_path / "checkpoint-4")),
-        "evaluating": (resume_evaluating_models_only, str(evaluating)),
-    }
-    found = run_calls(2, calls)
+    run_ranks(resume, 2, str(tmp_path), 2, str(tmp_path / "checkpoint-4"))
     said = capfd.readouterr()
     assert "checkpoint-4 contains only the model" in said.out + said.err
-    # what was saved stays whole when its evaluation is made up for
-    assert found["evaluating"] == [[5, 8]] * 2
-    assert (evaluating / "checkpoint-5" / "optimizer.pt").exists()
 
 
 def lives(runs: Any) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.records.files import EVENTS, METRICS
-from hf_pipetransformer.run.recorder import RunRecorder, facts_of_run
 
 SAMPLES, BATCH = 13, 4  # the last batch of an epoch has one row
 
@@ -73,28 +70,6 @@ def test_all_steps_rows_and_logged_numbers_are_there(tmp_path: Path) -> None:
     assert sum(sum(line["seconds"].values()) for line in times) == pytest.approx(by_the_clock, abs=0.05)
 
 
-def test_layouts_and_lines_have_one_name(tmp_path: Path) -> None:
-    train(tmp_path, freeze_policy="schedule", freeze_schedule={1: 1})
-    layouts = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
-    assert [event["event"] for event in layouts][:2] == ["start", "transform"]
-    assert {event["run"] for event in layouts} == {line["run"] for line in lines_of(tmp_path)}
-    facts = layouts[0]["facts"]
-    assert facts["model"] == "BertForSequenceClassification" and facts["world_size"] == 1
-    assert facts["arguments"]["freeze_schedule"] == {"1": 1} and "facts" not in layouts[1]
-    usages = lines_of(tmp_path, "usage")
-    assert [usage["global_step"] for usage in usages][:1] == [4] and usages[-1]["global_step"] == 12
-    assert all(usage["num_microbatches"] == 1 and usage["resident_bytes"][0] > 2**20 for usage in usages)
-
-
-def test_the_precision_is_that_of_the_launcher_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`accelerate launch --mixed_precision bf16` sets neither `bf16` nor `fp16`."""
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    arguments = PipeTransformerTrainingArguments(str(tmp_path))
-    assert not arguments.bf16
-    facts = facts_of_run(MODELS["bert-classification"].build(), arguments)
-    assert facts["arguments"]["mixed_precision"] == "bf16"
-
-
 def test_an_interrupted_training_leaves_its_record_and_a_resumed_one_adds_to_it(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, Interrupt(7), save_strategy="steps", save_steps=4)
@@ -105,34 +80,6 @@ def test_an_interrupted_training_leaves_its_record_and_a_resumed_one_adds_to_it(
     after = lines_of(tmp_path)[len(before) :]
     assert sum(line["steps"] for line in after if line["kind"] == "time") == 12 - 4
     assert {line["run"] for line in after}.isdisjoint(line["run"] for line in before)
-
-
-def recorder_of(folder: Path) -> RunRecorder:
-    recorder = RunRecorder(PipeTransformerTrainingArguments(str(folder)))
-    recorder.begin(True)
-    return recorder
-
-
-def test_only_numbers_are_logged_and_infinity_is_a_word(tmp_path: Path) -> None:
-    recorder = recorder_of(tmp_path)
-    recorder.record_log({"loss": math.nan, "norm": math.inf, "words": "x", "steps": 3}, TrainerState(global_step=1))
-    recorder.record_cache_off("loading is slow", 7)
-    text, off = (tmp_path / METRICS).read_text().splitlines()
-    assert json.loads(off)["reason"] == "loading is slow"
-    assert json.loads(text, parse_constant=lambda name: pytest.fail(name))["values"] == {
-        "loss": "nan",
-        "norm": "inf",
-        "steps": 3,
-    }
-
-
-def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    recorder = recorder_of(tmp_path / "file" / "run")
-    with caplog.at_level(logging.WARNING):
-        recorder.record_log({"loss": 1.0}, TrainerState())
-        recorder.end(True, 0)
-    assert caplog.text.count("cannot be written") == 1
 
 
 def elastic(rank: int, world_size: int, folder: str) -> None:
@@ -149,6 +96,12 @@ def elastic(rank: int, world_size: int, folder: str) -> None:
 def test_two_processes(tmp_path: Path) -> None:
     """M is known to the last stage only, rows to every pipeline, memory to each process."""
     run_ranks(elastic, 2, str(tmp_path))
+    layouts = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
+    assert [event["event"] for event in layouts][:2] == ["start", "transform"]
+    assert {event["run"] for event in layouts} == {line["run"] for line in lines_of(tmp_path)}
+    facts = layouts[0]["facts"]
+    assert facts["model"] == "BertForSequenceClassification" and facts["world_size"] == 2
+    assert facts["arguments"]["freeze_schedule"] == {"1": 1} and "facts" not in layouts[1]
     usages = lines_of(tmp_path, "usage")
     assert usages[0]["num_microbatches"] == 2 and usages[-1]["global_step"] == 12
     assert all(len(usage["resident_bytes"]) == 2 for usage in usages)

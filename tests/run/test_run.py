@@ -69,21 +69,15 @@ class ReturnsItsOwn:
         return torch.utils.data.DataLoader(self.train_dataset, 8, collate_fn=self.data_collator)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("freezes", [False, True])
-def test_a_loader_that_does_not_read_our_batches_does_in_one_process_unless_layers_freeze(
-    tmp_path: Path, freezes: bool
-) -> None:
-    run = replace(RUN, trainer=ReturnsItsOwn, per_device=8).with_options(remove_unused_columns=False)
-    options = {"freeze_policy": "alpha"} if freezes else {}
-    trainer = pipeline_trainer(run, 1, str(tmp_path), use_cpu=True, **options)
-    if not freezes:
-        assert_same_training([outcome_of(trainer)], reference(0, 1, run))
-        return
+def test_a_loader_that_does_not_read_our_batches_does_in_one_process_unless_layers_freeze(tmp_path: Path) -> None:
+    run = replace(RUN, trainer=ReturnsItsOwn, per_device=8).with_options(remove_unused_columns=False, use_cpu=True)
+    assert_same_training([outcome_of(pipeline_trainer(run, 1, str(tmp_path)))], reference(0, 1, run))
     with pytest.raises(ValueError, match="reads from a different DataLoader"):
-        trainer.train()
+        pipeline_trainer(run, 1, str(tmp_path), freeze_policy="alpha").train()
 
 
-def test_the_users_handler_and_callbacks_are_as_before(tmp_path: Path) -> None:
+def test_what_a_training_leaves_to_the_user(tmp_path: Path) -> None:
+    """Handler and callbacks are as before; what is logged later is recorded; a save by hand is atomic."""
     trainer = pipeline_trainer(RUN.with_options(max_steps=1), 1, str(tmp_path), use_cpu=True)
     handler: Any = trainer.callback_handler
     calls: list[str] = []
@@ -98,18 +92,10 @@ def test_the_users_handler_and_callbacks_are_as_before(tmp_path: Path) -> None:
     trainer.train()
     assert handler.call_event is counting and "on_step_begin" in calls
     assert [c for c in handler.callbacks if not isinstance(c, RunRecorder)] == before
-    assert trainer._pipeline_run is None
-    # what is logged behind a training is recorded with it
     trainer.log({"rouge": 0.5})
     assert '"rouge": 0.5' in (tmp_path / METRICS).read_text().splitlines()[-1]
-    trainer.train()
-    assert sum(isinstance(c, RunRecorder) for c in handler.callbacks) == 1
-
-
-def test_a_checkpoint_that_is_saved_by_hand_is_atomic(tmp_path: Path) -> None:
-    """As scripts do when they are interrupted."""
-    trainer = pipeline_trainer(RUN.with_options(max_steps=1), 1, str(tmp_path), use_cpu=True)
-    trainer.train()
     for _ in range(2):  # also where there is one of this step
         trainer._save_checkpoint(trainer.model, None)
         assert (tmp_path / "checkpoint-1" / MANIFEST).is_file() and validate(tmp_path / "checkpoint-1") is None
+    trainer.train()
+    assert sum(isinstance(c, RunRecorder) for c in handler.callbacks) == 1

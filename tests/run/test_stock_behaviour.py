@@ -8,7 +8,6 @@ so.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,18 @@ import numpy
 import pytest
 import torch
 from distributed import run_ranks
-from model_zoo import MODELS
 from stock_scripts import (
     SAVES,
+    SCENARIOS,
     STOCK_FIELDS,
     Classes,
     Line,
+    LineConfig,
+    NoisyLine,
     Points,
     PointsThatEnd,
     PointStream,
+    PretrainedLine,
     Scenario,
     error_of,
     names_of,
@@ -33,35 +35,21 @@ from stock_scripts import (
     rounded,
     run,
     scenario,
-    scenarios_of,
 )
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    EarlyStoppingCallback,
     HfArgumentParser,
     TrainerCallback,
-    default_data_collator,
 )
-from transformers.trainer_callback import ExportableState
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+from hf_pipetransformer.resilience.checkpoint_folders import MANIFEST
 
 DIFFERENCES = Path(__file__).parents[2] / "recipes" / "drop_in.md"
 
 
 # ------------------------------------------------------------------------------------------ arguments
-
-
-@scenario
-def arguments_as_plain_values(given: Classes) -> Any:
-    args = given.args(lr_scheduler_kwargs='{"factor": 0.5}', accelerator_config={"split_batches": False})
-    again = given.arguments(**{name: value for name, value in args.to_dict().items() if name in STOCK_FIELDS})
-    differs = ("output_dir", "average_tokens_across_devices")
-    shown = {n: v for n, v in json.loads(args.to_json_string()).items() if n in STOCK_FIELDS and n not in differs}
-    return shown, again.to_dict() == args.to_dict(), sorted(STOCK_FIELDS & set(args.to_sanitized_dict()))
-
-
 @scenario
 def arguments_on_a_command_line(given: Classes) -> Any:
     model_arguments = make_dataclass("ModelArguments", [("name", str, field(default="line"))])
@@ -86,23 +74,6 @@ for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]
     setattr(Records, _event, lambda self, *_, _event=_event, **__: self.events.append(_event))
 
 
-class Remembers(TrainerCallback, ExportableState):
-    def __init__(self, value: str = "default") -> None:
-        self.value = value
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {"value": self.value}, "attributes": {}}
-
-
-class Controls(TrainerCallback):
-    """Asks for everything in the second step, and for the end in the fourth."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 2:
-            control.should_evaluate = control.should_save = control.should_log = True
-        control.should_training_stop = state.global_step == 4
-
-
 @scenario
 def events_in_their_order(given: Classes) -> Any:
     found = []
@@ -120,111 +91,13 @@ def events_in_their_order(given: Classes) -> Any:
     return found
 
 
-@scenario
-def callbacks_that_control(given: Classes) -> Any:
-    return outcome(given.make(callbacks=[Controls()])), given.checkpoints
-
-
-@scenario
-def callbacks_with_a_state(given: Classes) -> Any:
-    steps = {"eval_steps": 2, "save_steps": 2, "eval_strategy": "steps", "save_strategy": "steps", "max_steps": 2}
-    options = {**steps, "load_best_model_at_end": True, "restore_callback_states_from_checkpoint": True}
-    given.make(callbacks=[EarlyStoppingCallback(5, 0.2), Remembers("one"), Remembers("two")], **options).train()
-    trainer = given.make(callbacks=[EarlyStoppingCallback(), Remembers(), Remembers(), Records()], **options)
-    trainer.train(resume_from_checkpoint=str(given.folder / "checkpoint-2"))
-    callbacks = trainer.callback_handler.callbacks
-    stopping = next(one for one in callbacks if isinstance(one, EarlyStoppingCallback))
-    return stopping.early_stopping_patience, [one.value for one in callbacks if isinstance(one, Remembers)]
-
-
-@scenario
-def callback_that_evaluates(given: Classes) -> Any:
-    found = []
-
-    class Evaluates(TrainerCallback):
-        def on_epoch_end(self, *_: Any, **__: Any) -> None:
-            found.append([rounded(trainer.evaluate()), trainer.predict(Points(5)).predictions.shape])
-
-    trainer = given.make(callbacks=[Evaluates()], num_train_epochs=2)
-    return outcome(trainer), found
-
-
 # ------------------------------------------------------------------------------------------ data
-@scenario
-def sizes_of_loaders(given: Classes) -> Any:
-    found = []
-    for drop_last in (False, True):
-        options = {
-            "per_device_train_batch_size": 5,
-            "per_device_eval_batch_size": 4,
-            "dataloader_drop_last": drop_last,
-        }
-        trainer = given.make(**options)
-        train, evaluation = trainer.get_train_dataloader(), trainer.get_eval_dataloader()
-        found.append([len(train), train.total_batch_size, trainer.num_examples(train), len(evaluation)])
-        found.append([len(trainer.get_eval_dataloader(Points(7))), len(trainer.get_test_dataloader(Points(7)))])
-    return found
-
-
-@scenario
-def loader_that_is_read_by_hand(given: Classes) -> Any:
-    loader = given.make().get_train_dataloader()
-    passes = [[rounded(batch["x"]) for batch in loader] for _ in range(3)]
-    loader.set_epoch(0)
-    next(iter(loader))
-    return passes, [rounded(batch["x"]) for batch in loader]
-
-
-class Chain:
-    """Several loaders, without anything that a `DataLoader` has."""
-
-    def __init__(self, *loaders: Any) -> None:
-        self.loaders = loaders
-
-    def __len__(self) -> int:
-        return sum(map(len, self.loaders))
-
-    def __iter__(self) -> Iterator[Any]:
-        for loader in self.loaders:
-            yield from loader
-
-
-class ChainsItsLoaders:
-    def get_train_dataloader(self) -> Any:
-        return Chain(super().get_train_dataloader(), super().get_train_dataloader())  # type: ignore[misc]
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        return Chain(super().get_eval_dataloader(eval_dataset), super().get_eval_dataloader(eval_dataset))  # type: ignore[misc]
-
-
-class GivesAGenerator:
-    def get_train_dataloader(self) -> Any:
-        return (batch for batch in super().get_train_dataloader())  # type: ignore[misc]
-
-
-@scenario
-def loaders_in_one(given: Classes) -> Any:
-    trainer = given.make(mixin=ChainsItsLoaders)
-    return outcome(trainer), rounded(trainer.evaluate()["eval_loss"])
-
-
-@scenario
-def loader_that_can_be_read_once(given: Classes) -> Any:
-    return outcome(given.make(mixin=GivesAGenerator, max_steps=2))
-
-
 @scenario
 def streams(given: Classes) -> Any:
     trainer = given.make(train_dataset=PointStream(), eval_dataset=PointStream(11), max_steps=5)
     evaluated = rounded(trainer.evaluate())
     refused = error_of(lambda: given.make(train_dataset=PointStream()))
     return outcome(trainer), evaluated, trainer.predict(PointStream(9)).predictions.shape, refused
-
-
-@scenario
-def data_that_is_missing(given: Classes) -> Any:
-    trainer = given.trainer(Line(), given.args())
-    return [error_of(call) for call in (trainer.train, trainer.get_eval_dataloader, trainer.evaluate)]
 
 
 @scenario
@@ -264,49 +137,142 @@ def batches_that_are_tuples(given: Classes) -> Any:
     ]
 
 
+# ------------------------------------------------------------------------------------------ training
 @scenario
-def batches_without_tensors(given: Classes) -> Any:
-    class ReadsTexts(Line):
-        def forward(self, texts: list[str]) -> Any:  # type: ignore[override]
-            return {"loss": self.slope * sum(map(len, texts)) / len(texts)}
-
-    texts = ["x" * length for length in range(12)]
-    options = {"train_dataset": texts, "remove_unused_columns": False}
-    return outcome(given.make(ReadsTexts(1.0), data_collator=lambda rows: {"texts": rows}, **options))
-
-
-@scenario
-def batches_with_other_values(given: Classes) -> Any:
-    def collate(rows: list[Any]) -> Any:
-        return {**default_data_collator(rows), "nothing": None, "texts": ["a"] * len(rows), "number": 3}
-
-    class Weighs(Line):
-        def forward(self, x: Any, labels: Any = None, texts: Any = (), number: int = 0, **_: Any) -> Any:
-            loss, y = super().forward(x, labels)
-            return {"loss": loss * len(texts) * number, "y": y}
-
-    trainer = given.make(Weighs(), data_collator=collate)
-    return outcome(trainer), rounded(trainer.evaluate())
+def seeds_and_models_made_by_a_function(given: Classes) -> Any:
+    found = []
+    for make in (lambda: Line(), lambda trial: Line(1.0)):
+        trainer = given.make(model_init=make)
+        found += [outcome(trainer), outcome(trainer)]
+        trainer.args.seed = 314
+        found.append(outcome(trainer))
+    return found, error_of(lambda: given.make(model_init=lambda one, two: Line()))
 
 
 @scenario
-def labels_in_a_dict_and_none(given: Classes) -> Any:
-    class ReadsDict(Line):
+def trainings_one_after_another(given: Classes) -> Any:
+    trainer = given.make()
+    first, second = outcome(trainer), outcome(trainer)
+    return first, second, trainer.model_wrapped is trainer.model, trainer.is_in_train, rounded(trainer.evaluate())
+
+
+# ------------------------------------------------------------------------------------------ evaluation
+def accuracy(evaluated: Any) -> dict[str, float]:
+    predictions = evaluated.predictions[0] if isinstance(evaluated.predictions, tuple) else evaluated.predictions
+    return {"near": float((numpy.abs(predictions - evaluated.label_ids) < 1).mean())}
+
+
+@scenario
+def evaluations(given: Classes) -> Any:
+    options: list[dict[str, Any]] = [
+        {},
+        {"eval_accumulation_steps": 1},
+        {"prediction_loss_only": True},
+        {"eval_use_gather_object": True},
+        {"bf16_full_eval": True},
+        {"preprocess_logits_for_metrics": lambda logits, labels: logits + 1},
+        {"eval_dataset": {"one": Points(5), "two": Points(9)}},
+        {"include_for_metrics": ["loss"]},
+    ]
+    return [rounded(given.make(Line(1.5), compute_metrics=accuracy, **one).evaluate()) for one in options]
+
+
+@scenario
+def predictions(given: Classes) -> Any:
+    class Twice(Line):
         def forward(self, x: Any, labels: Any = None, **_: Any) -> Any:
-            loss, y = super().forward(x, torch.zeros_like(x) if labels is None else labels["y"])
-            return {"loss": loss, "y": y}
+            loss, y = super().forward(x, labels)
+            return loss, y, 2 * y
 
-    def nested(rows: list[Any]) -> Any:
-        batch = default_data_collator(rows)
-        return {"x": batch["x"], "labels": {"y": batch["labels"]}}
+    names = ("labels", "more")
+    trainer = given.make(Twice(1.5), label_names=list(names))
+    several = trainer.predict(Points(11, labels=names))
+    ragged = [
+        {"x": numpy.ones(1 + index // 8, "f4"), "labels": numpy.ones(1 + index // 8, "f4")} for index in range(20)
+    ]
+    padded = given.make(eval_accumulation_steps=1).predict(ragged)
+    parts = (several.predictions, several.label_ids, several.metrics, padded.predictions, padded.label_ids)
+    return [rounded(part) for part in parts]
 
-    def without(rows: list[Any]) -> Any:
-        return {"x": default_data_collator(rows)["x"]}
 
-    trainers = [given.make(ReadsDict(), data_collator=collate) for collate in (nested, without)]
-    return [[outcome(trainer), rounded(trainer.evaluate())] for trainer in trainers]
+# ------------------------------------------------------------------------------------------ optimizers
+@scenario
+def optimizers_of_the_users_own(given: Classes) -> Any:
+    found = []
+    for has_scheduler in (False, True):
+        model = Line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) if has_scheduler else None
+        trainer = given.make(model, optimizers=(optimizer, scheduler))
+        found.append([outcome(trainer), trainer.lr_scheduler is scheduler])
+    by_class = (torch.optim.SGD, {"lr": 0.05})
+    found.append(outcome(given.make(optimizer_cls_and_kwargs=by_class)))
+    return found, error_of(lambda: given.make(optimizer_cls_and_kwargs=by_class, optimizers=(optimizer, None)))
 
 
+@scenario
+def schedules_optimizers_and_lengths(given: Classes) -> Any:
+    options: list[dict[str, Any]] = [
+        {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 3.0, "lr_end": 1e-3}, "warmup_steps": 2},
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.02}, "warmup_steps": 0.25},
+        {
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "eval_strategy": "epoch",
+            "lr_scheduler_kwargs": {"patience": 0},
+        },
+        {"optim": "adafactor", "max_grad_norm": 0.1, "num_train_epochs": 1.5},
+        {"optim": "sgd", "max_grad_norm": 0.0, "num_train_epochs": 1, "dataloader_drop_last": True},
+        {"optim": "adagrad", "max_steps": 7, "gradient_accumulation_steps": 2},
+        {"gradient_accumulation_steps": 50},
+    ]
+    return [outcome(given.make(**one)) for one in options]
+
+
+# ------------------------------------------------------------------------------------------ checkpoints
+@scenario
+def files_of_a_checkpoint(given: Classes) -> Any:
+    found = []
+    for model, options in ((PretrainedLine(LineConfig()), {}), (Line(), {}), (Line(), {"save_only_model": True})):
+        folder = given.folder / str(len(found))
+        given.make(model, output_dir=str(folder), max_steps=2, **SAVES, **options).train()
+        files = {path.name for path in (folder / "checkpoint-2").iterdir()}
+        state = json.loads((folder / "checkpoint-2" / "trainer_state.json").read_text())
+        found.append([sorted(files - {MANIFEST}), sorted(state)])
+    return found
+
+
+@scenario
+def resuming(given: Classes) -> Any:
+    found = []
+    for make in (lambda: PretrainedLine(LineConfig()), NoisyLine):
+        for options in ({}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 3}):
+            once = given.make(make(), **SAVES, **options)
+            found.append(outcome(once))
+            again = given.make(make(), **SAVES, **options)
+            found.append(outcome(again, resume_from_checkpoint=str(given.folder / "checkpoint-4")))
+            assert found[-1][1] == found[-2][1]
+    return found
+
+
+@scenario
+def checkpoints_that_are_kept(given: Classes) -> Any:
+    steps = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 8}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    found = []
+    alone = {**steps, "metric_for_best_model": "loss", "save_strategy": "best", "save_total_limit": None}
+    for options in ({}, {**steps, **best}, alone):
+        trainer = given.make(**{"save_total_limit": 1, **SAVES, **options})
+        found.append([outcome(trainer), Path(trainer.state.best_model_checkpoint or "none").name, given.checkpoints])
+    return found
+
+
+@pytest.mark.parametrize("script", SCENARIOS, ids=lambda script: script.__name__)
+def test_a_script_does_the_same_with_our_classes(script: Scenario, tmp_path: Path) -> None:
+    expected, found = (run(script, tmp_path, is_ours) for is_ours in (False, True))
+    assert found == expected
+
+
+# ------------------------------------------------------------------------------------------ with stages
 REFUSED = {True: "returns a tuple", False: "no tensor with a batch dimension"}
 
 
@@ -328,35 +294,6 @@ def test_batches_without_names_or_tensors_are_refused_with_stages() -> None:
     for found in run_ranks(without_names, 2):
         for is_tuple, told in found.items():
             assert told.startswith("ValueError") and REFUSED[is_tuple] in told and "pipeline_parallel_size=1" in told
-
-
-class ReadsPairs:
-    """Batches are dicts, or tuples of tokens and labels."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        tokens, labels = (inputs["input_ids"], inputs["labels"]) if isinstance(inputs, dict) else inputs
-        outputs = model(input_ids=tokens, labels=labels)
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
-
-
-def test_layers_freeze_also_where_batches_are_tuples(tmp_path: Path) -> None:
-    rows = [{"input_ids": [6, 7, 8 + index % 5], "labels": index % 2} for index in range(16)]
-    names = ("input_ids", "labels")
-    found = []
-    for collate in (default_data_collator, lambda some: tuple(default_data_collator(some)[name] for name in names)):
-        given = Classes(PipeTransformerTrainer, PipeTransformerTrainingArguments, tmp_path)
-        freezing = {"freeze_policy": "schedule", "freeze_schedule": {1: 1}, "activation_cache": "off"}
-        options = {"mixin": ReadsPairs, "train_dataset": rows, "data_collator": collate, **freezing}
-        found.append(outcome(given.make(MODELS["bert-classification"].build(), **options))[:2])
-    logs, weights = zip(*found, strict=True)
-    losses = [[entry["loss"] for entry in log if "loss" in entry] for log in logs]
-    assert losses[0] == losses[1] and weights[0] == weights[1]
-
-
-@pytest.mark.parametrize("script", scenarios_of(__name__), ids=lambda script: script.__name__)
-def test_a_script_does_the_same_with_our_classes(script: Scenario, tmp_path: Path) -> None:
-    expected, found = (run(script, tmp_path, is_ours) for is_ours in (False, True))
-    assert found == expected
 
 
 # ------------------------------------------------------------------------------------------ documented differences

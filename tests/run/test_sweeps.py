@@ -49,26 +49,9 @@ def sharing(
     return outcome_of(trainer), counts
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_second_trial_reads_from_its_first_step(stages: int, tmp_path: Path) -> None:
-    """Though the first one had one epoch, of which nothing would be read again; seed, rate and dropout are others."""
-    shared = {"activation_cache_dir": str(tmp_path / "cache"), "activation_cache": "on"}
-    other = RUN.with_options(seed=3, learning_rate=1e-3)
-    cases = {
-        "first": (RUN.with_options(**shared), stages, str(tmp_path / "a")),
-        "second": (other.with_options(**shared), stages, str(tmp_path / "b")),
-        "uncached": (other.with_options(activation_cache="off"), stages, str(tmp_path / "c")),
-    }
-    first, second, uncached = run_each(sharing, stages, cases).values()
-    assert sum(counts.hits for _, [(counts, _)] in first) == 0
-    _, [(of_first_stage, cached)] = second[-1]
-    assert of_first_stage.rows > 0 and of_first_stage.hits == of_first_stage.rows
-    assert sum(counts.stored for _, [(counts, _)] in second) == 0
-    assert cached == 2  # they count as cached, so that the stages are balanced without them
-    assert_same_training([outcome for outcome, _ in second], uncached[0][0])
-
-
-def adapted(rank: int, world_size: int, run: Run, folder: str) -> tuple[Outcome, list[tuple[CacheCounts, int]]]:
+def adapted(
+    rank: int, world_size: int, run: Run, stages: int, folder: str
+) -> tuple[Outcome, list[tuple[CacheCounts, int]]]:
     """LoRA on the upper two of four layers, over the lower two."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
@@ -77,23 +60,29 @@ def adapted(rank: int, world_size: int, run: Run, folder: str) -> tuple[Outcome,
     torch.manual_seed(run.options.get("seed", 0))  # another trial's adapters
     model = peft.get_peft_model(run.build_model(), config).train()
     writing.PENDING_BATCHES = 1000
-    trainer = pipeline_trainer(run, 1, folder, model=model, freeze_policy="schedule", freeze_schedule=FROM_THE_START)
+    freezing = {"freeze_policy": "schedule", "freeze_schedule": FROM_THE_START}
+    trainer = pipeline_trainer(run, stages, folder, model=model, **freezing)
     counts = counted(trainer)
     return outcome_of(trainer), counts
 
 
-def test_adapters_of_upper_layers_train_over_a_cached_prefix(tmp_path: Path) -> None:
+@pytest.mark.parametrize("train", [sharing, adapted], ids=["head", "adapters"])
+def test_a_second_trial_reads_from_its_first_step(train: Any, tmp_path: Path) -> None:
+    """Though the first one had one epoch, of which nothing would be read again; seed, rate and dropout are others."""
     shared = {"activation_cache_dir": str(tmp_path / "cache"), "activation_cache": "on"}
-    other = RUN.with_options(seed=3)
+    other = RUN.with_options(seed=3, learning_rate=1e-3)
     cases = {
-        "first": (RUN.with_options(**shared), str(tmp_path / "a")),
-        "second": (other.with_options(**shared), str(tmp_path / "b")),
-        "uncached": (other.with_options(activation_cache="off"), str(tmp_path / "c")),
+        "first": (RUN.with_options(**shared), 2, str(tmp_path / "a")),
+        "second": (other.with_options(**shared), 2, str(tmp_path / "b")),
+        "uncached": (other.with_options(activation_cache="off"), 2, str(tmp_path / "c")),
     }
-    found = run_each(adapted, 1, cases)
-    ((outcome, [(counts, _)]),), ((uncached, _),) = found["second"], found["uncached"]
-    assert counts.hits == counts.rows == RUN.samples
-    assert_same_training([outcome], uncached)
+    first, second, uncached = run_each(train, 2, cases).values()
+    assert sum(counts.hits for _, [(counts, _)] in first) == 0
+    _, [(of_first_stage, cached)] = second[-1]
+    assert of_first_stage.rows > 0 and of_first_stage.hits == of_first_stage.rows
+    assert sum(counts.stored for _, [(counts, _)] in second) == 0
+    assert cached == 2  # they count as cached, so that the stages are balanced without them
+    assert_same_training([outcome for outcome, _ in second], uncached[0][0])
 
 
 class Trials:
