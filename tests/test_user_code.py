@@ -85,7 +85,7 @@ def test_names_in_the_table_of_known_failures():
 
 
 def verdict(ranks, reference=None, expect="exact"):
-    case = kit.Case("c", "", "loss", lambda _: None, ("K2",), expect, "reason", False, 1e-5, False)
+    case = kit.Case("c", "", "loss", lambda _: None, ("K2",), expect, "reason", False, 1e-5)
     reference = reference or runner.Outcome(losses=[1.0, 0.5], steps=2)
     return runner.judge(case, kit.LAYOUTS["K2"], reference, ranks)
 

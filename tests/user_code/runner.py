@@ -1,8 +1,8 @@
 """Is training exact or refused, whatever the user's code does? Many pieces of it, each against one process.
 
     python -m tests.user_code                                # all cases, on two processes of this machine
-    python -m tests.user_code --only focal "crf" --verbose   # cases with these words in their names
-    python -m tests.user_code --table table.md --json results.json
+    python -m tests.user_code --only ema "l2" --verbose      # cases with these words in their names
+    python -m tests.user_code --table table.md
 
 The cases are in `cases/`. Each is trained for a few steps in fp32 without dropout by a
 `PipeTransformerTrainer` in the layout that it names, and by the stock `Trainer` in one process with the whole batch as
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import logging
 import os
 import tempfile
@@ -34,7 +33,6 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +110,7 @@ def make_trainer(job: Job, case: Case, setting: Setting) -> Any:
     layout = setting.layout
     options = common_options() | job.options
     output = str(setting.folder / ("reference" if setting.is_reference else "run"))
-    callbacks = [*job.callbacks, *([Arms(setting.tape)] if case.is_taped else [])]
+    callbacks = [*job.callbacks, *([Arms(setting.tape)] if case.replays else [])]
     model = job.model if job.model is not None else bert_classifier()
     arguments: Any
     if setting.is_reference:
@@ -253,7 +251,7 @@ def examine(entries: Sequence[Entry], deadline_s: float = DEADLINE_S, is_verbose
             # one reference serves all layouts without freezing; what is replayed is known when the ranks have ended
             what = case.name + (layout.name if layout.freezes else "")
             reference: Outcome | None = known.get(what)
-            if case.is_taped:
+            if case.replays:
                 drawn = ranks[0].drawn if not ranks[0].error else []
                 reference = _launch(entry, 1, folder, deadline_s, Tape(drawn))[0] if drawn else None
             elif reference is None:
@@ -280,13 +278,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", nargs="*", default=[], help="words in the names of cases or layouts")
     parser.add_argument("--table", type=Path, nargs="?", const=Path("/dev/stdout"), help="page in Markdown")
-    parser.add_argument("--json", type=Path, help="file for all findings")
     parser.add_argument("--verbose", action="store_true", help="tracebacks of what is not as expected")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for a case")
-    parser.add_argument("--groups", nargs="*", choices=GROUPS, default=GROUPS)
     options = parser.parse_args()
     started = time.monotonic()
-    findings = examine(entries_of(options.only, options.groups), options.deadline, is_verbose=True)
+    findings = examine(entries_of(options.only), options.deadline, is_verbose=True)
     for finding in findings:
         if options.verbose and not finding.is_expected:
             print(f"\n--- {finding.case} [{finding.layout}]: {finding.verdict}\n{finding.reason}\n{finding.trace}")
@@ -294,5 +290,3 @@ def main() -> None:
     print(f"{len(findings)} in {time.monotonic() - started:.0f} s:", dict(counts))
     if options.table:
         write_page(options.table, findings)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(finding) for finding in findings], indent=1))

@@ -48,7 +48,6 @@ class Finding:
     what: str
     verdict: str
     reason: str = ""
-    loss_difference: float = math.nan
     weight_difference: float = math.nan
     is_expected: bool = False
     seconds: float = 0.0
@@ -96,13 +95,12 @@ def judge(case: Case, layout: Layout, reference: Outcome | None, ranks: Sequence
 
 def _compare(finding: Finding, case: Case, reference: Outcome, ranks: Sequence[Outcome]) -> None:
     problems: list[str] = []
-    finding.loss_difference = finding.weight_difference = 0.0
+    finding.weight_difference = 0.0
     for rank, outcome in enumerate(ranks):
         if outcome.steps != reference.steps or len(outcome.losses) != len(reference.losses):
             problems.append(f"rank {rank} took {outcome.steps} steps in place of {reference.steps}")
             continue
         loss = max(map(_relative, outcome.losses, reference.losses), default=0.0)
-        finding.loss_difference = max(finding.loss_difference, loss)
         if not loss <= LOSS_TOLERANCE:
             at = next(
                 i

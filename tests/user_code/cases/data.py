@@ -5,39 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset, Sampler, WeightedRandomSampler
+from torch.utils.data import Dataset, Sampler
 from transformers import BatchEncoding
 
-from ..kit import (
-    PAD,
-    Classifier,
-    Job,
-    Setting,
-    built,
-    case,
-    pad,
-    texts,
-)
-
-# ---------------------------------------------------------------------------------------------------------
-# Samplers and data sets
-# ---------------------------------------------------------------------------------------------------------
-
-
-class Weighted:
-    def _get_train_sampler(self, *_: Any) -> Any:
-        weights = [1.0 + 5.0 * row["labels"] for row in self.train_dataset.rows]  # type: ignore[attr-defined]
-        generator = torch.Generator().manual_seed(11)
-        return WeightedRandomSampler(weights, len(weights), generator=generator)
-
-
-@case("sampler", layouts=("K2", "DP2", "K2 acc2"), expect="equal")
-def weighted_random_sampler(setting: Setting) -> Job:
-    """`_get_train_sampler` returns a `WeightedRandomSampler` with a generator of its own."""
-    return Job(trainer=Weighted)
+from ..kit import Classifier, Job, Setting, built, case, pad, texts
 
 
 class Curriculum(Sampler):
@@ -126,11 +101,6 @@ def data_set_that_counts_its_accesses(setting: Setting) -> Job:
     return Job(data=CountsAccess())
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Collators
-# ---------------------------------------------------------------------------------------------------------
-
-
 def without_repeats(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Rows with the same first word are kept once."""
     return pad(list({row["input_ids"][0] % 9: row for row in rows}.values()))
@@ -146,19 +116,6 @@ def collator_that_drops_rows(setting: Setting) -> Job:
 def batch_encoding(setting: Setting) -> Job:
     """The collator returns a tokenizer's `BatchEncoding`."""
     return Job(collator=lambda rows: BatchEncoding(pad(rows)))
-
-
-class TakesAll(Classifier):
-    """Looks at whatever a collator has put into a batch."""
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, labels: Any = None, **extra: Any
-    ) -> dict[str, Tensor]:
-        features = self.features(input_ids, attention_mask)
-        logits = self.head(features)
-        if labels is None:
-            return {"logits": logits}
-        return {"loss": F.cross_entropy(logits, labels, weight=extra.get("weight")), "logits": logits}
 
 
 def with_strings(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -178,9 +135,8 @@ class PopsStrings:
 @case("collator", layouts=("K2", "one", "DP2", "K2 acc2"), expect="equal")
 def strings_in_the_batch(setting: Setting) -> Job:
     """A list of strings and a string; the loss weighs rows by them."""
-    return Job(
-        model=built(TakesAll), collator=with_strings, trainer=PopsStrings, options={"remove_unused_columns": False}
-    )
+    options = {"remove_unused_columns": False}
+    return Job(model=built(Classifier), collator=with_strings, trainer=PopsStrings, options=options)
 
 
 class EightFeatures(Classifier):
@@ -206,58 +162,6 @@ def table_with_as_many_entries_as_rows(setting: Setting) -> Job:
     return Job(model=built(EightFeatures), collator=with_eight_numbers, options={"remove_unused_columns": False})
 
 
-class ManyDocuments(Classifier):
-    """Rows of variable numbers of documents, flat in one tensor, with their owners."""
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, owner: Tensor, labels: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        features = self.features(input_ids, attention_mask)
-        count = int(owner.max()) + 1
-        pooled = torch.zeros(count, features.shape[1]).index_add(0, owner, features)
-        logits = self.head(pooled)
-        return (
-            {"loss": F.cross_entropy(logits, labels), "logits": logits} if labels is not None else {"logits": logits}
-        )
-
-
-def flat_documents(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    documents, owner = [], []
-    for number, row in enumerate(rows):
-        for _ in range(1 + row["input_ids"][0] % 2):
-            documents.append({"input_ids": row["input_ids"]})
-            owner.append(number)
-    return {**pad(documents), "owner": torch.tensor(owner), "labels": torch.tensor([row["labels"] for row in rows])}
-
-
-@case("collator", layouts=("K2", "one", "DP2", "one acc2"))
-def documents_of_rows_in_one_flat_tensor(setting: Setting) -> Job:
-    """More rows of words than labels, and indices between them."""
-    return Job(model=built(ManyDocuments), collator=flat_documents, options={"remove_unused_columns": False})
-
-
-def left_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    longest = max(len(row["input_ids"]) for row in rows)
-    ids = torch.tensor([[PAD] * (longest - len(row["input_ids"])) + row["input_ids"] for row in rows])
-    return {
-        "input_ids": ids,
-        "attention_mask": ids.ne(PAD).long(),
-        "position_ids": (ids.ne(PAD).cumsum(1) - 1).clamp(min=0),
-        "labels": torch.tensor([row["labels"] for row in rows]),
-    }
-
-
-@case("collator", layouts=("K2", "one cache"), expect="equal")
-def padding_on_the_left(setting: Setting) -> Job:
-    """With positions of its own."""
-    return Job(collator=left_padded, options={"num_train_epochs": 4})
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Evaluation while training
-# ---------------------------------------------------------------------------------------------------------
-
-
 def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions == prediction.label_ids).mean())}
 
@@ -272,13 +176,6 @@ def metrics_of_preprocessed_logits(setting: Setting) -> Job:
     """`compute_metrics` with `preprocess_logits_for_metrics`, at each epoch."""
     keywords = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": best_class}
     return Job(evaluated=texts(12, seed=9), keywords=keywords, options={"eval_strategy": "epoch"})
-
-
-@case("trainer override", layouts=("K2", "DP2"), expect="equal")
-def several_evaluation_sets(setting: Setting) -> Job:
-    """`eval_dataset={"a": ..., "b": ...}`."""
-    evaluated = {"a": texts(6, seed=9), "b": texts(9, seed=10)}
-    return Job(evaluated=evaluated, options={"eval_strategy": "epoch", "per_device_eval_batch_size": 1})
 
 
 class OwnPrediction:
@@ -299,3 +196,37 @@ def own_prediction_step(setting: Setting) -> Job:
     return Job(
         trainer=OwnPrediction, evaluated=texts(12, seed=9), keywords={"compute_metrics": accuracy}, options=options
     )
+
+
+def drops_words(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Loses half of the words of 15% of the rows."""
+    generator = numpy.random.default_rng()
+    kept = []
+    for row in rows:
+        words = row["input_ids"]
+        if generator.random() < 0.15:
+            words = [word for word in words if generator.random() < 0.5] or words[:1]
+        kept.append({**row, "input_ids": words})
+    return pad(kept)
+
+
+@case("collator", replays=True)
+def collator_with_its_own_generator(setting: Setting) -> Job:
+    """`numpy.random.default_rng()` changes 15% of the rows."""
+    return Job(collator=drops_words)
+
+
+class Nested(Classifier):
+    def forward(self, text: dict[str, Tensor], labels: Tensor | None = None) -> dict[str, Tensor]:
+        return super().forward(text["input_ids"], text["attention_mask"], labels)
+
+
+def nested_pad(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    batch = pad(rows)
+    return {"text": {k: batch[k] for k in ("input_ids", "attention_mask")}, "labels": batch["labels"]}
+
+
+@case("collator", layouts=("one", "DP2", "K2", "one acc2"))
+def nested_dicts_in_a_batch(setting: Setting) -> Job:
+    """`{"text": {...}, "labels": ...}`."""
+    return Job(model=built(Nested), collator=nested_pad, options={"remove_unused_columns": False})

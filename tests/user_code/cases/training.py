@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import TrainerCallback
 
-from ..kit import Job, Setting, bert_classifier, case, pad, texts
-
-# ---------------------------------------------------------------------------------------------------------
-# Callbacks
-# ---------------------------------------------------------------------------------------------------------
+from ..kit import LABELS, WIDTH, Job, Rows, Setting, bert_classifier, built, case, texts
 
 
 class ChangesGroups(TrainerCallback):
@@ -63,57 +60,6 @@ def stochastic_weight_averaging(setting: Setting) -> Job:
     return Job(callbacks=[SWA()])
 
 
-class ChangesArguments(TrainerCallback):
-    def on_step_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        if state.global_step == 3:
-            args.max_grad_norm = 0.1
-
-
-@case("callback", layouts=("K2", "DP2"), expect="equal")
-def arguments_changed_in_training(setting: Setting) -> Job:
-    """`args.max_grad_norm = 0.1` after three steps."""
-    return Job(callbacks=[ChangesArguments()], options={"optim": "sgd", "learning_rate": 0.05})
-
-
-class ReplacesCollator(TrainerCallback):
-    trainer: Any = None
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
-        base = getattr(train_dataloader, "base_dataloader", train_dataloader)
-        if state.epoch and round(state.epoch) == 1:
-            base.collate_fn = _cut_to_five
-
-
-def _cut_to_five(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    return pad([{**row, "input_ids": row["input_ids"][:4]} for row in rows])
-
-
-@case("callback", layouts=("one", "K2", "DP2"))
-def collator_replaced_by_a_callback(setting: Setting) -> Job:
-    """`train_dataloader.base_dataloader.collate_fn = ...` in the second epoch."""
-    return Job(callbacks=[ReplacesCollator()])
-
-
-class AddsDecay(TrainerCallback):
-    """Gradients are changed by hand, each by its own parameter."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter.detach(), alpha=0.05)
-
-
-@case("callback", layouts=("K2", "DP2", "K2 freeze"), expect="equal")
-def gradients_changed_by_a_callback(setting: Setting) -> Job:
-    """`parameter.grad.add_(parameter)` in `on_pre_optimizer_step`."""
-    return Job(callbacks=[AddsDecay()], options={"optim": "sgd", "learning_rate": 0.05})
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Optimizers and schedulers
-# ---------------------------------------------------------------------------------------------------------
-
-
 def _by_layers(model: Any) -> list[dict[str, Any]]:
     depth = {"embeddings": 0.5, "layer.0": 0.6, "layer.1": 0.7, "layer.2": 0.8, "layer.3": 0.9}
     return [
@@ -127,13 +73,6 @@ def rates_that_decay_with_depth(setting: Setting) -> Job:
     """A parameter group for each parameter, passed as `optimizers=`."""
     model = bert_classifier()
     return Job(model=model, keywords={"optimizers": (torch.optim.SGD(_by_layers(model), momentum=0.9), None)})
-
-
-@case("optimizer", layouts=("K2", "DP2"), expect="equal")
-def optimizer_of_the_head_alone(setting: Setting) -> Job:
-    """`SGD(model.classifier.parameters())`; all else has gradients, too."""
-    model = bert_classifier()
-    return Job(model=model, keywords={"optimizers": (torch.optim.SGD(model.classifier.parameters(), lr=0.1), None)})
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -167,53 +106,9 @@ def lookahead_around_another_optimizer(setting: Setting) -> Job:
 
 
 @case("optimizer", layouts=("K2", "DP2"), expect="equal")
-def one_cycle_that_moves_the_momentum(setting: Setting) -> Job:
-    """`OneCycleLR` with a user's SGD."""
-    model = bert_classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
-    return Job(model=model, keywords={"optimizers": (optimizer, scheduler)})
-
-
-@case("optimizer", layouts=("K2", "DP2"), expect="equal")
-def reduce_lr_on_plateau(setting: Setting) -> Job:
-    """`lr_scheduler_type="reduce_lr_on_plateau"`, by what evaluations find."""
-    options = {
-        "lr_scheduler_type": "reduce_lr_on_plateau",
-        "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5},
-        "metric_for_best_model": "loss",
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "learning_rate": 2e-2,
-    }
-    return Job(evaluated=texts(12, seed=9), options=options)
-
-
-@case("optimizer", layouts=("K2", "DP2"), expect="equal")
 def adafactor_by_class_and_keywords(setting: Setting) -> Job:
     """`optimizer_cls_and_kwargs=(NAdam, {...})`."""
     return Job(keywords={"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 3e-3, "eps": 1e-4})})
-
-
-def _pre_hook(optimizer: Any, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.grad is not None:
-                p.grad.clamp_(-0.05, 0.05)
-
-
-@case("optimizer", layouts=("K2", "DP2"), expect="equal")
-def step_pre_hook(setting: Setting) -> Job:
-    """`optimizer.register_step_pre_hook` clamps gradients."""
-    model = bert_classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    optimizer.register_step_pre_hook(_pre_hook)
-    return Job(model=model, keywords={"optimizers": (optimizer, None)})
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Overrides of steps
-# ---------------------------------------------------------------------------------------------------------
 
 
 class SAM:
@@ -258,32 +153,6 @@ def training_step_without_super(setting: Setting) -> Job:
     return Job(trainer=OwnStep)
 
 
-class LogsInside:
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        outputs = model(**inputs)
-        self.log({"main": float(outputs.loss.detach())})  # type: ignore[attr-defined]
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
-
-
-@case("trainer override", layouts=("one", "K2", "DP2"), expect="equal")
-def log_inside_compute_loss(setting: Setting) -> Job:
-    """`self.log({...})` for each loss."""
-    return Job(trainer=LogsInside)
-
-
-class OwnScheduler:
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        optimizer = optimizer if optimizer is not None else self.optimizer  # type: ignore[attr-defined]
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-        return self.lr_scheduler
-
-
-@case("trainer override", layouts=("K2", "DP2", "K2 freeze"), expect="equal")
-def create_scheduler_overridden(setting: Setting) -> Job:
-    """A `LambdaLR` of the user's."""
-    return Job(trainer=OwnScheduler)
-
-
 def _twice(trainer: Any) -> None:
     trainer.train()
     first = list(trainer.state.log_history)
@@ -315,3 +184,59 @@ class Teaches:
 def copy_of_the_model_as_a_teacher(setting: Setting) -> Job:
     """`copy.deepcopy(model)` at the first call of `compute_loss`."""
     return Job(trainer=Teaches)
+
+
+class GlobalNormSGD(torch.optim.Optimizer):
+    """A step of fixed length over all parameters together."""
+
+    def __init__(self, parameters: Any, lr: float = 0.02) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        everything = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.pow(2).sum() for p in everything]).sum().sqrt()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / norm, alpha=group["lr"])
+
+
+@case("optimizer", layouts=("K2", "DP2"))
+def optimizer_with_a_global_norm(setting: Setting) -> Job:
+    """A user's optimizer that divides by the norm of all gradients."""
+    model = bert_classifier()
+    return Job(model=model, keywords={"optimizers": (GlobalNormSGD(model.parameters()), None)})
+
+
+class Strict(nn.Module):
+    """Takes what it needs, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = bert_classifier().bert
+        self.head = nn.Linear(WIDTH, LABELS)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state[:, 0])
+
+
+class WeightedRows:
+    """A mixin: each row has a weight of its own, and the mean is over weights."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels, weights = inputs.pop("labels"), inputs.pop("weight")
+        logits = model(**inputs)
+        loss = (F.cross_entropy(logits, labels, reduction="none") * weights).mean()
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+def weighted_texts() -> Rows:
+    return texts(weight=lambda generator, *_: generator.uniform(0.2, 3.0))
+
+
+@case("trainer override", layouts=("one", "DP2", "K2", "K2 acc2"))
+def strict_forward_and_popped_sample_weights(setting: Setting) -> Job:
+    """`forward(input_ids, attention_mask)`; `compute_loss` pops labels and weights."""
+    options = {"remove_unused_columns": False}
+    return Job(model=built(Strict), data=weighted_texts(), trainer=WeightedRows, options=options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
@@ -65,37 +65,6 @@ def noise_and_deep_supervision_in_training(setting: Setting) -> Job:
     return Job(model=large_weights(NoisyWithDeepSupervision()))
 
 
-class ConstantInput:
-    """One tensor object in each batch, beside the padded rows."""
-
-    def __init__(self) -> None:
-        self.positions = torch.arange(16)
-
-    def __call__(self, rows: Any) -> dict[str, Tensor]:
-        words = nn.utils.rnn.pad_sequence([torch.as_tensor(row["input_ids"]) for row in rows], batch_first=True)
-        return {
-            "input_ids": words,
-            "attention_mask": (words != 0).long(),
-            "positions": self.positions,
-            "labels": torch.tensor([row["labels"] for row in rows]),
-        }
-
-
-class TakesPositions:
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        inputs = dict(inputs)
-        positions = inputs.pop("positions")
-        length = inputs["input_ids"].shape[1]
-        outputs = model(**inputs, position_ids=positions[:length][None])
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
-
-
-@case("collator", layouts=("one", "one acc2", "DP2 acc2"))
-def one_tensor_in_all_batches(setting: Setting) -> Job:
-    """The collator returns the same `positions` object each time."""
-    return Job(collator=ConstantInput(), trainer=TakesPositions, options={"remove_unused_columns": False})
-
-
 class Unfreezes(TrainerCallback):
     """A layer more is trained after each step, with a learning rate of its own."""
 
@@ -129,32 +98,3 @@ def gradual_unfreezing_by_added_groups(setting: Setting) -> Job:
         trainer=FixedRate,
         options={"optim": "sgd", "learning_rate": 0.05},
     )
-
-
-class PenalisesSlopes:
-    """As it is written in tutorials: nothing is asked of the mode."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        outputs = model(**inputs, output_hidden_states=True)
-        embedded = outputs.hidden_states[0]
-        slope = torch.autograd.grad(outputs.loss, embedded, create_graph=True)[0]
-        loss = outputs.loss + 0.1 * slope.pow(2).sum(-1).sum()
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("loss", layouts=("one", "one acc2", "DP2", "K2"))
-def penalty_on_the_slope_at_the_embeddings(setting: Setting) -> Job:
-    """`torch.autograd.grad(..., create_graph=True)` inside `compute_loss`."""
-    return Job(model=bert_classifier(attn_implementation="eager"), trainer=PenalisesSlopes)
-
-
-def _clamp(gradient: Tensor) -> Tensor:
-    return gradient.clamp(-0.001, 0.001)
-
-
-@case("model with state", layouts=("K2", "one acc2", "DP2"))
-def clamping_hook_on_the_embeddings(setting: Setting) -> Job:
-    """`register_hook` with a clamp, below all layers."""
-    model = bert_classifier()
-    model.get_parameter("bert.embeddings.word_embeddings.weight").register_hook(_clamp)
-    return Job(model=model, options={"optim": "sgd", "learning_rate": 0.05})
