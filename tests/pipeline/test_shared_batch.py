@@ -5,17 +5,13 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy
-import pytest
 import torch
 from distributed import run_ranks
 from model_zoo import MODELS, without_dropout
-from torch.utils import _pytree as pytree
 from training_data import PadCollator, TrainingData
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.pipeline.messages import PipelineMessages
-from hf_pipetransformer.planning.placement import Placement
 from hf_pipetransformer.run.batches import GlobalBatch
 
 KIND = "text-classification"
@@ -130,38 +126,3 @@ def test_all_stages_train_on_one_batch_whatever_draws(tmp_path):
     )
     assert all(own) and not all(of_other), "user code on rank 0 sees what is trained"
     torch.testing.assert_close(losses, stock(first, tmp_path / "stock"), rtol=0, atol=1e-5)
-
-
-def pass_through(rank, world_size, values):
-    torch.distributed.init_process_group("gloo")
-    group = torch.distributed.new_group([0, 1])
-    messages = PipelineMessages((1, 0), 1 - rank, group, group, torch.device("cpu"), Placement(2))
-    received = [messages.share(value if rank == 0 else None) for value in values]
-    other = received[0]["n"]["b"]
-    version = other._version
-    received[0]["a"].add_(0)
-    with pytest.raises(ValueError, match="cannot be sent"):
-        messages.share({"f": lambda: 0} if rank == 0 else None)
-    return received, other._version - version
-
-
-def test_anything_passes_but_what_cannot_be_pickled():
-    shared = torch.arange(3)
-    values = [
-        {"a": torch.rand(2, 3), "n": {"s": ["x", None, (1, 2.5)], "b": torch.tensor([True]), "e": torch.empty(0, 4)}},
-        {"half": torch.rand(5, dtype=torch.bfloat16), "scalar": torch.tensor(3), "one": shared, "same": shared},
-        {"long": torch.rand(100, 100), "view": torch.rand(4, 6).t()[1:], "complex": torch.rand(2).to(torch.complex64)},
-        {"ragged": [torch.rand(n) for n in range(4)], "text": "y" * 10_000},
-        {"short": 1},
-    ]
-    received, versions_between = run_ranks(pass_through, 2, values)[1]
-    for given, got in zip(values, received, strict=True):
-        ours, theirs = pytree.tree_leaves(given), pytree.tree_leaves(got)
-        assert pytree.tree_structure(got) == pytree.tree_structure(given)
-        for one, other in zip(ours, theirs, strict=True):
-            if isinstance(one, torch.Tensor):
-                assert torch.equal(one, other) and one.dtype == other.dtype
-            else:
-                assert one == other
-    assert received[1]["one"] is received[1]["same"]
-    assert versions_between == 0  # who writes into one tensor leaves the others' versions
