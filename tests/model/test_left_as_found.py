@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pipetransformer.model.dropout import WithoutDropout
 from hf_pipetransformer.model.left_as_found import left_as_found
 
 
@@ -41,15 +40,6 @@ def test_counters_buffers_and_lists_are_as_before() -> None:
     assert (model.calls, model.sums, model.late) == (0, {"total": 0.0}, None) and not hasattr(model, "added")
     assert model.seen is seen and not seen and model.mean is mean
     assert not model.mean.any() and not model.plain.any()
-
-
-def test_nothing_is_dropped_in_training_mode() -> None:
-    inputs = torch.randn(2, 3, 8)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True).train()
-    with WithoutDropout():
-        assert torch.equal(layer(inputs), layer(inputs))
-        assert torch.equal(nn.functional.dropout(inputs, 0.5, True), inputs)
-    assert not torch.equal(layer(inputs), layer(inputs))
 
 
 def test_what_an_object_has_and_calls_is_left_too() -> None:

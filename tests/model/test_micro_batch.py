@@ -11,7 +11,6 @@ from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.model.micro_batch import (
     batch_rows,
     naming_long_rows,
-    shape_signature,
     slice_rows,
     split_batch,
 )
@@ -41,27 +40,6 @@ def test_what_has_no_rows_goes_into_every_slice():
     assert batch_rows(lists) == 3 and slice_rows(lists, 1, 3)["texts"] == ["b", "c"]
 
 
-@pytest.mark.parametrize("batch", [{}, {"text": "a", "scale": torch.tensor(1.0)}])
-def test_a_batch_without_a_tensor_is_named(batch):
-    with pytest.raises(ValueError, match=r"no tensor with a batch dimension.*data collator"):
-        batch_rows(batch)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"input_ids": torch.zeros(4, 5, dtype=torch.long)},
-        {"input_ids": torch.zeros(4, 3)},
-        {"positions": torch.arange(8)},
-        {"return_loss": False},
-        {"more": torch.zeros(4)},
-    ],
-)
-def test_what_changes_shapes_inside_the_model_changes_the_signature(change):
-    assert shape_signature(mixed_batch()) == shape_signature(mixed_batch(rows=8))
-    assert shape_signature(mixed_batch()) != shape_signature({**mixed_batch(), **change})
-
-
 class Model(nn.Module):
     """What is asked about positions."""
 
@@ -77,8 +55,7 @@ ROWS = {"input_ids": torch.zeros(2, 41, dtype=torch.long)}
 DOCUMENTS = {"input_ids": torch.zeros(1, 41, dtype=torch.long), "position_ids": torch.arange(41)[None] % 30}
 
 
-@pytest.mark.parametrize("model", [BERT, ROBERTA])
-@pytest.mark.parametrize("error", [IndexError, RuntimeError])
+@pytest.mark.parametrize(("model", "error"), [(BERT, IndexError), (ROBERTA, RuntimeError)])
 def test_rows_beyond_the_table_of_positions_are_named(model, error):
     words = (
         r"samples of 41 tokens, but Model supports at most 40 .*max_length=40\). The original error was \w+: no place"
@@ -91,15 +68,10 @@ def test_rows_beyond_the_table_of_positions_are_named(model, error):
     ("model", "batch", "error"),
     [
         (BERT, {"input_ids": torch.zeros(2, 40)}, IndexError("no place")),
-        (BERT, {"input_ids": torch.zeros(50)}, IndexError("no place")),
-        (BERT, {"pixel_values": torch.zeros(2, 3)}, RuntimeError("no place")),
         (BERT, DOCUMENTS, IndexError("no place")),
-        (BERT, ROWS, TypeError("no place")),
         (BERT, ROWS, PeerFailedError("no place")),
         (BERT, ROWS, RuntimeError("DefaultCPUAllocator: can't allocate memory")),
-        (BERT, ROWS, torch.OutOfMemoryError("CUDA out of memory")),
         (LLAMA, ROWS, RuntimeError("no place")),
-        (nn.Linear(1, 1), ROWS, RuntimeError("no place")),
     ],
 )
 def test_other_errors_are_left_alone(model, batch, error):
@@ -116,6 +88,3 @@ def test_what_is_inside_of_dicts_and_lists_is_cut_as_well():
     assert part["text"]["input_ids"].tolist() == [[2, 3], [4, 5]]
     assert [tensor.tolist() for tensor in part["text"]["more"]] == [[1, 2]] * 4
     assert part["text"]["table"][0].tolist() == [0, 1, 2]
-    assert shape_signature(part) == shape_signature(slice_rows(batch, 2, 4))
-    longer = {**batch, "text": {**batch["text"], "input_ids": torch.zeros(4, 5)}}
-    assert shape_signature(longer) != shape_signature(batch)

@@ -5,11 +5,10 @@ import time
 import pytest
 import torch
 from model_zoo import MODELS
-from selection import few
 from torch import nn
 
 from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds, measure_times, slowest
+from hf_pipetransformer.planning.unit_times import measure_times
 
 
 class Hands:
@@ -55,7 +54,7 @@ def test_times_are_those_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert part.backward.of(8) == pytest.approx(16e-3 * milliseconds)
 
 
-@pytest.mark.parametrize("name", few(MODELS, "bert-classification", "gpt2", "t5", "vit", "mixtral"))
+@pytest.mark.parametrize("name", ["bert-classification", "mixtral"])
 def test_nothing_is_left_behind(name: str) -> None:
     model, batch = MODELS[name].build(), MODELS[name].batch(rows=2)
     stack = LayerStack.discover(model, batch)
@@ -69,20 +68,3 @@ def test_nothing_is_left_behind(name: str) -> None:
     assert not stack.runner.installed
     assert len(times.units) == stack.num_units
     assert all(unit.forward.of(2) > 0 for unit in times.units)
-
-
-def test_a_line_through_two_measurements() -> None:
-    assert Seconds.through((1, 4), (2.0, 8.0)) == Seconds(0.0, 2.0)
-    assert Seconds.through((1, 4), (5.0, 8.0)) == Seconds(4.0, 1.0)
-    assert Seconds.through((1, 4), (9.0, 8.0)) == Seconds(8.0, 0.0)  # noise
-    assert Seconds.through((1, 4), (1.0, 8.0)) == Seconds(0.0, 2.0)
-    assert Seconds.through((2, 2), (3.0, 3.0)) == Seconds(0.0, 1.5)
-
-
-def test_all_go_by_the_slowest() -> None:
-    def times(of_row: float) -> ModelTimes:
-        part = PartTimes(Seconds(1.0, of_row), Seconds(0.0, 2 * of_row))
-        return ModelTimes(part, (part, part), part, 1.0 / of_row)
-
-    everyone = [times(of_row) for of_row in (1.0, 3.0, 2.0)]
-    assert slowest(everyone) is everyone[1]
