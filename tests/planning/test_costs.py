@@ -48,7 +48,7 @@ def toy_costs(model: nn.Module | None = None, rows: int = ROWS) -> tuple[UnitCos
 
 
 def test_what_can_be_counted_by_hand() -> None:
-    """A product of [1, n] and [n, m] takes n x m multiplications and as many additions. A linear layer keeps its input.
+    """A product of [1, n] and [n, m] takes n x m multiplications and additions. A linear layer keeps its input.
 
     That of the first block is what the stem returned. Costs are those of one row.
     """
