@@ -13,12 +13,12 @@ SHAPES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
     ("bert", "auto"): {"input_ids": (2, 4), "attention_mask": (2, 4)},
     ("bert", "multiple-choice"): {"input_ids": (2, 2, 4), "attention_mask": (2, 2, 4)},
     ("t5", "auto"): {"input_ids": (2, 4), "attention_mask": (2, 4), "decoder_input_ids": (2, 4)},
-    ("videomae", "auto"): {"pixel_values": (2, 16, 3, 224, 224)},
+    ("vit", "auto"): {"pixel_values": (2, 3, 224, 224)},
     ("clip", "base"): {"input_ids": (2, 4), "attention_mask": (2, 4), "pixel_values": (2, 3, 224, 224)},
     ("wav2vec2", "auto"): {"input_values": (2, 5200)},
     ("whisper", "auto"): {"input_features": (2, 80, 3000), "decoder_input_ids": (2, 4)},
 }
-QUICK_SHAPES = [(model_type, task) for model_type, task in SHAPES if model_type not in ("videomae", "whisper")]
+QUICK_SHAPES = [(model_type, task) for model_type, task in SHAPES if model_type != "whisper"]
 
 
 def placeholder_model(model_type: str, task: str) -> PreTrainedModel:

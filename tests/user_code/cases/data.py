@@ -178,26 +178,6 @@ def metrics_of_preprocessed_logits(setting: Setting) -> Job:
     return Job(evaluated=texts(12, seed=9), keywords=keywords, options={"eval_strategy": "epoch"})
 
 
-class OwnPrediction:
-    def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[Any, Any, Any]:
-        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
-        labels = inputs["labels"]
-        with torch.no_grad():
-            outputs = model(**inputs)
-        return outputs.loss.detach(), outputs.logits.argmax(-1), labels
-
-
-@case("trainer override", layouts=("one", "DP2", "K2"))
-def own_prediction_step(setting: Setting) -> Job:
-    """`prediction_step` that calls the model itself."""
-    options = {"eval_strategy": "epoch"}
-    return Job(
-        trainer=OwnPrediction, evaluated=texts(12, seed=9), keywords={"compute_metrics": accuracy}, options=options
-    )
-
-
 def drops_words(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Loses half of the words of 15% of the rows."""
     generator = numpy.random.default_rng()

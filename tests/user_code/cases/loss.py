@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..kit import Classifier, Job, Setting, bert_classifier, built, case, large_weights, own_loss, pad
+from ..kit import Classifier, Job, Setting, bert_classifier, built, case, own_loss
 
 
 def _sum(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -68,26 +68,6 @@ def variance_over_the_batch(setting: Setting) -> Job:
     return Job(model=built(VICReg))
 
 
-class Preferences(Classifier):
-    """Chosen rows come first in a batch, rejected ones behind them."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        rewards = self.head(self.features(input_ids, attention_mask))[:, 0]
-        half = len(rewards) // 2
-        return {"loss": -F.logsigmoid(rewards[:half] - rewards[half:]).mean(), "logits": rewards}
-
-
-def chosen_then_rejected(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    worse = [{**row, "input_ids": row["input_ids"][::-1]} for row in rows]
-    return pad([*rows, *worse])
-
-
-@case("loss", layouts=("K2", "one", "DP2", "K2 acc2"))
-def chosen_and_rejected_in_one_batch(setting: Setting) -> Job:
-    """A reward model as in TRL's: twice as many rows as samples, the first half against the second."""
-    return Job(model=built(Preferences), collator=chosen_then_rejected)
-
-
 def _with_regulariser(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels) + 0.05 * model.classifier.weight.pow(2).sum()
 
@@ -109,24 +89,6 @@ def _weighted_in_training(self: Any, model: Any, inputs: Any, logits: Tensor, la
 def class_weights_in_training_only(setting: Setting) -> Job:
     """Class weights where `model.training`."""
     return Job(trainer=own_loss(_weighted_in_training))
-
-
-class Distils:
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        if not hasattr(self, "teacher"):
-            self.teacher = large_weights(bert_classifier(), seed=7).eval()
-        outputs = model(**inputs)
-        with torch.no_grad():
-            wanted = self.teacher(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-        kl = F.kl_div((outputs.logits / 2).log_softmax(-1), (wanted / 2).softmax(-1), reduction="batchmean")
-        loss = 0.5 * outputs.loss + 0.5 * 4 * kl
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("loss", layouts=("K2", "DP2", "K2 acc2", "K2 freeze"), expect="equal")
-def distillation_by_a_teacher_of_the_trainer(setting: Setting) -> Job:
-    """KL with temperature 2, and the student's own loss."""
-    return Job(trainer=Distils)
 
 
 class HasTeacher(Classifier):
@@ -209,3 +171,36 @@ class GradientPenalty:
 def gradient_penalty(setting: Setting) -> Job:
     """Double backward to the embeddings, which `compute_loss` makes itself."""
     return Job(model=bert_classifier(attn_implementation="eager"), trainer=GradientPenalty)
+
+
+class PenalisesWhatIsTrained:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        outputs = model(**inputs)
+        loss = outputs.loss + 0.01 * sum(p.pow(2).sum() for p in model.parameters() if p.requires_grad)
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss", layouts=("K2", "K2 acc2", "DP2", "one acc2"))
+def l2_of_trainable_parameters(setting: Setting) -> Job:
+    """`sum(p.pow(2).sum() for p in model.parameters() if p.requires_grad)`."""
+    return Job(trainer=PenalisesWhatIsTrained)
+
+
+def _counting_loss() -> type:
+    calls = 0
+
+    class Counts:
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+            nonlocal calls
+            calls += torch.is_grad_enabled()
+            outputs = model(**inputs)
+            loss = outputs.loss * (1 + calls / 100)
+            return (loss, outputs) if return_outputs else loss
+
+    return Counts
+
+
+@case("loss", layouts=("K2",), expect="equal")
+def counter_in_a_closure(setting: Setting) -> Job:
+    """A weight grows with each call, in a variable that no object holds."""
+    return Job(trainer=_counting_loss())

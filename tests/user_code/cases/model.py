@@ -13,7 +13,6 @@ from transformers import TrainerCallback
 from ..kit import (
     LABELS,
     LAYERS,
-    VOCABULARY,
     WIDTH,
     Classifier,
     Job,
@@ -317,19 +316,21 @@ def call_counter_in_forward(setting: Setting) -> Job:
     return Job(model=built(Counts), observe=lambda trainer: {"calls": trainer.model.calls})
 
 
-class NoLayers(nn.Module):
-    """A bag of words."""
+class NoisyWithDeepSupervision(Classifier):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        outputs = self.bert(input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        last = outputs.hidden_states[-1]
+        if self.training:
+            last = last + 0.1 * torch.randn_like(last)
+        found = {"logits": self.head(last[:, 0])}
+        if labels is not None:
+            found["loss"] = F.cross_entropy(found["logits"], labels)
+            if self.training:
+                found["loss"] = found["loss"] + 0.1 * outputs.hidden_states[1].pow(2).mean()
+        return found
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, LABELS)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.head((self.words(input_ids) * attention_mask[..., None]).sum(1))
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
-@case("model with state", layouts=("one", "DP2", "K2"))
-def model_without_layers(setting: Setting) -> Job:
-    """A bag of words: nothing to cut."""
-    return Job(model=built(NoLayers))
+@case("model with state", layouts=("K2",), expect="refused", because="reads what other layers return or leave behind")
+def noise_and_deep_supervision_in_training(setting: Setting) -> Job:
+    """Random in training, where it also reads an early layer's output."""
+    return Job(model=built(NoisyWithDeepSupervision))

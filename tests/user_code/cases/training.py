@@ -75,36 +75,6 @@ def rates_that_decay_with_depth(setting: Setting) -> Job:
     return Job(model=model, keywords={"optimizers": (torch.optim.SGD(_by_layers(model), momentum=0.9), None)})
 
 
-class Lookahead(torch.optim.Optimizer):
-    """Around another optimizer."""
-
-    def __init__(self, base: torch.optim.Optimizer) -> None:
-        self.base, self.steps = base, 0
-        self.slow: dict[Tensor, Tensor] = {}
-        super().__init__(base.param_groups, {})
-        self.param_groups = base.param_groups
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.slow.setdefault(p, p.detach().clone())
-        self.base.step()
-        self.steps += 1
-        if self.steps % 2 == 0:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.copy_(self.slow[p].lerp_(p, 0.5))
-
-
-@case("optimizer", layouts=("one", "K2", "DP2"))
-def lookahead_around_another_optimizer(setting: Setting) -> Job:
-    """State outside of `optimizer.state`."""
-    model = bert_classifier()
-    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.05))
-    return Job(model=model, keywords={"optimizers": (optimizer, None)})
-
-
 @case("optimizer", layouts=("K2", "DP2"), expect="equal")
 def adafactor_by_class_and_keywords(setting: Setting) -> Job:
     """`optimizer_cls_and_kwargs=(NAdam, {...})`."""
@@ -184,29 +154,6 @@ class Teaches:
 def copy_of_the_model_as_a_teacher(setting: Setting) -> Job:
     """`copy.deepcopy(model)` at the first call of `compute_loss`."""
     return Job(trainer=Teaches)
-
-
-class GlobalNormSGD(torch.optim.Optimizer):
-    """A step of fixed length over all parameters together."""
-
-    def __init__(self, parameters: Any, lr: float = 0.02) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        everything = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.pow(2).sum() for p in everything]).sum().sqrt()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad / norm, alpha=group["lr"])
-
-
-@case("optimizer", layouts=("K2", "DP2"))
-def optimizer_with_a_global_norm(setting: Setting) -> Job:
-    """A user's optimizer that divides by the norm of all gradients."""
-    model = bert_classifier()
-    return Job(model=model, keywords={"optimizers": (GlobalNormSGD(model.parameters()), None)})
 
 
 class Strict(nn.Module):
