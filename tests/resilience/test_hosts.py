@@ -19,7 +19,7 @@ import pytest
 from distributed import run_ranks
 from faults import STORE, Fault, train
 from test_faults import Recorder, assert_nothing_lost, expected
-from test_restarts import ROOT, assert_named, check, final_report, preempt, run_job
+from test_restarts import ROOT, assert_named, check, final_report, run_job
 from training_runs import WORLD, Outcome
 
 PORT = 29500
@@ -140,13 +140,6 @@ def test_accelerate_restarts_two_hosts_once(hosts: Hosts, tmp_path: Path, record
     output = run_job(hosts.accelerate(2), tmp_path, fault, timeout=250)
     assert_named(output, fault)
     check(tmp_path, output, fault, record_property, "accelerate, 2 hosts")
-
-
-@pytest.mark.parametrize("hosts", [2], indirect=True)
-def test_two_hosts_that_are_told_to_end_save_one_checkpoint(
-    hosts: Hosts, tmp_path: Path, record_property: Recorder
-) -> None:
-    preempt(hosts.torchrun(2), tmp_path, 250, record_property, "torchrun, 2 hosts")
 
 
 def in_the_order_of_two_hosts(rank: int, world_size: int, folder: str) -> Outcome:

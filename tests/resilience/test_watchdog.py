@@ -172,25 +172,7 @@ def trains_in_another_thread(rank: int, world_size: int) -> str:
     return PROGRESS.phase
 
 
-class SlowToConnect(Watchdog):
-    def _connect(self) -> dist.PrefixStore:
-        time.sleep(TIMEOUT + 3 * GRACE)
-        return super()._connect()
-
-
-def connects_slowly(rank: int, world_size: int) -> str:
-    """One process, in code of its own that no module contains."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    kind = SlowToConnect if rank else Watchdog
-    with kind(rank, ProcessMesh(timedelta(seconds=60)).gather_objects, TIMEOUT, 2 * TIMEOUT):
-        for step in range(3):
-            PROGRESS.enter("step", step)
-            exec("import time; time.sleep(0.5)", {"__name__": None})
-            dist.all_reduce(torch.zeros(1))
-    return PROGRESS.phase
-
-
-@pytest.mark.parametrize("does", [computes, *slow(asleep_together, trains_in_another_thread, connects_slowly)])
+@pytest.mark.parametrize("does", [computes, *slow(asleep_together, trains_in_another_thread)])
 def test_nobody_is_blamed_without_reason(does: object) -> None:
     assert run_ranks(does, 2, timeout=60) == ["left", "left"]  # type: ignore[arg-type]
 

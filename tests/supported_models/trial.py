@@ -56,8 +56,6 @@ class Finding:
     reason: str = ""
     units: int = 0
     stacks: int = 0
-    size: str = ""  # the variant that ran
-    inputs: list[str] = field(default_factory=list)
     conditions: list[str] = field(default_factory=list)
 
 
@@ -75,7 +73,6 @@ def examine(candidate: Candidate) -> Finding:
     except Exception as error:
         finding.reason = finding.reason or _in_one_line(error)
         return finding
-    finding.inputs = sorted(batch)
     try:
         if normalised_by_batch(model) is not None:
             finding.conditions.append("num_microbatches=1")
@@ -137,7 +134,7 @@ def _try_variant(
     difference = difference_of(first, second)
     if difference:
         raise ArithmeticError(f"the whole model gives another result each time ({difference})")
-    finding.size, finding.conditions = str(variant), tiny.conditions
+    finding.conditions = tiny.conditions
     return model, batch, first
 
 

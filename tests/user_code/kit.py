@@ -1,21 +1,18 @@
 """What the cases are made of: tiny models and data, layouts, and the registry of cases.
 
     @case("loss", layouts=("K2", "DP2"))
-    def focal_loss(setting: Setting) -> Job:
+    def focal_loss() -> Job:
         '''A focal loss that is a mean over rows.'''
         return Job(trainer=FocalLoss)
 
-A case is a function that returns a `Job`: what a user would pass to a Trainer. It is called in each process anew, for
-the reference with `setting.is_reference`.
+A case is a function that returns a `Job`: what a user would pass to a Trainer. It is called in each process anew.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -117,47 +114,6 @@ zbv: backwards in two parts, with two parts of the model in each stage."""
 # ---------------------------------------------------------------------------------------------------------
 
 
-class Tape:
-    """Random numbers that a process has drawn, for the reference to draw them again.
-
-    The values are those of the training alone: what is drawn before it, or in an evaluation, is not kept.
-    """
-
-    def __init__(self, values: Sequence[Any] | None = None) -> None:
-        self.values: deque[Any] = deque(values or ())
-        self.replays = values is not None
-        self.is_armed = False
-
-    def draw(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns; in the reference, what it has returned elsewhere."""
-        if not self.is_armed:
-            return make()
-        if self.replays:
-            return self.values.popleft()
-        value = make()
-        self.values.append(value)
-        return value
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where a case runs.
-
-    Attributes:
-        layout: In the reference, too, that of the run that it is compared with.
-        rank: Of this process; 0 in the reference.
-        is_reference: One process with the stock Trainer.
-        folder: For this process's files. All ranks of a run share one.
-        tape: See `Tape`; armed while training runs.
-    """
-
-    layout: Layout
-    rank: int
-    is_reference: bool
-    folder: Path
-    tape: Tape
-
-
 @dataclass
 class Job:
     """What a user passes to a Trainer; None stands for the tiny default.
@@ -165,7 +121,6 @@ class Job:
     Attributes:
         trainer: A mixin with the user's overrides.
         options: Of the training arguments.
-        pipeline_options: Of those of the pipeline alone.
         drive: In place of `trainer.train()`.
         observe: What else must be equal when training has ended.
     """
@@ -178,7 +133,6 @@ class Job:
     callbacks: list[TrainerCallback] = field(default_factory=list)
     keywords: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    pipeline_options: dict[str, Any] = field(default_factory=dict)
     drive: Callable[[Any], Any] = lambda trainer: trainer.train()
     observe: Callable[[Any], dict[str, Any]] = lambda trainer: {}
 
@@ -196,20 +150,15 @@ class Case:
         expect: "equal", "refused" (on all processes before the first step), "stopped" (refused in a step) or "exact"
             (one of them).
         because: Part of the message of a refusal.
-        replays: The reference is run behind the others, on what rank 0's `_prepare_inputs` has returned: for random
-            collators.
-        tolerance: Of final weights.
     """
 
     name: str
     what: str
     group: str
-    make: Callable[[Setting], Job]
+    make: Callable[[], Job]
     layouts: tuple[str, ...]
     expect: str
     because: str
-    replays: bool
-    tolerance: float
 
 
 CASES: dict[str, Case] = {}
@@ -221,17 +170,15 @@ def case(
     layouts: tuple[str, ...] = ("K2",),
     expect: str = "exact",
     because: str = "",
-    replays: bool = False,
-    tolerance: float = 1e-5,
-) -> Callable[[Callable[[Setting], Job]], Callable[[Setting], Job]]:
+) -> Callable[[Callable[[], Job]], Callable[[], Job]]:
     """Enters a function into `CASES`."""
     assert group in GROUPS and set(layouts) <= set(LAYOUTS)
 
-    def enter(make: Callable[[Setting], Job]) -> Callable[[Setting], Job]:
+    def enter(make: Callable[[], Job]) -> Callable[[], Job]:
         name = make.__name__.strip("_").replace("_", " ")
         assert name not in CASES, name
         what = (make.__doc__ or "").strip().partition("\n")[0]
-        CASES[name] = Case(name, what, group, make, layouts, expect, because, replays, tolerance)
+        CASES[name] = Case(name, what, group, make, layouts, expect, because)
         return make
 
     return enter
@@ -387,75 +334,3 @@ class OwnLoss:
 def own_loss(function: Callable[..., Tensor], **attributes: Any) -> type:
     """A mixin whose `loss_of(self, model, inputs, logits, labels)` is the given function."""
     return type("OwnLossTrainer", (OwnLoss,), {"loss_of": function, **attributes})
-
-
-class FreezesByHand(TrainerCallback):
-    """What a user writes for a model with `model.bert`: layers and the embeddings freeze."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-
-    def _freeze(self, model: Any, count: int) -> None:
-        if count:
-            for module in (model.bert.embeddings, *model.bert.encoder.layer[:count]):
-                module.requires_grad_(False)
-                module.eval()
-                module.train = lambda mode=True, module=module: module  # the Trainer sets the mode in each step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        if self.layout.frozen is not None:
-            self._freeze(
-                model, max((n for step, n in self.layout.frozen.items() if step <= state.global_step), default=0)
-            )
-
-    def on_train_end(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **keywords: Any
-    ) -> None:
-        """As with a freeze policy: a second `train()` begins with all layers, those that were frozen without state."""
-        for module in (model.bert.embeddings, *model.bert.encoder.layer) if hasattr(model, "bert") else ():
-            if vars(module).pop("train", None) is not None:
-                module.requires_grad_(True)
-                for parameter in module.parameters():
-                    optimizer.state.pop(parameter, None)
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        if self.layout.frozen_at_epochs is not None:
-            done = round(state.epoch or 0)
-            self._freeze(
-                model, max((n for epoch, n in self.layout.frozen_at_epochs.items() if epoch <= done), default=0)
-            )
-
-
-class Arms(TrainerCallback):
-    """Opens the tape while training runs."""
-
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.tape.is_armed = True
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.tape.is_armed = False
-
-
-def recording(tape: Tape) -> type:
-    """A mixin that notes what `_prepare_inputs` returns for each batch of the training, or returns what was noted."""
-
-    class Recording:
-        _is_evaluating = False
-
-        def _prepare_inputs(self, inputs: Any) -> Any:
-            if self._is_evaluating:
-                return super()._prepare_inputs(inputs)  # type: ignore[misc]
-            prepare = super()._prepare_inputs  # type: ignore[misc]
-            return dict(tape.draw(lambda: dict(prepare(inputs))))
-
-        def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
-            self._is_evaluating = True
-            try:
-                return super().evaluation_loop(*positional, **keywords)  # type: ignore[misc]
-            finally:
-                self._is_evaluating = False
-
-    return Recording

@@ -50,16 +50,11 @@ from .kit import (
     GLOBAL_BATCH,
     GROUPS,
     LAYOUTS,
-    Arms,
     Case,
-    FreezesByHand,
     Job,
     Layout,
-    Setting,
-    Tape,
     bert_classifier,
     pad,
-    recording,
     seed_all,
     texts,
 )
@@ -105,29 +100,27 @@ def common_options() -> dict[str, Any]:
     }
 
 
-def make_trainer(job: Job, case: Case, setting: Setting) -> Any:
+def make_trainer(job: Job, layout: Layout, is_reference: bool, folder: str) -> Any:
     """The stock Trainer of the reference, or the pipeline's."""
-    layout = setting.layout
     options = common_options() | job.options
-    output = str(setting.folder / ("reference" if setting.is_reference else "run"))
-    callbacks = [*job.callbacks, *([Arms(setting.tape)] if case.replays else [])]
+    output = f"{folder}/{'reference' if is_reference else 'run'}"
+    callbacks = list(job.callbacks)
     model = job.model if job.model is not None else bert_classifier()
     arguments: Any
-    if setting.is_reference:
+    if is_reference:
         base: type[Trainer] = Trainer
         arguments = TrainingArguments(output, use_cpu=True, per_device_train_batch_size=GLOBAL_BATCH, **options)
         if layout.freezes:
-            callbacks.append(FreezesByHand(layout) if hasattr(model, "bert") else _freezing(layout))
+            callbacks.append(_freezing(layout))
     else:
         base = PipeTransformerTrainer
         arguments = PipeTransformerTrainingArguments(
             output,
             per_device_train_batch_size=layout.per_device,
             gradient_accumulation_steps=layout.accumulation,
-            **{**options, **layout.pipeline_options(), **job.pipeline_options},
+            **{**options, **layout.pipeline_options()},
         )
-    mixins = [*([recording(setting.tape)] if case.replays else []), *([job.trainer] if job.trainer else [])]
-    cls = type("UsersTrainer", (*mixins, base), {}) if mixins else base
+    cls = type("UsersTrainer", (job.trainer, base), {}) if job.trainer else base
     keywords = {"train_dataset": job.data if job.data is not None else texts(), "data_collator": job.collator or pad}
     if job.evaluated is not None:
         keywords["eval_dataset"] = job.evaluated
@@ -140,7 +133,7 @@ def _freezing(layout: Layout) -> LayerFreezeCallback:
     return LayerFreezeCallback({"name": "schedule", "schedule": layout.frozen_at_epochs})
 
 
-def run_job(case: Case, setting: Setting) -> Outcome:
+def run_job(case: Case, layout: Layout, is_reference: bool, folder: str) -> Outcome:
     """Train, and report; errors are part of the report."""
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
@@ -151,9 +144,9 @@ def run_job(case: Case, setting: Setting) -> Outcome:
     logger.addHandler(warnings)
     logger.setLevel(logging.INFO)  # what all processes would say, the others log one level lower
     try:
-        job = case.make(setting)
+        job = case.make()
         seed_all(1)
-        trainer = make_trainer(job, case, setting)
+        trainer = make_trainer(job, layout, is_reference, folder)
         job.drive(trainer)
         history = trainer.state.log_history
         outcome.losses = [entry["loss"] for entry in history if "loss" in entry]
@@ -170,7 +163,6 @@ def run_job(case: Case, setting: Setting) -> Outcome:
         }
         outcome.observed = job.observe(trainer)
         outcome.finished = _loss_of_finished(trainer)
-        outcome.drawn = list(setting.tape.values) if not setting.tape.replays else []
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         outcome.error = f"{type(error).__name__}: {error}"
@@ -211,22 +203,22 @@ class _Failed(Exception):
     """Carries the outcome of a rank that failed, so that the others are not waited for."""
 
 
-def train(rank: int, world_size: int, entry: Entry, folder: str, tape: Tape | None) -> Outcome:
-    """One rank of a case; with a tape, its reference."""
+def train(rank: int, world_size: int, entry: Entry, folder: str, is_reference: bool) -> Outcome:
+    """One rank of a case, or its reference."""
     case, layout = CASES[entry[0]], LAYOUTS[entry[1]]
     if world_size == 1:
         for name in LAUNCHERS:
             os.environ.pop(name, None)
-    setting = Setting(layout, rank, tape is not None, Path(folder), tape or Tape())
-    outcome = run_job(case, setting)
+    outcome = run_job(case, layout, is_reference, folder)
     if outcome.error:
         raise _Failed(outcome)
     return outcome
 
 
-def _launch(entry: Entry, world_size: int, folder: str, deadline_s: float, tape: Tape | None = None) -> list[Outcome]:
+def _launch(entry: Entry, world_size: int, folder: str, deadline_s: float, is_reference: bool) -> list[Outcome]:
+    options = {"timeout": deadline_s, "seconds_after_error": GRACE_S}
     with redirect_stdout(io.StringIO()):  # a finding has what matters of the logs
-        ranks = launch_ranks(train, world_size, entry, folder, tape, timeout=deadline_s, seconds_after_error=GRACE_S)
+        ranks = launch_ranks(train, world_size, entry, folder, is_reference, **options)
     return [_outcome_of(rank) for rank in ranks]
 
 
@@ -247,16 +239,12 @@ def examine(entries: Sequence[Entry], deadline_s: float = DEADLINE_S, is_verbose
     for entry in entries:
         case, layout, started = CASES[entry[0]], LAYOUTS[entry[1]], time.monotonic()
         with tempfile.TemporaryDirectory(prefix="user-code-") as folder:
-            ranks = _launch(entry, layout.world, folder, deadline_s)
-            # one reference serves all layouts without freezing; what is replayed is known when the ranks have ended
+            ranks = _launch(entry, layout.world, folder, deadline_s, is_reference=False)
+            # one reference serves all layouts without freezing
             what = case.name + (layout.name if layout.freezes else "")
-            reference: Outcome | None = known.get(what)
-            if case.replays:
-                drawn = ranks[0].drawn if not ranks[0].error else []
-                reference = _launch(entry, 1, folder, deadline_s, Tape(drawn))[0] if drawn else None
-            elif reference is None:
-                reference = known[what] = _launch(entry, 1, folder, deadline_s, Tape())[0]
-        findings.append(judge(case, layout, reference, ranks))
+            if what not in known:
+                known[what] = _launch(entry, 1, folder, deadline_s, is_reference=True)[0]
+        findings.append(judge(case, layout, known[what], ranks))
         findings[-1].seconds = time.monotonic() - started
         if is_verbose:
             print(line_of(findings[-1]), flush=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, Sampler
 from transformers import BatchEncoding
 
-from ..kit import Classifier, Job, Setting, built, case, pad, texts
+from ..kit import Classifier, Job, built, case, pad, texts
 
 
 class Curriculum(Sampler):
@@ -40,7 +39,7 @@ class WithCurriculum:
 
 
 @case("sampler", layouts=("K2", "DP2"))
-def curriculum_sampler_with_set_epoch(setting: Setting) -> Job:
+def curriculum_sampler_with_set_epoch() -> Job:
     """By length in the first epoch, shuffled by the epoch's number later."""
     return Job(trainer=WithCurriculum)
 
@@ -61,24 +60,10 @@ class Augments(Dataset):
         return {**row, "input_ids": words}
 
 
-@case("sampler", replays=True)
-def augmentation_with_the_data_sets_generator(setting: Setting) -> Job:
+@case("sampler")
+def augmentation_with_the_data_sets_generator() -> Job:
     """`random.Random()` in `__getitem__`."""
     return Job(data=Augments())
-
-
-class AugmentsGlobally(Augments):
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self.rows[index]
-        words = list(row["input_ids"])
-        words[int(torch.randint(len(words), ()))] = random.randrange(5, 48)
-        return {**row, "input_ids": words}
-
-
-@case("sampler", replays=True, expect="equal")
-def augmentation_with_global_generators(setting: Setting) -> Job:
-    """`random` and `torch.randint` in `__getitem__`."""
-    return Job(data=AugmentsGlobally())
 
 
 class CountsAccess(Augments):
@@ -96,7 +81,7 @@ class CountsAccess(Augments):
 
 
 @case("sampler", layouts=("one", "K2"))
-def data_set_that_counts_its_accesses(setting: Setting) -> Job:
+def data_set_that_counts_its_accesses() -> Job:
     """What a sample is depends on how often it was read; examinations read it, too."""
     return Job(data=CountsAccess())
 
@@ -107,13 +92,13 @@ def without_repeats(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 @case("collator", layouts=("K2",))
-def collator_that_drops_rows(setting: Setting) -> Job:
+def collator_that_drops_rows() -> Job:
     """Fewer rows than samples, another number in each batch."""
     return Job(collator=without_repeats)
 
 
 @case("collator", layouts=("K2", "DP2"), expect="equal")
-def batch_encoding(setting: Setting) -> Job:
+def batch_encoding() -> Job:
     """The collator returns a tokenizer's `BatchEncoding`."""
     return Job(collator=lambda rows: BatchEncoding(pad(rows)))
 
@@ -133,7 +118,7 @@ class PopsStrings:
 
 
 @case("collator", layouts=("K2", "one", "DP2", "K2 acc2"), expect="equal")
-def strings_in_the_batch(setting: Setting) -> Job:
+def strings_in_the_batch() -> Job:
     """A list of strings and a string; the loss weighs rows by them."""
     options = {"remove_unused_columns": False}
     return Job(model=built(Classifier), collator=with_strings, trainer=PopsStrings, options=options)
@@ -157,7 +142,7 @@ def with_eight_numbers(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @case("collator", layouts=("K2", "DP2", "K2 acc2"))
-def table_with_as_many_entries_as_rows(setting: Setting) -> Job:
+def table_with_as_many_entries_as_rows() -> Job:
     """A tensor of eight numbers that belongs to the batch, in a batch of eight rows."""
     return Job(model=built(EightFeatures), collator=with_eight_numbers, options={"remove_unused_columns": False})
 
@@ -172,28 +157,10 @@ def best_class(logits: Any, labels: Tensor) -> Tensor:
 
 
 @case("trainer override", layouts=("K2", "DP2", "K2 freeze"), expect="equal")
-def metrics_of_preprocessed_logits(setting: Setting) -> Job:
+def metrics_of_preprocessed_logits() -> Job:
     """`compute_metrics` with `preprocess_logits_for_metrics`, at each epoch."""
     keywords = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": best_class}
     return Job(evaluated=texts(12, seed=9), keywords=keywords, options={"eval_strategy": "epoch"})
-
-
-def drops_words(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Loses half of the words of 15% of the rows."""
-    generator = numpy.random.default_rng()
-    kept = []
-    for row in rows:
-        words = row["input_ids"]
-        if generator.random() < 0.15:
-            words = [word for word in words if generator.random() < 0.5] or words[:1]
-        kept.append({**row, "input_ids": words})
-    return pad(kept)
-
-
-@case("collator", replays=True)
-def collator_with_its_own_generator(setting: Setting) -> Job:
-    """`numpy.random.default_rng()` changes 15% of the rows."""
-    return Job(collator=drops_words)
 
 
 class Nested(Classifier):
@@ -207,6 +174,6 @@ def nested_pad(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @case("collator", layouts=("one", "DP2", "K2", "one acc2"))
-def nested_dicts_in_a_batch(setting: Setting) -> Job:
+def nested_dicts_in_a_batch() -> Job:
     """`{"text": {...}, "labels": ...}`."""
     return Job(model=built(Nested), collator=nested_pad, options={"remove_unused_columns": False})

@@ -6,10 +6,10 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from ..kit import Classifier, Job, Setting, bert_classifier, built, case, own_loss
+from ..kit import Classifier, Job, bert_classifier, built, case, own_loss
 
 
 def _sum(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def _sum(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> 
 
 
 @case("loss", layouts=("K2", "DP2", "K2 acc2", "one acc2"))
-def sum_over_rows_without_division(setting: Setting) -> Job:
+def sum_over_rows_without_division() -> Job:
     """`reduction="sum"`, whatever the number of rows."""
     return Job(trainer=own_loss(_sum))
 
@@ -36,7 +36,7 @@ class WhenGiven:
 
 
 @case("loss", layouts=("K2", "DP2", "K2 acc2", "one acc2"), expect="equal")
-def divided_by_num_items_when_given(setting: Setting) -> Job:
+def divided_by_num_items_when_given() -> Job:
     """As transformers' own `ForCausalLMLoss`."""
     return Job(trainer=WhenGiven)
 
@@ -51,7 +51,7 @@ class SupCon(Classifier):
 
 
 @case("loss")
-def supervised_contrastive(setting: Setting) -> Job:
+def supervised_contrastive() -> Job:
     """SupCon on normalised features; the head has no gradient."""
     return Job(model=built(SupCon))
 
@@ -63,7 +63,7 @@ class VICReg(Classifier):
 
 
 @case("loss", layouts=("K2", "DP2"))
-def variance_over_the_batch(setting: Setting) -> Job:
+def variance_over_the_batch() -> Job:
     """VICReg's variance term beside a cross entropy; on DP2 as under DDP."""
     return Job(model=built(VICReg))
 
@@ -73,7 +73,7 @@ def _with_regulariser(self: Any, model: Any, inputs: Any, logits: Tensor, labels
 
 
 @case("loss", layouts=("K2", "DP2", "K2 acc2", "one acc2"))
-def mean_over_rows_plus_a_constant_term(setting: Setting) -> Job:
+def mean_over_rows_plus_a_constant_term() -> Job:
     """Cross entropy and the square of the head's weights."""
     return Job(trainer=own_loss(_with_regulariser))
 
@@ -86,7 +86,7 @@ def _weighted_in_training(self: Any, model: Any, inputs: Any, logits: Tensor, la
 
 
 @case("loss")
-def class_weights_in_training_only(setting: Setting) -> Job:
+def class_weights_in_training_only() -> Job:
     """Class weights where `model.training`."""
     return Job(trainer=own_loss(_weighted_in_training))
 
@@ -107,31 +107,9 @@ class HasTeacher(Classifier):
 
 
 @case("loss", layouts=("K2", "one", "DP2", "one freeze"))
-def distillation_by_a_teacher_in_the_model(setting: Setting) -> Job:
+def distillation_by_a_teacher_in_the_model() -> Job:
     """A frozen second encoder in the same module; MSE of the last hidden states."""
     return Job(model=built(HasTeacher))
-
-
-class UncertainTrainer:
-    def __init__(self, *positional: Any, **keywords: Any) -> None:
-        super().__init__(*positional, **keywords)
-        self.log_variance = nn.Parameter(torch.full((1,), 0.3))
-
-    def create_optimizer(self, *positional: Any) -> Any:
-        optimizer = super().create_optimizer(*positional)  # type: ignore[misc]
-        optimizer.add_param_group({"params": [self.log_variance], "weight_decay": 0.0})
-        return optimizer
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        outputs = model(**inputs)
-        loss = (outputs.loss * (-self.log_variance).exp() + self.log_variance).sum()
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("loss", layouts=("K2", "one", "DP2"))
-def uncertainty_weight_in_the_trainer(setting: Setting) -> Job:
-    """A parameter of the trainer, added to the optimizer."""
-    return Job(trainer=UncertainTrainer, observe=lambda t: {"log variance": t.log_variance.detach()})
 
 
 class RunningScale:
@@ -146,7 +124,7 @@ class RunningScale:
 
 
 @case("loss", layouts=("one", "K2", "DP2"))
-def running_mean_of_the_loss_in_the_trainer(setting: Setting) -> Job:
+def running_mean_of_the_loss_in_the_trainer() -> Job:
     """The loss is divided by its own running mean."""
     return Job(trainer=RunningScale, observe=lambda t: {"scale": t.scale})
 
@@ -168,7 +146,7 @@ class GradientPenalty:
 
 
 @case("loss", layouts=("one", "K2"))
-def gradient_penalty(setting: Setting) -> Job:
+def gradient_penalty() -> Job:
     """Double backward to the embeddings, which `compute_loss` makes itself."""
     return Job(model=bert_classifier(attn_implementation="eager"), trainer=GradientPenalty)
 
@@ -181,7 +159,7 @@ class PenalisesWhatIsTrained:
 
 
 @case("loss", layouts=("K2", "K2 acc2", "DP2", "one acc2"))
-def l2_of_trainable_parameters(setting: Setting) -> Job:
+def l2_of_trainable_parameters() -> Job:
     """`sum(p.pow(2).sum() for p in model.parameters() if p.requires_grad)`."""
     return Job(trainer=PenalisesWhatIsTrained)
 
@@ -201,6 +179,6 @@ def _counting_loss() -> type:
 
 
 @case("loss", layouts=("K2",), expect="equal")
-def counter_in_a_closure(setting: Setting) -> Job:
+def counter_in_a_closure() -> Job:
     """A weight grows with each call, in a variable that no object holds."""
     return Job(trainer=_counting_loss())

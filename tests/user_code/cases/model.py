@@ -17,7 +17,6 @@ from ..kit import (
     Classifier,
     Job,
     Rows,
-    Setting,
     bert_classifier,
     built,
     case,
@@ -46,7 +45,7 @@ def _keep_term(module: Any, _: Any, output: Any) -> None:
 
 
 @case("model with state", layouts=("K2", "one", "one freeze"))
-def auxiliary_loss_kept_in_layers(setting: Setting) -> Job:
+def auxiliary_loss_kept_in_layers() -> Job:
     """Each layer leaves `self.term`, and the model adds them up."""
     return Job(model=built(AuxiliaryInLayers))
 
@@ -75,15 +74,13 @@ class EMATeacher(Classifier):
 
 
 @case("model with state", layouts=("one", "K2"), because="changes the parameter average")
-def ema_teacher_updated_in_forward(setting: Setting) -> Job:
+def ema_teacher_updated_in_forward() -> Job:
     """BYOL, MoCo: parameters without gradient, which each forward moves."""
     return Job(model=built(EMATeacher))
 
 
 class Plain(nn.Module):
     """A transformer of PyTorch's own layers."""
-
-    keep = 1.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +103,7 @@ class Plain(nn.Module):
 
 
 @case("model with state", layouts=("K2", "DP2", "K2 freeze", "K2 acc2"), expect="equal")
-def plain_pytorch_layers(setting: Setting) -> Job:
+def plain_pytorch_layers() -> Job:
     """`nn.TransformerEncoderLayer`s in a list."""
     return Job(model=built(Plain))
 
@@ -126,7 +123,7 @@ class Grows(TrainerCallback):
 
 
 @case("callback", layouts=("K2", "one"))
-def layers_left_out_at_first(setting: Setting) -> Job:
+def layers_left_out_at_first() -> Job:
     """Progressive stacking: a callback says how many layers run."""
     return Job(model=built(SkipsInEpochs), callbacks=[Grows()])
 
@@ -144,7 +141,7 @@ def _clamp_finished(parameter: Tensor) -> None:
 
 
 @case("model with state", layouts=("one", "K2", "K2 zbv", "DP2"))
-def post_accumulate_hooks(setting: Setting) -> Job:
+def post_accumulate_hooks() -> Job:
     """`register_post_accumulate_grad_hook` clamps the gradient of a parameter."""
     return Job(model=_after_accumulation())
 
@@ -158,7 +155,7 @@ class Mutates(Classifier):
 
 
 @case("model with state", layouts=("one", "K2", "DP2", "one freeze"))
-def inputs_changed_in_place(setting: Setting) -> Job:
+def inputs_changed_in_place() -> Job:
     """`input_ids[:, 1] = ...` in forward."""
     return Job(model=built(Mutates))
 
@@ -179,7 +176,7 @@ class ReadsAttribute:
 
 
 @case("model with state", layouts=("K2", "DP2"), expect="equal")
-def attribute_left_by_forward_and_read_by_the_loss(setting: Setting) -> Job:
+def attribute_left_by_forward_and_read_by_the_loss() -> Job:
     """`model.penalty`, of the last forward."""
     return Job(model=built(KeepsAttribute), trainer=ReadsAttribute)
 
@@ -191,7 +188,7 @@ class Tuples(Plain):
 
 
 @case("model with state", layouts=("K2", "one"), expect="equal")
-def forward_that_returns_a_tuple(setting: Setting) -> Job:
+def forward_that_returns_a_tuple() -> Job:
     """(loss, logits)."""
     return Job(model=built(Tuples), evaluated=texts(6, seed=9), options={"eval_strategy": "epoch"})
 
@@ -209,7 +206,7 @@ class LearnsLater(Classifier):
 
 
 @case("callback", layouts=("K2", "DP2", "K2 freeze"))
-def part_that_takes_part_from_step_three(setting: Setting) -> Job:
+def part_that_takes_part_from_step_three() -> Job:
     """Parameters that get no gradient in the first steps."""
     return Job(model=built(LearnsLater), callbacks=[TellsStep()])
 
@@ -230,7 +227,7 @@ class MixesInForward(Classifier):
 
 
 @case("model with state", expect="refused", because="random numbers before its layers")
-def mixup_inside_forward(setting: Setting) -> Job:
+def mixup_inside_forward() -> Job:
     """Manifold mixup with `torch.randperm` in the model's own forward."""
     return Job(model=built(MixesInForward))
 
@@ -255,7 +252,7 @@ class LabelsInTheLayers(Classifier):
 
 
 @case("model with state", layouts=("one cache", "K2", "K2 cache"))
-def frozen_layers_that_read_labels(setting: Setting) -> Job:
+def frozen_layers_that_read_labels() -> Job:
     """The embeddings add the label's; each text comes with two labels."""
     rows = texts().rows
     relabelled = [{**row, "labels": (row["labels"] + row["input_ids"][-1]) % LABELS} for row in rows]
@@ -271,7 +268,7 @@ class Spectral(Classifier):
 
 
 @case("model with state", layouts=("K2", "one", "DP2"))
-def spectral_norm(setting: Setting) -> Job:
+def spectral_norm() -> Job:
     """Power iterations in each forward of two layers."""
     return Job(model=built(Spectral))
 
@@ -289,7 +286,7 @@ def _halve(gradient: Tensor) -> Tensor:
 
 
 @case("model with state", layouts=("K2", "K2 freeze", "K2 zbv", "DP2", "one"))
-def tensor_hooks_on_parameters(setting: Setting) -> Job:
+def tensor_hooks_on_parameters() -> Job:
     """Gradients of two layers are scaled by hooks; layers move at a freeze."""
     return Job(model=_hooked(), options={"optim": "sgd", "learning_rate": 0.05})
 
@@ -311,7 +308,7 @@ class Counts(Classifier):
 
 
 @case("model with state", layouts=("one", "DP2", "one freeze", "K2"))
-def call_counter_in_forward(setting: Setting) -> Job:
+def call_counter_in_forward() -> Job:
     """The loss grows with each call; what is examined before training must not count."""
     return Job(model=built(Counts), observe=lambda trainer: {"calls": trainer.model.calls})
 
@@ -331,6 +328,6 @@ class NoisyWithDeepSupervision(Classifier):
 
 
 @case("model with state", layouts=("K2",), expect="refused", because="reads what other layers return or leave behind")
-def noise_and_deep_supervision_in_training(setting: Setting) -> Job:
+def noise_and_deep_supervision_in_training() -> Job:
     """Random in training, where it also reads an early layer's output."""
     return Job(model=built(NoisyWithDeepSupervision))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
-from ..kit import LABELS, WIDTH, Job, Rows, Setting, bert_classifier, built, case, texts
+from ..kit import LABELS, WIDTH, Job, Rows, bert_classifier, built, case, texts
 
 
 class ChangesGroups(TrainerCallback):
@@ -21,7 +20,7 @@ class ChangesGroups(TrainerCallback):
 
 
 @case("callback", layouts=("K2", "DP2", "K2 freeze"), expect="equal")
-def rates_and_decay_changed_by_a_callback(setting: Setting) -> Job:
+def rates_and_decay_changed_by_a_callback() -> Job:
     """`optimizer.param_groups` are changed at each step's begin."""
     return Job(callbacks=[ChangesGroups()])
 
@@ -34,7 +33,7 @@ class ClipsWeights(TrainerCallback):
 
 
 @case("callback", layouts=("K2", "DP2", "K2 freeze fixed"))
-def weights_clipped_after_each_step(setting: Setting) -> Job:
+def weights_clipped_after_each_step() -> Job:
     """WGAN: `parameter.clamp_` for all parameters."""
     return Job(callbacks=[ClipsWeights()], options={"num_train_epochs": 2})
 
@@ -55,28 +54,13 @@ class SWA(TrainerCallback):
 
 
 @case("callback", layouts=("K2", "DP2"))
-def stochastic_weight_averaging(setting: Setting) -> Job:
+def stochastic_weight_averaging() -> Job:
     """`state_dict()` at each epoch's end, `load_state_dict` of the mean at the end."""
     return Job(callbacks=[SWA()])
 
 
-def _by_layers(model: Any) -> list[dict[str, Any]]:
-    depth = {"embeddings": 0.5, "layer.0": 0.6, "layer.1": 0.7, "layer.2": 0.8, "layer.3": 0.9}
-    return [
-        {"params": [p], "lr": 0.05 * next((v for k, v in depth.items() if k in name), 1.0)}
-        for name, p in model.named_parameters()
-    ]
-
-
-@case("optimizer", layouts=("K2", "DP2", "K2 freeze"), expect="equal")
-def rates_that_decay_with_depth(setting: Setting) -> Job:
-    """A parameter group for each parameter, passed as `optimizers=`."""
-    model = bert_classifier()
-    return Job(model=model, keywords={"optimizers": (torch.optim.SGD(_by_layers(model), momentum=0.9), None)})
-
-
 @case("optimizer", layouts=("K2", "DP2"), expect="equal")
-def adafactor_by_class_and_keywords(setting: Setting) -> Job:
+def adafactor_by_class_and_keywords() -> Job:
     """`optimizer_cls_and_kwargs=(NAdam, {...})`."""
     return Job(keywords={"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 3e-3, "eps": 1e-4})})
 
@@ -101,7 +85,7 @@ class SAM:
 
 
 @case("trainer override", layouts=("one", "K2", "DP2"))
-def sharpness_aware_training_step(setting: Setting) -> Job:
+def sharpness_aware_training_step() -> Job:
     """SAM: `training_step` twice, with a norm over all gradients."""
     return Job(trainer=SAM, options={"optim": "sgd", "learning_rate": 0.05})
 
@@ -118,7 +102,7 @@ class OwnStep:
 
 
 @case("trainer override", layouts=("one", "K2", "DP2"))
-def training_step_without_super(setting: Setting) -> Job:
+def training_step_without_super() -> Job:
     """`training_step` that calls `compute_loss` and `backward` itself."""
     return Job(trainer=OwnStep)
 
@@ -131,29 +115,9 @@ def _twice(trainer: Any) -> None:
 
 
 @case("trainer override", layouts=("K2", "DP2", "one", "K2 freeze"))
-def train_twice(setting: Setting) -> Job:
+def train_twice() -> Job:
     """`trainer.train()` two times, the second from where the first has ended."""
     return Job(drive=_twice)
-
-
-class Teaches:
-    """The model's own copy is a moving target."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
-        plain = getattr(model, "module", model)
-        if not hasattr(self, "copied"):
-            self.copied: nn.Module = copy.deepcopy(plain).eval()
-        outputs = model(**inputs)
-        with torch.no_grad():
-            wanted = self.copied(**inputs).logits
-        loss = outputs.loss + (outputs.logits - wanted).pow(2).mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-@case("trainer override", layouts=("one", "K2", "DP2", "one freeze", "DP2 cache"))
-def copy_of_the_model_as_a_teacher(setting: Setting) -> Job:
-    """`copy.deepcopy(model)` at the first call of `compute_loss`."""
-    return Job(trainer=Teaches)
 
 
 class Strict(nn.Module):
@@ -183,7 +147,7 @@ def weighted_texts() -> Rows:
 
 
 @case("trainer override", layouts=("one", "DP2", "K2", "K2 acc2"))
-def strict_forward_and_popped_sample_weights(setting: Setting) -> Job:
+def strict_forward_and_popped_sample_weights() -> Job:
     """`forward(input_ids, attention_mask)`; `compute_loss` pops labels and weights."""
     options = {"remove_unused_columns": False}
     return Job(model=built(Strict), data=weighted_texts(), trainer=WeightedRows, options=options)
