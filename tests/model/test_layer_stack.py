@@ -232,22 +232,6 @@ def test_layers_that_are_not_simply_read_one_after_the_other(name: str) -> None:
     assert_cuts_equal_the_whole(stack, batch, all_cuts)
 
 
-def test_a_value_that_only_training_reads_with_a_gradient_has_one() -> None:
-    """As wav2vec 2.0 chooses its codes: by the largest score in eval mode, by a soft choice in training."""
-
-    def read(model: Layers, x: Tensor) -> Tensor:
-        first = model.layers[0](x)
-        scores = model.chooses(first).softmax(-1)
-        if not model.training:
-            scores = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-        return model.head(model.layers[2](model.layers[1](first.relu()))) + scores
-
-    stack = LayerStack.discover(Layers(read), {"x": torch.randn(3, 4)})
-    assert used_before(stack, 2) == ["layers.0", "layers.1"] and all(
-        slot.needs_gradient for slot in stack.boundaries[2]
-    )
-
-
 # ------------------------------------------------------------------------------------ refusals
 def scaling_its_weights(model: Layers, x: Tensor) -> Tensor:
     """As RWKV scales its own where it does not train."""

@@ -49,11 +49,10 @@ class WithOwn:
         super().__init__(*args, **keywords)
         self.own = [nn.Parameter(torch.full((3, 2), 0.5)), nn.Parameter(torch.full((2, 2), 0.25))]
 
-    def create_optimizer(self, *args: Any) -> Any:
-        optimizer = super().create_optimizer(*args)  # type: ignore[misc]
-        group = optimizer.param_groups[0]
-        group["params"] = [self.own[0], *group["params"], self.own[1]]
-        return optimizer
+    def create_optimizer(self: Any, *_: Any) -> Any:
+        parameters = [self.own[0], *self.model.parameters(), self.own[1]]
+        self.optimizer = torch.optim.AdamW(parameters, lr=3e-3, eps=1e-4)
+        return self.optimizer
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         outputs = model(**inputs)

@@ -76,16 +76,6 @@ def test_copies_that_autocast_would_keep() -> None:
     assert (frozen.copies, frozen.untrained_copies_bytes) == ({}, sum(block.values()))
 
 
-def test_frozen_units_keep_nothing_and_train_nothing():
-    model = Toy()
-    for part in (model.stem, model.blocks[0]):
-        part.requires_grad_(False)
-    first, middle, _ = toy_costs(model)
-    assert (first.trainable_bytes, first.activation_bytes) == (0, 0)
-    assert middle.trainable_bytes == sum(middle.parameters.values())
-    assert first.forward_flops == toy_costs()[0].forward_flops
-
-
 def test_the_head_goes_on_when_the_last_unit_is_frozen():
     model, batch = Toy(), {"hidden": torch.randn(ROWS, WIDTH)}
     *others, last = measure_costs(LayerStack.discover(model, batch), batch, {"head.weight", "head.bias"})

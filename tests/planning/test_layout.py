@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from layouts import layout_of
 
 from hf_pipetransformer.planning.layout import Layout
@@ -44,15 +43,3 @@ def test_number_of_microbatches() -> None:
 
     assert [with_at_most(rows).num_microbatches for rows in (6, 4, 3, 2, 1)] == [4, 6, 8, 12, 4]
     assert [with_at_most(3).num_microbatches_for(rows) for rows in (24, 12, 10, 7)] == [8, 4, 5, 7]
-
-
-@pytest.mark.parametrize(
-    ("stages", "nodes", "highest"),
-    [
-        (4, "aaaa", 5),  # three stages follow the first one
-        (4, "aabb", 4),  # the third stage is on another node than the first
-    ],
-)
-def test_how_far_up_frozen_layers_can_be_cached(stages: int, nodes: str, highest: int) -> None:
-    assert layout_of(stages, 4).most_cached_on(nodes, 8) == highest
-    assert layout_of(stages, 4).most_cached_on(nodes, 1) == 1

@@ -7,11 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_pipetransformer.planning.partition import (
-    balance_holders,
     choose_num_microbatches,
     split_min_max,
 )
-from hf_pipetransformer.planning.placement import Placement
 
 
 def all_bounds(num_units: int, num_stages: int) -> list[tuple[int, ...]]:
@@ -34,16 +32,6 @@ def by_brute_force(costs: list[int], num_stages: int) -> tuple[int, ...]:
     )
 
 
-def held_by_processes(num_stages: int, num_virtual_stages: int, is_v_shaped: bool) -> list[tuple[int, ...]]:
-    placement = Placement(num_stages, num_virtual_stages, is_v_shaped)
-    return [placement.held_by(stage) for stage in range(num_stages)]
-
-
-def process_costs(costs: list[int], bounds: tuple[int, ...], held: list[tuple[int, ...]]) -> list[int]:
-    parts = stage_costs(costs, bounds)
-    return [sum(parts[part] for part in parts_held) for parts_held in held]
-
-
 @st.composite
 def costs_and_stages(draw: st.DrawFn) -> tuple[list[int], int]:
     costs = draw(st.lists(st.integers(0, 20), min_size=1, max_size=9))
@@ -55,16 +43,6 @@ def costs_and_stages(draw: st.DrawFn) -> tuple[list[int], int]:
 def test_split_equals_brute_force(case: tuple[list[int], int]) -> None:
     costs, num_stages = case
     assert split_min_max(costs, num_stages) == by_brute_force(costs, num_stages)
-
-
-@settings(deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 20), min_size=8, max_size=16), st.booleans())
-def test_balancing_processes_makes_nothing_worse(costs: list[int], is_v_shaped: bool) -> None:
-    held = held_by_processes(4, 2, is_v_shaped)
-    split = split_min_max(costs, 8)
-    bounds = balance_holders(split, costs, held)
-    assert bounds in all_bounds(len(costs), 8)
-    assert max(process_costs(costs, bounds, held)) <= max(process_costs(costs, split, held))
 
 
 @pytest.mark.parametrize(

@@ -132,11 +132,3 @@ def test_a_layout_is_restored_where_the_same_is_asked_for() -> None:
         assert other.again(facts, most_frozen=3) is None
     with pytest.raises(ValueError, match=r"trainer_state.json: .*layout is no layout: num_frozen_layers is 9"):
         planner.again({**facts, "num_frozen": 9}, most_frozen=9)
-
-
-def test_a_layout_that_needs_more_memory_than_there_is_now_is_not_restored() -> None:
-    made, small = planner_of(1, 2), planner_of(1, 2, memory_budget_bytes=1)
-    assert small.again(as_stored(made, made.first), most_frozen=0) == made.first, "no more than the first needs"
-    one = as_stored(made, made.in_stages(1))
-    two = planner_of(2, 2, memory_budget_bytes=1)
-    assert two.again({**one, "asked": as_stored(two, two.first)["asked"]}, most_frozen=0) is None

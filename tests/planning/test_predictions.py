@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 from layouts import planner_of, times_of, unit
@@ -15,21 +14,7 @@ def bytes_of(planner: Planner) -> list[int]:
     return planner.stage_bytes(planner.first)
 
 
-def interleaved(**changes: Any) -> Planner:
-    return planner_of(2, schedule="interleaved1f1b", virtual_pipeline_parallel_size=2, **changes)
-
-
 # -- memory --------------------------------------------------------------------------------------------------
-
-
-def test_activations_of_an_interleaved_schedule() -> None:
-    """Stage 0 keeps at most 5 forwards before its first backward (`F0 F1 f0 f1 F2`), stage 1 keeps 3."""
-    units = tuple(unit(i, activation_bytes=10 ** (i // 2), boundary_bytes=10_000, trainable_bytes=0) for i in range(8))
-    planner = interleaved(world_size=2, units=units, num_microbatches=8)
-    # virtual stages keep 2, 20, 200 and 2000 bytes of a micro-batch; stage 0 receives at three boundaries
-    weights, received = 4 * 100, 8 * 10_000
-    both = weights + 3 * received
-    assert bytes_of(planner) == [both + 3 * 2 + 2 * 200, both + 2 * 20 + 1 * 2000]
 
 
 def test_stage_bytes_adds_up() -> None:

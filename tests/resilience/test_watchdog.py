@@ -18,7 +18,7 @@ from selection import slow
 
 from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
-from hf_pipetransformer.resilience.watchdog import EXIT_CODE, GRACE, PROGRESS, Watchdog, phase
+from hf_pipetransformer.resilience.watchdog import EXIT_CODE, PROGRESS, Watchdog, phase
 
 TIMEOUT = 2.0
 
@@ -89,25 +89,6 @@ def test_who_is_waited_for_in_vain_is_named() -> None:
     assert outcomes[1].exitcode == EXIT_CODE
 
 
-def fail_one_after_the_other(rank: int, world_size: int) -> None:
-    with watch(rank, limit=60):
-        PROGRESS.enter("start", 0)
-        compute(1.5 * GRACE * rank)
-        raise LookupError(f"found by rank {rank}")
-
-
-def compute(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        torch.nn.Linear(64, 64)(torch.zeros(64, 64))
-
-
-@pytest.mark.slow
-def test_a_process_at_work_may_come_to_an_error_of_its_own() -> None:
-    outcomes = launch_ranks(fail_one_after_the_other, 2, timeout=60)
-    assert [str(outcome.error) for outcome in outcomes] == ["found by rank 0", "found by rank 1"]
-
-
 @pytest.mark.slow
 def test_an_error_of_one_process_ends_all() -> None:
     """Also one that looks like the loss of a peer."""
@@ -127,6 +108,12 @@ def test_processes_that_wait_for_one_another() -> None:
 # ---------------------------------------------------------------------------------------------------------
 # No verdict
 # ---------------------------------------------------------------------------------------------------------
+def compute(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        torch.nn.Linear(64, 64)(torch.zeros(64, 64))
+
+
 def computes(rank: int, world_size: int) -> str:
     """All of them for long, in the library's own code."""
     with watch(rank, limit=3):

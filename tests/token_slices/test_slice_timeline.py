@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from hf_pipetransformer.planning.schedules import Work
 from hf_pipetransformer.token_slices.slice_planning import SliceLatency, whole_rows
 from hf_pipetransformer.token_slices.slice_timeline import (
     LEAST_GAIN_OF_CUTS,
     StageLatency,
     choose_slices,
     simulate_slices,
-    work_of,
 )
-
-
-def text_of(work: Sequence[Work]) -> str:
-    return " ".join(f"{task.kind[0].upper()}{task.micro_batch}" for task in work)
-
-
-def test_parts_follow_1f1b_and_slices_go_back_in_reverse() -> None:
-    """Slices 0 and 1 are those of the first part."""
-    assert text_of(work_of(0, 2, [2, 1, 1])) == "F0 F1 F2 B1 B0 F3 B2 B3"
-    assert text_of(work_of(1, 2, [2, 1, 1])) == "F0 F1 B1 B0 F2 B2 F3 B3"
 
 
 def latency(fixed: float, per_token: float) -> StageLatency:

@@ -17,7 +17,6 @@ from test_elastic_pipeline import stages_by_frozen
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from training_runs import (
-    WORLD,
     Outcome,
     Run,
     assert_same_training,
@@ -27,7 +26,6 @@ from training_runs import (
     pipeline_trainer,
     reference,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pipetransformer import UnsupportedModelError
 from hf_pipetransformer.run import setup
@@ -68,53 +66,6 @@ def events_in(folder: Path) -> list[dict[str, Any]]:
 def test_a_training_in_slices_is_that_of_one_process(world: int, stages: int, options: dict[str, Any]) -> None:
     run = replace(RUN, per_device=16 // world)
     assert_same_training(run_ranks(pipeline, world, run, stages, **options), expected())
-
-
-class MarkedEmbedding(nn.Embedding):
-    """Has a parameter that rows with a mark alone reach, as an expert may."""
-
-    def __init__(self, like: nn.Embedding) -> None:
-        super().__init__(like.num_embeddings, like.embedding_dim, _weight=like.weight.detach())
-        self.shift = nn.Parameter(torch.zeros(like.embedding_dim))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        marked = ids == MARK
-        embedded = super().forward(ids)
-        return embedded + marked[..., None] * self.shift if marked.any() else embedded
-
-
-MARK = 63
-
-
-class OneMarkedRow(torch.utils.data.Dataset):
-    """Behind those that are looked at before the training."""
-
-    def __len__(self) -> int:
-        return 80
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        ids = torch.randint(5, 60, (12,), generator=torch.Generator().manual_seed(index)).tolist()
-        ids = [*ids[:5], MARK, *ids[6:]] if index == 70 else ids
-        return {"input_ids": ids, "labels": ids}
-
-
-def on_one_marked_row(rank: int, world_size: int, stages: int, **options: Any) -> Outcome:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    model.model.embed_tokens = MarkedEmbedding(model.model.embed_tokens)
-    run = Run("causal-lm", per_device=16 // world_size, accumulation=1, epochs=1)
-    trainer = pipeline_trainer(run, stages, model=model, **options)
-    trainer.train_dataset = OneMarkedRow()
-    return outcome_of(trainer)
-
-
-def test_what_one_replica_alone_reaches_is_averaged() -> None:
-    whole = run_ranks(on_one_marked_row, 1, 1)[0]
-    assert whole.weights["model.embed_tokens.shift"].abs().max() > 1e-4
-    assert_same_training(run_ranks(on_one_marked_row, WORLD, 2, token_slices=3), whole)
 
 
 # ------------------------------------------------------------------------------------------ "auto"

@@ -147,22 +147,6 @@ def table_with_as_many_entries_as_rows() -> Job:
     return Job(model=built(EightFeatures), collator=with_eight_numbers, options={"remove_unused_columns": False})
 
 
-def accuracy(prediction: Any) -> dict[str, float]:
-    return {"accuracy": float((prediction.predictions == prediction.label_ids).mean())}
-
-
-def best_class(logits: Any, labels: Tensor) -> Tensor:
-    logits = logits[0] if isinstance(logits, tuple) else logits
-    return logits.argmax(-1)
-
-
-@case("trainer override", layouts=("K2", "DP2", "K2 freeze"), expect="equal")
-def metrics_of_preprocessed_logits() -> Job:
-    """`compute_metrics` with `preprocess_logits_for_metrics`, at each epoch."""
-    keywords = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": best_class}
-    return Job(evaluated=texts(12, seed=9), keywords=keywords, options={"eval_strategy": "epoch"})
-
-
 class Nested(Classifier):
     def forward(self, text: dict[str, Tensor], labels: Tensor | None = None) -> dict[str, Tensor]:
         return super().forward(text["input_ids"], text["attention_mask"], labels)

@@ -181,18 +181,6 @@ def attribute_left_by_forward_and_read_by_the_loss() -> Job:
     return Job(model=built(KeepsAttribute), trainer=ReadsAttribute)
 
 
-class Tuples(Plain):
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
-        output = super().forward(input_ids, attention_mask, labels)
-        return tuple(output.values())
-
-
-@case("model with state", layouts=("K2", "one"), expect="equal")
-def forward_that_returns_a_tuple() -> Job:
-    """(loss, logits)."""
-    return Job(model=built(Tuples), evaluated=texts(6, seed=9), options={"eval_strategy": "epoch"})
-
-
 class LearnsLater(Classifier):
     """A part of the model takes part from a step on."""
 

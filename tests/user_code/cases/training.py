@@ -107,19 +107,6 @@ def training_step_without_super() -> Job:
     return Job(trainer=OwnStep)
 
 
-def _twice(trainer: Any) -> None:
-    trainer.train()
-    first = list(trainer.state.log_history)
-    trainer.train()
-    trainer.state.log_history = first + trainer.state.log_history
-
-
-@case("trainer override", layouts=("K2", "DP2", "one", "K2 freeze"))
-def train_twice() -> Job:
-    """`trainer.train()` two times, the second from where the first has ended."""
-    return Job(drive=_twice)
-
-
 class Strict(nn.Module):
     """Takes what it needs, and nothing else."""
 
