@@ -44,24 +44,16 @@ def saved(value: Any) -> Any:
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "add": lambda p: p + 1,
-    "radd": lambda p: 1 + p,
     "pow": lambda p: p**2,
-    "sum": lambda p: p.sum(),
-    "norm": lambda p: p.norm(),
     "foreach": lambda p: torch._foreach_norm([p]),
     "cat": lambda p: torch.cat([torch.ones(SHAPE), p]),
     "out": lambda p: torch.no_grad()(torch.add)(torch.ones(SHAPE), p, out=torch.empty(SHAPE)),
     "equal": lambda p: torch.equal(p, torch.ones(SHAPE)),
-    "compare": lambda p: p > 0,
-    "bool": lambda p: bool(p[0, 0]),
     "item": lambda p: p[0, 0].item(),
-    "index": lambda p: p[0],
     "iterate": lambda p: list(p),
     "detach": lambda p: p.detach(),
     "data": lambda p: p.data,
     "to": lambda p: p.to(torch.float16),
-    "tolist": lambda p: p.tolist(),
-    "numpy": lambda p: p.detach().numpy(),
     "asarray": lambda p: np.asarray(p),
     "dlpack": lambda p: torch.utils.dlpack.from_dlpack(p),
     "storage": lambda p: p.untyped_storage(),
@@ -69,13 +61,10 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "pickle": pickle.dumps,
     "save": saved,
     "write": lambda p: p.data.fill_(1),
-    "copy_": lambda p: p.detach().copy_(torch.ones(SHAPE)),
     "copy from it": lambda p: torch.zeros(SHAPE).copy_(p),
     "set": lambda p: setattr(p, "data", torch.ones(SHAPE)),
     "linear": lambda p: nn.functional.linear(torch.ones(2, 4), p),
-    "init": lambda p: nn.init.zeros_(p),
     "grad": lambda p: p.grad,
-    "print a value": lambda p: f"{p[0, 0]:.2f}",
 }
 
 

@@ -95,16 +95,6 @@ def test_the_units_sum_up_to_the_model():
     assert 2 * sum(unit.forward_flops for unit in units) == counter.get_total_flops()
 
 
-def test_between_layers_of_the_decoder_the_encoder_output_travels_too():
-    """T5 hands on [T, D] hidden states, and the position bias [heads, T, T] of the stack that is running."""
-    units = costs_of(MODELS["t5"].build(), MODELS["t5"].batch(2))
-    hidden, bias = FLOAT * 7 * 16, FLOAT * 2 * 7 * 7
-    encoder, decoder = [unit.boundary_bytes for unit in units[:3]], [unit.boundary_bytes for unit in units[3:]]
-    assert encoder[-1] == hidden, "nobody reads the encoder's bias any more"
-    assert decoder[0] > 2 * hidden and decoder[-1] == 0
-    assert encoder[0] == hidden + bias / 2  # of the whole batch, and so half of it per row
-
-
 def test_grouped_experts_count_as_eager_ones():
     """transformers computes experts by a product that torch's counter does not know; routing makes shares differ."""
     totals = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -31,22 +30,6 @@ def test_auto_says_what_is_missing() -> None:
     for sharding in ("none", "auto"):
         with pytest.raises(ValueError, match=message):
             layout_of("auto", **tight, replica_sharding=sharding)
-
-
-@pytest.mark.parametrize(
-    ("k", "wanted", "frozen", "cached", "bounds"),
-    [
-        (2, 3, 0, 0, (0, 1, 2, 3, 4, 6, 8)),
-        (2, 5, 0, 0, (0, 1, 2, 3, 4, 5, 6, 7, 8)),  # as many as there are units for
-        (2, 2, 4, 4, (0, 5, 6, 7, 8)),  # the first virtual stage has all cached units
-        (2, 2, 5, 5, (0, 6, 8)),  # 1F1B rather than fewer cached units
-    ],
-)
-def test_number_of_virtual_stages(k: int, wanted: int, frozen: int, cached: int, bounds: tuple[int, ...]) -> None:
-    planner = planner_of(k, schedule="interleaved1f1b", virtual_pipeline_parallel_size=wanted)
-    layout = planner.in_stages(k, frozen, cached)
-    assert (layout.stage_bounds, layout.num_cached_layers) == (bounds, cached)
-    assert layout.runs_as == ("interleaved1f1b" if layout.num_virtual_stages > 1 else "1f1b")
 
 
 def test_more_micro_batches_where_only_that_makes_the_stages_fit() -> None:
@@ -113,22 +96,3 @@ def test_shardings_considered() -> None:
     assert planner.first is planner.considered[1]
     given = choosing(1999, k=1)
     assert sharding(given.first) == (1, "optimizer") and not given.fits(given.first), "a given K is kept"
-
-
-# ------------------------------------------------------------------------------------------ in a checkpoint
-def as_stored(planner: Planner, layout: Layout) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(json.dumps(planner.facts_of(layout)))
-    return facts
-
-
-def test_a_layout_is_restored_where_the_same_is_asked_for() -> None:
-    planner = planner_of(1, 1)
-    layout = planner.in_stages(1, 3, 2)
-    facts = as_stored(planner, layout)
-    assert planner.again(facts, most_frozen=3) == layout
-    assert planner.again(facts, most_frozen=2) is None  # a user who freezes no more
-    assert planner.again({**facts, "units": 7}, most_frozen=3) is None  # another model
-    for other in (planner_of(1, 1, rows_per_device=3), planner_of(1, 1, is_elastic=False), planner_of(1, 2)):
-        assert other.again(facts, most_frozen=3) is None
-    with pytest.raises(ValueError, match=r"trainer_state.json: .*layout is no layout: num_frozen_layers is 9"):
-        planner.again({**facts, "num_frozen": 9}, most_frozen=9)

@@ -5,34 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from distributed import patient, run_ranks
+from distributed import patient
 from selection import slow
-
-from hf_pipetransformer.resilience import exit as process_exit
-
-
-def ends_beside_a_stuck_peer(rank: int, world_size: int, has_ended: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(hours=1))
-    dist.barrier()
-    if rank == 0:
-        work = dist.all_reduce(torch.ones(1), async_op=True)  # the other one never comes
-        process_exit.end(seconds=1)
-        del work
-        has_ended.touch()
-    while not has_ended.exists():
-        time.sleep(0.05)
-
-
-def test_the_end_is_bounded_where_a_peer_is_stuck(tmp_path: Path) -> None:
-    run_ranks(ends_beside_a_stuck_peer, 2, tmp_path / "ended")
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Groups on an accelerator, with a kernel that waits for other processes. A semaphore stands for the kernel: destroying

@@ -21,8 +21,6 @@ from hf_pipetransformer.token_slices.slice_planning import (
     step_seconds,
 )
 
-USUAL = SliceLatency(fixed=4e-4, per_token=4e-6, per_pair=1e-9, per_context=2e-8, flat_tokens=256)
-
 
 @cache
 def compositions(total: int) -> tuple[tuple[int, ...], ...]:
@@ -100,14 +98,3 @@ def test_a_plan_holds_the_whole_batch(
 )
 def test_slices_that_were_asked_for(length: int, asked: int | list[int], slices: tuple[int, ...]) -> None:
     assert slices_asked_for(length, asked) == slices
-
-
-GRID = [(r, n, c) for r in (1, 2) for n in (64, 128, 256, 512, 1024) for c in (0, 512, 1024)]
-
-
-def test_a_fit_finds_what_was_measured() -> None:
-    fitted, error = SliceLatency.fit([(*point, USUAL.seconds(*point)) for point in GRID])
-    assert error < 1e-9
-    assert fitted.flat_tokens == USUAL.flat_tokens
-    for name in ("fixed", "per_token", "per_pair", "per_context"):
-        assert getattr(fitted, name) == pytest.approx(getattr(USUAL, name), rel=1e-6, abs=1e-15)

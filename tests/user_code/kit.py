@@ -127,7 +127,6 @@ class Job:
 
     model: nn.Module | None = None
     data: Any = None
-    evaluated: Any = None
     collator: Callable[[list[Any]], Any] | None = None
     trainer: type | None = None
     callbacks: list[TrainerCallback] = field(default_factory=list)
@@ -196,9 +195,9 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def large_weights(model: nn.Module, seed: int = 0) -> Any:
+def large_weights(model: nn.Module) -> Any:
     """New weights, so large that every layer moves the loss; in place."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -258,9 +257,9 @@ class Classifier(nn.Module):
         return output
 
 
-def built(cls: type[nn.Module], *args: Any, seed: int = 0, **keywords: Any) -> Any:
+def built(cls: type[nn.Module]) -> Any:
     """An instance with large weights, in training mode."""
-    return large_weights(cls(*args, **keywords), seed)
+    return large_weights(cls())
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -281,17 +280,15 @@ class Rows(Dataset):
         return dict(self.rows[index])
 
 
-def texts(samples: int = SAMPLES, seed: int = 0, **columns: Callable[[random.Random, list[int], int], Any]) -> Rows:
+def texts(**columns: Callable[[random.Random, list[int], int], Any]) -> Rows:
     """Ragged rows of words; the classes are unbalanced, and follow from the first word.
 
     Args:
-        samples: How many.
-        seed: Others give others.
         **columns: Name -> function of a generator, the words and the label.
     """
-    generator = random.Random(seed)
+    generator = random.Random(0)
     rows = []
-    for _ in range(samples):
+    for _ in range(SAMPLES):
         words = [generator.randrange(FIRST_WORD, VOCABULARY) for _ in range(generator.randint(SHORTEST, LONGEST))]
         label = 0 if words[0] % 10 < 7 else 1 + words[0] % 2
         row = {"input_ids": words, "labels": label}

@@ -8,8 +8,7 @@ The cases are in `cases/`. Each is trained for a few steps in fp32 without dropo
 `PipeTransformerTrainer` in the layout that it names, and by the stock `Trainer` in one process with the whole batch as
 one batch: the reference. Verdicts:
 
-    equal                the losses logged, the final weights and buffers, what evaluations found, and the loss of the
-                         finished model agree
+    equal                the losses logged, the final weights and buffers, and the loss of the finished model agree
     refused              all processes raised a ValueError of the library before the first optimizer step
     stopped              likewise, in a later step
     as DDP               rows that belong together, with K = 1: each process has a loss of its own rows, with a warning
@@ -65,15 +64,8 @@ DEADLINE_S = 60.0
 GRACE_S = 8.0
 """For the other processes, once one has failed."""
 PACKAGE = str(Path(hf_pipetransformer.__file__).parent)
-LAUNCHERS = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_USE_AGENT_STORE",
-)
+LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+"""How the names begin of what a launcher sets."""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -90,7 +82,6 @@ def common_options() -> dict[str, Any]:
         "max_grad_norm": 1.0,
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
-        "per_device_eval_batch_size": 3,
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
@@ -122,8 +113,6 @@ def make_trainer(job: Job, layout: Layout, is_reference: bool, folder: str) -> A
         )
     cls = type("UsersTrainer", (job.trainer, base), {}) if job.trainer else base
     keywords = {"train_dataset": job.data if job.data is not None else texts(), "data_collator": job.collator or pad}
-    if job.evaluated is not None:
-        keywords["eval_dataset"] = job.evaluated
     return cls(model=model, args=arguments, callbacks=callbacks, **keywords | job.keywords)
 
 
@@ -148,15 +137,7 @@ def run_job(case: Case, layout: Layout, is_reference: bool, folder: str) -> Outc
         seed_all(1)
         trainer = make_trainer(job, layout, is_reference, folder)
         job.drive(trainer)
-        history = trainer.state.log_history
-        outcome.losses = [entry["loss"] for entry in history if "loss" in entry]
-        timing = ("_runtime", "_per_second", "_time")
-        outcome.metrics = [
-            float(value)
-            for entry in history
-            for name, value in sorted(entry.items())
-            if name.startswith("eval_") and not name.endswith(timing) and isinstance(value, (int, float))
-        ]
+        outcome.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         outcome.weights = {
             name: tensor.detach().clone()
             for name, tensor in (*trainer.model.named_parameters(), *trainer.model.named_buffers())
@@ -207,8 +188,8 @@ def train(rank: int, world_size: int, entry: Entry, folder: str, is_reference: b
     """One rank of a case, or its reference."""
     case, layout = CASES[entry[0]], LAYOUTS[entry[1]]
     if world_size == 1:
-        for name in LAUNCHERS:
-            os.environ.pop(name, None)
+        for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+            del os.environ[name]
     outcome = run_job(case, layout, is_reference, folder)
     if outcome.error:
         raise _Failed(outcome)

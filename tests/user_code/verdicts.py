@@ -25,7 +25,6 @@ class Outcome:
     """How one process ended; plain values."""
 
     losses: list[float] = field(default_factory=list)
-    metrics: list[float] = field(default_factory=list)
     steps: int = 0
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     observed: dict[str, Any] = field(default_factory=dict)
@@ -117,13 +116,10 @@ def _compare(finding: Finding, reference: Outcome, ranks: Sequence[Outcome]) -> 
             finding.weight_difference = max(finding.weight_difference, weight)
             if not weight <= WEIGHT_TOLERANCE:
                 problems.append(f"{name} differs by {weight:.1e} on rank {rank}")
-        pairs = {
-            "metrics": (outcome.metrics, reference.metrics),
-            "finished loss": (outcome.finished, reference.finished),
-        }
+        pairs = {"finished loss": (outcome.finished, reference.finished)}
         pairs |= {name: (outcome.observed.get(name), value) for name, value in reference.observed.items()}
         if rank and finding.layout.startswith("K2"):  # what a loss leaves on the trainer is on rank 0
-            pairs = {"metrics": pairs["metrics"]}
+            pairs = {}
         problems += [f"{n}: {_short(a)} in place of {_short(b)}" for n, (a, b) in pairs.items() if not _same(a, b)]
     finding.verdict = "SILENTLY DIFFERENT" if problems else "equal"
     finding.reason = "; ".join(dict.fromkeys(problems))

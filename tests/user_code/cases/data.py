@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, Sampler
-from transformers import BatchEncoding
 
 from ..kit import Classifier, Job, built, case, pad, texts
 
@@ -44,34 +43,15 @@ def curriculum_sampler_with_set_epoch() -> Job:
     return Job(trainer=WithCurriculum)
 
 
-class Augments(Dataset):
-    """Loses a word of each sample, by a generator of its own."""
-
-    def __init__(self) -> None:
-        self.rows, self.generator = texts().rows, random.Random()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self.rows[index]
-        words = list(row["input_ids"])
-        words[self.generator.randrange(len(words))] = 7
-        return {**row, "input_ids": words}
-
-
-@case("sampler")
-def augmentation_with_the_data_sets_generator() -> Job:
-    """`random.Random()` in `__getitem__`."""
-    return Job(data=Augments())
-
-
-class CountsAccess(Augments):
+class CountsAccess(Dataset):
     """Each access to a sample gives its next word as the first."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.rows = texts().rows
         self.seen: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row, seen = self.rows[index], self.seen.get(index, 0)
@@ -95,12 +75,6 @@ def without_repeats(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 def collator_that_drops_rows() -> Job:
     """Fewer rows than samples, another number in each batch."""
     return Job(collator=without_repeats)
-
-
-@case("collator", layouts=("K2", "DP2"), expect="equal")
-def batch_encoding() -> Job:
-    """The collator returns a tokenizer's `BatchEncoding`."""
-    return Job(collator=lambda rows: BatchEncoding(pad(rows)))
 
 
 def with_strings(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -130,11 +104,11 @@ class EightFeatures(Classifier):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, labels: Any = None, bias: Any = None
     ) -> dict[str, Tensor]:
-        features = self.features(input_ids, attention_mask)
-        logits = self.head(features) * (1.0 + bias.float().mean() if bias is not None else 1.0)
-        return (
-            {"loss": F.cross_entropy(logits, labels), "logits": logits} if labels is not None else {"logits": logits}
-        )
+        self.factor = 1.0 + bias.float().mean() if bias is not None else 1.0
+        return super().forward(input_ids, attention_mask, labels)
+
+    def score(self, features: Tensor) -> Tensor:
+        return super().score(features) * self.factor
 
 
 def with_eight_numbers(rows: list[dict[str, Any]]) -> dict[str, Any]:
