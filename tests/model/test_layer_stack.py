@@ -278,3 +278,12 @@ def test_refuses_parameters_that_share_elements() -> None:
     model.c = nn.Parameter(fused[1:3])
     with pytest.raises(UnsupportedModelError, match="'a' and 'c' are different parameters, but share elements"):
         refuse_overlapping_weights(model)
+
+
+def test_what_one_process_has_found_is_known_to_others() -> None:
+    """Also why batches cannot be divided, which a lazily loaded model's first process alone has seen."""
+    found = discover(MODELS["gpt2"])
+    found.fails_on_parts = "it counts its calls"
+    told = LayerStack.of(MODELS["gpt2"].build(), found.describe())
+    assert (told.units, told.owners, told.boundaries) == (found.units, found.owners, found.boundaries)
+    assert told.fails_on_parts == found.fails_on_parts

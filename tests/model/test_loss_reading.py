@@ -13,6 +13,7 @@ from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.model.loss_reading import LossReading, read_reduction
 from hf_pipetransformer.model.loss_scaling import (
     EXACT,
+    IGNORED,
     LossReduction,
     NumItems,
 )
@@ -84,3 +85,11 @@ def test_sums_and_means(name: str) -> None:
 def test_whole_batches(name: str, reason: str) -> None:
     reduction = read(MODELS[name].build(), MODELS[name].batch(4), name in SHIFTS).reduction
     assert reduction.kind == "whole" and reason in reduction.reason
+
+
+def test_samples_without_labels_do_not_hide_it() -> None:
+    """Sums give 0 and means NaN for the first samples; those with labels say how losses add up."""
+    for name in ("llama-tied", "bert-tokens"):
+        model, batch = MODELS[name].build(), MODELS[name].batch(4)
+        batch["labels"] = torch.full_like(batch["labels"], IGNORED)
+        assert read(model, batch, name in SHIFTS).reduction.kind == EXPECTED[name].kind

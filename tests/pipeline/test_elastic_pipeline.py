@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from training_runs import (
     Run,
     StopAfter,
     assert_same_training,
+    at_each_step,
     outcome_of,
     pipeline_trainer,
 )
@@ -25,6 +28,7 @@ from training_runs import freezing_reference as reference
 from training_runs import stages_by_frozen as stages_by_frozen
 
 from hf_pipetransformer import FreezeDecision, FreezePolicy, PipeTransformerTrainer
+from hf_pipetransformer.run.run import PipelineRun
 
 RUNS = {
     "bert": Run(epochs=3),
@@ -106,6 +110,34 @@ def memory_by_stage(rank: int, world_size: int) -> list[int]:
 def test_memory_falls_with_each_freeze() -> None:
     totals = [sum(step) for step in zip(*run_ranks(memory_by_stage, 2), strict=True)]
     assert totals[0] > totals[2] > totals[4] > totals[6]
+
+
+def left_of_a_plan(rank: int, world_size: int) -> list[bool]:
+    """Whether anything that has run a plan is there behind a change of the layout, though nobody collects garbage."""
+    trainer = pipeline_trainer(Run(epochs=2), 1, freeze_schedule={2: 1}, activation_cache="off", **BY_STEPS)
+    stages_by_frozen(trainer, {0: 1, 1: 2})
+    parts: list[weakref.ref[Any]] = []
+    left: list[bool] = []
+
+    def before(run: PipelineRun) -> None:
+        placed = run.pipeline.placed
+        assert placed is not None
+        reducer = [placed.wrapped.reducer] if placed.wrapped is not None else []  # DDP's buckets
+        parts[:] = [weakref.ref(part) for part in (placed, placed.messages, placed.gradients, *reducer)]
+        gc.disable()
+
+    def after(run: PipelineRun) -> None:
+        if run.pipeline.placed is not parts[0]():
+            left.append(any(part() is not None for part in parts))
+        gc.enable()
+
+    at_each_step(trainer, before, after)
+    trainer.train()
+    return left
+
+
+def test_nothing_of_a_plan_outlives_it() -> None:
+    assert run_ranks(left_of_a_plan, 2) == [[False]] * 2
 
 
 # ------------------------------------------------------------------------------------------ resuming

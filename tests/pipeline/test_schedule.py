@@ -19,7 +19,7 @@ STAGES, VIRTUAL = 2, 2
 def orders(rank: int, world_size: int) -> None:
     """Compares the order of work of each step, in which each batch is as long as its longest row."""
     step = PipelineScheduleMulti.step
-    for name in ("interleaved1f1b", "zbv"):
+    for name, kept_bytes in (("interleaved1f1b", schedule.KEPT_BYTES), ("zbv", 0)):
         planned, seen = schedule_named(name), weakref.WeakSet[Any]()
         kinds = {"forward": "F", "backward": "I" if planned.splits_backward else "B", "weights": "W"}
         most = []
@@ -36,8 +36,11 @@ def orders(rank: int, world_size: int) -> None:
         run = Run(samples=168, epochs=1, accumulation=1, per_device=2)
         trainer = pipeline_trainer(run, STAGES, pipeline_schedule=name, num_microbatches=2)
         while_training(trainer, PipelineScheduleMulti, "step", noting)
+        while_training(trainer, schedule, "KEPT_BYTES", kept_bytes)
         trainer.train()
-        assert 1 < max(most) <= schedule.KEPT_SCHEDULES + 1 < len(most)  # one more while it is being exchanged
+        kept = schedule.KEPT_SCHEDULES if kept_bytes else 1
+        assert max(most) <= kept + 1, "one more while it is being exchanged"
+        assert (max(most) > 2) == (kept > 1)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from training_runs import (
     reference,
     reference_trainer,
 )
+
+from hf_pipetransformer.pipeline.mesh import ProcessMesh
+from hf_pipetransformer.pipeline.state import synchronise
 
 RUN = Run("causal-lm", epochs=1)  # embedding and head are one parameter, needed by the first and the last stage
 STAGES = 2
@@ -86,3 +90,19 @@ def test_the_state_of_a_losss_own_parameters_keeps_its_place(tmp_path: Path) -> 
     outcomes = run_ranks(saved_and_resumed, STAGES, str(tmp_path / "stages"))
     ((expected, from_stages),) = run_ranks(in_one_process, 1, str(tmp_path / "one"), str(tmp_path / "stages"))
     assert_same_training([*outcomes, from_stages], expected)
+
+
+def equalised(rank: int, world_size: int) -> tuple[tuple[int, ...], torch.Tensor]:
+    """Weights that differ between the processes, and are not in row-major order."""
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(rank)
+    weight = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last).weight
+    synchronise({"weight": weight}, ProcessMesh(timedelta(seconds=60)))
+    return weight.stride(), weight.detach().clone()
+
+
+def test_weights_keep_their_strides_when_they_become_those_of_rank_0() -> None:
+    """Replicas average gradients in the order in which weights lie in memory."""
+    (strides, values), (others, theirs) = run_ranks(equalised, 2)
+    assert strides == others == torch.empty(4, 3, 2, 2).to(memory_format=torch.channels_last).stride()
+    assert torch.equal(values, theirs)

@@ -110,3 +110,17 @@ def test_grouped_experts_count_as_eager_ones():
 def test_a_shared_parameter_counts_with_each_unit_that_needs_it() -> None:
     units = costs_of(MODELS["llama-tied"].build(), MODELS["llama-tied"].batch(2))
     assert ["model.embed_tokens.weight" in unit.parameters for unit in units] == [True, False, False, True]
+
+
+def test_sparse_tensors_may_be_kept_for_the_backward():
+    """As a sparse adapter (SHiRA) keeps them, whose indices and values are in no storage of their own."""
+
+    class Sparse(Block):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            hidden = super().forward(hidden)
+            return hidden + (self.down.bias.to_sparse() * hidden.new_full((), 2.0)).to_dense()
+
+    model = Toy()
+    model.blocks[1] = Sparse()
+    factor = FLOAT // ROWS
+    assert toy_costs(model)[1].activation_bytes == toy_costs()[1].activation_bytes + factor

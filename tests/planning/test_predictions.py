@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 from layouts import planner_of, times_of, unit
 
 from hf_pipetransformer.planning.costs import Cost, step_flops
@@ -60,10 +59,3 @@ def test_plan_prints_a_table() -> None:
             "8 samples a pipeline and step; schedule 1f1b with 4 micro-batches; bubble 20.0 % if stages are equal",
         )
     )
-
-
-def test_prediction_counts_reduction_and_update() -> None:
-    """8 ranks, 4 replicas: 400 trainable bytes a stage, 2 (4 - 1) / 4 of them sent instead of 2 (8 - 1) / 8."""
-    times = dataclasses.replace(times_of(8), update_seconds_per_byte=1.0, reduce_seconds_per_byte=7.0)
-    planner = planner_of(2, times=times)
-    assert planner.predict(planner.first).seconds_at_end == pytest.approx(400 * (1 + 7 * (3 / 4) / (7 / 8)))

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -141,25 +140,7 @@ def asleep_together(rank: int, world_size: int) -> str:
     return PROGRESS.phase
 
 
-def trains_in_another_thread(rank: int, world_size: int) -> str:
-    """While the main thread does nothing."""
-
-    def train() -> None:
-        with watch(rank, limit=20):
-            for step in range(3):
-                PROGRESS.enter("step", step)
-                dist.all_reduce(torch.zeros(1))
-            if rank == 0:
-                PROGRESS.enter("callbacks")
-                time.sleep(2 * TIMEOUT)  # a user's own; the other one waits in its step
-            dist.all_reduce(torch.zeros(1))
-
-    with ThreadPoolExecutor() as pool:
-        pool.submit(train).result()
-    return PROGRESS.phase
-
-
-@pytest.mark.parametrize("does", [computes, *slow(asleep_together, trains_in_another_thread)])
+@pytest.mark.parametrize("does", [computes, *slow(asleep_together)])
 def test_nobody_is_blamed_without_reason(does: object) -> None:
     assert run_ranks(does, 2, timeout=60) == ["left", "left"]  # type: ignore[arg-type]
 

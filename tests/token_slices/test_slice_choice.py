@@ -17,6 +17,7 @@ from hf_pipetransformer.token_slices import slice_choice
 from hf_pipetransformer.token_slices.kv_slices import attention_windows
 from hf_pipetransformer.token_slices.slice_choice import (
     SliceChooser,
+    fit_stage,
     points_to_measure,
 )
 
@@ -95,3 +96,13 @@ def test_no_part_has_more_rows_than_are_known_to_fit(stage: StageModule, monkeyp
     for parts in (1, 2, 4):
         found = chooser(lambda rows, m=parts: m).parts_of(stage, partial(whole, stage), BATCH)
         assert max(part.rows for part in found) == (4 if parts < 2 else 4 // parts)
+
+
+def test_forward_and_backward_must_fit_each_by_itself() -> None:
+    """What both take together may be smooth where neither is."""
+    points = [
+        (r, n, c, 1.0 + 0.9 * (-1) ** i, 2.0 - 0.9 * (-1) ** i)
+        for i, (r, n, c) in enumerate(points_to_measure(4, 512))
+    ]
+    _, error = fit_stage(points)
+    assert error > slice_choice.LARGEST_ERROR

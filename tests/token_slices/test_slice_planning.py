@@ -8,8 +8,6 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_pipetransformer.token_slices.slice_planning import (
     LIMITS_RATIO,
@@ -63,30 +61,6 @@ def test_a_plan_is_as_fast_as_brute_force_finds() -> None:
             seconds = step_seconds(stages, plan_slices(stages, rows, length, sizes, 1))
             fastest = by_brute_force(stages, rows, length, sizes)
             assert fastest * (1 - 1e-9) <= seconds <= fastest * LIMITS_RATIO / (1 - MINIMAL_GAIN)
-
-
-latencies = st.builds(
-    SliceLatency,
-    st.floats(0, 1e-2), st.floats(1e-7, 1e-4), st.floats(0, 1e-7), st.floats(0, 1e-6), st.integers(0, 300),
-)  # fmt: skip
-
-
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(
-    st.lists(latencies, min_size=1, max_size=4),
-    st.integers(1, 12),
-    st.integers(1, 100),
-    st.sampled_from([None, 1, 7, 16, 500]),
-)
-def test_a_plan_holds_the_whole_batch(
-    stages: list[SliceLatency], rows: int, length: int, granularity: int | None
-) -> None:
-    parts = plan_slices(stages, rows, length, divisors(rows), granularity)
-    assert sum(part.rows for part in parts) == rows
-    for part in parts:
-        assert sum(part.lengths) == length
-        assert min(part.lengths) >= 1
-        assert all(n % (granularity or 16) == 0 for n in part.lengths[:-1])
 
 
 @pytest.mark.parametrize(

@@ -175,3 +175,24 @@ def test_positions_by_padding_refuse_rows_that_are_padded_before_a_slice() -> No
     words[1, :3] = config.pad_token_id
     with pytest.raises(UnsupportedModelError, match="padding before its tokens"):
         SlicedSequence(model, batch, [8, 8], windows)
+
+
+def checkpointed(name: str) -> nn.Module:
+    model = build(name)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def test_what_checkpointing_computes_again_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values that come out otherwise the second time are refused."""
+    put = kv_slices._LayerStates.put
+    times: dict[tuple[Any, int, int], int] = {}
+
+    def put_again(self: Any, which: int, new: torch.Tensor, visible: int, start: int, stop: int) -> torch.Tensor:
+        key = (self, which, start)
+        times[key] = times.get(key, 0) + 1
+        return put(self, which, new * 1.5 if times[key] == 2 else new, visible, start, stop)
+
+    monkeypatch.setattr(kv_slices._LayerStates, "put", put_again)
+    with pytest.raises(UnsupportedModelError, match="gradient of"):
+        study(checkpointed("llama"), batch_for("none"))

@@ -28,6 +28,7 @@ from training_runs import (
 )
 
 from hf_pipetransformer import UnsupportedModelError
+from hf_pipetransformer.data.numbered_batches import NumberedBatches
 from hf_pipetransformer.run import setup
 from hf_pipetransformer.token_slices import slice_choice, slice_timeline
 
@@ -209,3 +210,44 @@ def test_all_hear_of_a_check_that_one_process_has_no_memory_for(tmp_path: Path) 
     for error in errors:
         assert isinstance(error, UnsupportedModelError)
         assert "failed on process 1 (OutOfMemoryError: tried to allocate 4 GiB)" in str(error)
+
+
+def studied(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Tokens of the rows to choose from; of those that the check is made on."""
+    study, sample_rows = setup.probe_slicing, NumberedBatches.sample_rows
+    rows: list[int] = []
+    chosen: list[int] = []
+
+    def noting_rows(self: Any, count: int) -> list[Any]:
+        found = sample_rows(self, count)
+        rows.extend(len(row["input_ids"]) for row in found)
+        return found
+
+    def noting_sample(stack: Any, sample: Any, *rest: Any, **options: Any) -> Any:
+        chosen.extend(sample["attention_mask"].sum(dim=1).tolist())
+        return study(stack, sample, *rest, **options)
+
+    setup.probe_slicing, NumberedBatches.sample_rows = noting_sample, noting_rows
+    pipeline_trainer(RUN.with_options(max_steps=1), "auto", token_slices=3).train()
+    return rows, chosen
+
+
+def test_slices_are_checked_on_the_longest_and_the_shortest_row() -> None:
+    ((rows, chosen),) = run_ranks(studied, 1)
+    assert len(rows) == 16 and chosen == [max(rows), min(rows)]
+    assert chosen != [max(rows[:2]), min(rows[:2])]
+
+
+def told_apart(rank: int, world_size: int, folder: str) -> bool:
+    """Whether packed rows will be cut, where one process has found that documents see each other."""
+    study = setup.probe_slicing
+    if rank == 1:
+        setup.probe_slicing = lambda *rest, **more: replace(study(*rest, **more), separates_documents=False)
+    trainer = pipeline_trainer(RUN.with_options(max_steps=1), 2, folder, token_slices=3)
+    trainer.train()
+    assert trainer.pipeline is not None and trainer.pipeline.ways.slicing is not None
+    return trainer.pipeline.ways.slicing.windows.separates_documents
+
+
+def test_all_processes_agree_on_what_documents_see(tmp_path: Path) -> None:
+    assert run_ranks(told_apart, 2, str(tmp_path)) == [False, False]

@@ -91,12 +91,9 @@ LAYOUTS = {
         Layout("K2", world=2, stages=2),
         Layout("K2 acc2", world=2, stages=2, accumulation=2),
         Layout("DP2", world=2, stages=1),
-        Layout("DP2 acc2", world=2, stages=1, accumulation=2),
         Layout("one", world=1, stages=1),
         Layout("one acc2", world=1, stages=1, accumulation=2),
         Layout("K2 freeze", world=2, stages=2, frozen={2: 1, 4: 2}),
-        Layout("K2 freeze fixed", world=2, stages=2, frozen={2: 1, 4: 2}, options={"elastic": False}),
-        Layout("DP2 freeze", world=2, stages=1, frozen={2: 1, 4: 2}),
         Layout("one freeze", world=1, stages=1, frozen={2: 1, 4: 2}),
         Layout("K2 cache", world=2, stages=2, frozen_at_epochs={1: 1, 2: 2}, options=_CACHED),
         Layout("DP2 cache", world=2, stages=1, frozen_at_epochs={1: 1, 2: 2}, options=_CACHED),
@@ -105,8 +102,8 @@ LAYOUTS = {
     )
 }
 """K2: two stages, two micro-batches. DP2: two replicas of one stage. acc2: accumulation. freeze: by a schedule,
-without the cache; unless fixed, the layers are packed into fewer stages. cache: a schedule by epochs, the cache on.
-zbv: backwards in two parts, with two parts of the model in each stage."""
+without the cache. cache: a schedule by epochs, the cache on. zbv: backwards in two parts, with two parts of the model
+in each stage."""
 
 
 # ---------------------------------------------------------------------------------------------------------

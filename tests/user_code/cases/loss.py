@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..kit import Classifier, Job, bert_classifier, built, case, own_loss
@@ -91,27 +90,6 @@ def class_weights_in_training_only() -> Job:
     return Job(trainer=own_loss(_weighted_in_training))
 
 
-class HasTeacher(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = copy.deepcopy(self.bert).requires_grad_(False)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        hidden = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
-        with torch.no_grad():
-            wanted = self.teacher(input_ids, attention_mask=attention_mask).last_hidden_state
-        logits = self.head(hidden[:, 0])
-        mask = attention_mask[..., None]
-        near = ((hidden - wanted).pow(2) * mask).mean((1, 2)).mean()
-        return {"loss": near + (F.cross_entropy(logits, labels) if labels is not None else 0), "logits": logits}
-
-
-@case("loss", layouts=("K2", "one", "DP2", "one freeze"))
-def distillation_by_a_teacher_in_the_model() -> Job:
-    """A frozen second encoder in the same module; MSE of the last hidden states."""
-    return Job(model=built(HasTeacher))
-
-
 class RunningScale:
     scale = 1.0
 
@@ -182,3 +160,25 @@ def _counting_loss() -> type:
 def counter_in_a_closure() -> Job:
     """A weight grows with each call, in a variable that no object holds."""
     return Job(trainer=_counting_loss())
+
+
+class UncertainTrainer:
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        super().__init__(*positional, **keywords)
+        self.log_variance = nn.Parameter(torch.full((1,), 0.3))
+
+    def create_optimizer(self, *positional: Any) -> Any:
+        optimizer = super().create_optimizer(*positional)  # type: ignore[misc]
+        optimizer.add_param_group({"params": [self.log_variance], "weight_decay": 0.0})
+        return optimizer
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        outputs = model(**inputs)
+        loss = (outputs.loss * (-self.log_variance).exp() + self.log_variance).sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss", layouts=("K2", "one", "DP2"))
+def uncertainty_weight_in_the_trainer() -> Job:
+    """A parameter of the trainer, added to the optimizer."""
+    return Job(trainer=UncertainTrainer, observe=lambda t: {"log variance": t.log_variance.detach()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
-from ..kit import LABELS, WIDTH, Job, Rows, bert_classifier, built, case, texts
+from ..kit import LABELS, WIDTH, Job, Rows, bert_classifier, built, case, pad, texts
 
 
 class ChangesGroups(TrainerCallback):
@@ -23,19 +24,6 @@ class ChangesGroups(TrainerCallback):
 def rates_and_decay_changed_by_a_callback() -> Job:
     """`optimizer.param_groups` are changed at each step's begin."""
     return Job(callbacks=[ChangesGroups()])
-
-
-class ClipsWeights(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.clamp_(-0.4, 0.4)
-
-
-@case("callback", layouts=("K2", "DP2", "K2 freeze fixed"))
-def weights_clipped_after_each_step() -> Job:
-    """WGAN: `parameter.clamp_` for all parameters."""
-    return Job(callbacks=[ClipsWeights()], options={"num_train_epochs": 2})
 
 
 class SWA(TrainerCallback):
@@ -138,3 +126,42 @@ def strict_forward_and_popped_sample_weights() -> Job:
     """`forward(input_ids, attention_mask)`; `compute_loss` pops labels and weights."""
     options = {"remove_unused_columns": False}
     return Job(model=built(Strict), data=weighted_texts(), trainer=WeightedRows, options=options)
+
+
+class ReplacesCollator(TrainerCallback):
+    trainer: Any = None
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        base = getattr(train_dataloader, "base_dataloader", train_dataloader)
+        if state.epoch and round(state.epoch) == 1:
+            base.collate_fn = _cut_to_five
+
+
+def _cut_to_five(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return pad([{**row, "input_ids": row["input_ids"][:4]} for row in rows])
+
+
+@case("callback", layouts=("one", "K2", "DP2"))
+def collator_replaced_by_a_callback() -> Job:
+    """`train_dataloader.base_dataloader.collate_fn = ...` in the second epoch."""
+    return Job(callbacks=[ReplacesCollator()])
+
+
+class Teaches:
+    """The model's own copy is a moving target."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        plain = getattr(model, "module", model)
+        if not hasattr(self, "copied"):
+            self.copied: nn.Module = copy.deepcopy(plain).eval()
+        outputs = model(**inputs)
+        with torch.no_grad():
+            wanted = self.copied(**inputs).logits
+        loss = outputs.loss + (outputs.logits - wanted).pow(2).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("trainer override", layouts=("one", "K2", "DP2", "one freeze", "DP2 cache"))
+def copy_of_the_model_as_a_teacher() -> Job:
+    """`copy.deepcopy(model)` at the first call of `compute_loss`."""
+    return Job(trainer=Teaches)
