@@ -96,9 +96,9 @@ def test_a_gradient_that_is_missing_is_a_difference() -> None:
     batch = dict(dummy_batch(model))
     whole = trial.whole_step(model, batch)
     parts = trial.step_when_cut(trial.LayerStack.discover(model, batch), 2, batch)
-    assert trial._differs(whole, parts) == ""
+    assert trial.difference_of(whole, parts) == ""
     del parts["gradient of bert.embeddings.word_embeddings.weight"]
-    assert "word_embeddings" in trial._differs(whole, parts)
+    assert "word_embeddings" in trial.difference_of(whole, parts)
 
 
 def test_a_class_that_takes_too_long_does_not_stop_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import fake_device
 import fake_groups
@@ -103,36 +102,6 @@ def transform(rank: int, world_size: int, library: Path, stages: tuple[int, ...]
     seen = [case.transform(after) for after in stages[1:]]
     assert not fake_groups.wrong and not fake_device.errors
     return seen
-
-
-def gather(rank: int, world_size: int, library: Path) -> tuple[dict[str, int], int, int]:
-    """Gather a checkpoint: what is waited for, how often for the device, and the number of this process's tensors."""
-    case = OnTheDevice(library, world_size)
-    case.begin(world_size)
-    pipeline = case.pipeline
-    table, synchronised = pipeline.stack.table, 0
-    weights = {name: table[name].detach() for name in table.names if pipeline.weights.is_here(name)}
-    state = [v for name in weights for v in pipeline.optimizer_state.state_of(name).values() if v.dim()]
-
-    def synchronize(*_: Any) -> None:
-        nonlocal synchronised
-        synchronised += 1
-
-    with mock.patch.object(torch.accelerator, "synchronize", synchronize), fake_device.counting() as counted:
-        with pipeline.weights.gathered():
-            sent = case.model.state_dict() if rank == 0 else {}
-        with pipeline.optimizer_state.gathered():
-            pass
-    assert all(value.device.type == ("fake" if name in weights else "cpu") for name, value in sent.items())
-    assert CHUNK_BYTES * (synchronised - 2) <= sum(tensor.nbytes for tensor in (*weights.values(), *state))
-    return dict(counted), synchronised, len(weights) + len(state)
-
-
-def test_a_checkpoint_is_gathered_without_waiting_for_each_tensor(library: Path) -> None:
-    for counted, synchronised, tensors in run_ranks(gather, 2, library, timeout=180):
-        assert "from_device" not in counted and "item" not in counted
-        assert counted["from_device_asynchronously"] > tensors / 2  # of rank 0 the optimizer state alone
-        assert 0 < synchronised < tensors / 4
 
 
 def test_a_transformation_needs_no_more_memory_than_stated(library: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections import Counter
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from training_runs import (
     Run,
     StopAfter,
     assert_same_training,
+    at_each_step,
     outcome_of,
     pipeline_trainer,
 )
@@ -26,11 +28,11 @@ from training_runs import freezing_reference as reference
 from training_runs import stages_by_frozen as stages_by_frozen
 
 from hf_pipetransformer import FreezeDecision, FreezePolicy, PipeTransformerTrainer
+from hf_pipetransformer.run.run import PipelineRun
 
 RUNS = {
     "bert": Run(epochs=3),
     "llama-tied": Run("causal-lm", epochs=3),
-    "t5": Run("seq2seq", epochs=3),
     "bert-adafactor": Run("causal-lm", model="llama", epochs=3).with_options(optim="adafactor"),
 }
 MID_EPOCH = {2: 1, 5: 2}
@@ -56,8 +58,8 @@ def elastic(
     stages: dict[int, int],
     folder: str = "elastic",
     **options: Any,
-) -> tuple[Outcome, list[list[int]], list[dict[str, Any]]]:
-    """The outcome, the samples of each step that the pipeline's first stage has seen, and the logged changes."""
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    """The outcome, and the logged changes."""
     trainer = pipeline_trainer(
         run,
         stages[0],
@@ -67,28 +69,13 @@ def elastic(
         **{**BY_STEPS, **options},
     )
     stages_by_frozen(trainer, stages)
-    seen: list[list[int]] = []
-    step = trainer.training_step
-
-    def noting(model: Any, inputs: Any, *rest: Any) -> Any:
-        first = next(iter(inputs.values()))
-        run = trainer._pipeline_run
-        assert run is not None
-        counts = run.steps.batch.waiting[0].rows > 0 and run.pipeline.stage_index == 0
-        seen.append([hash(tuple(row.flatten().tolist())) for row in first] if counts else [])
-        return step(model, inputs, *rest)
-
-    trainer.training_step = noting  # type: ignore[method-assign]
     outcome = outcome_of(trainer)
-    changes = [entry for entry in trainer.state.log_history if "transform_seconds" in entry]
-    return outcome, seen, changes
+    return outcome, [entry for entry in trainer.state.log_history if "transform_seconds" in entry]
 
 
 CASES = [
     ("bert", "mid-epoch", "shrink"),
     ("llama-tied", "epoch-start", "grow"),
-    ("t5", "epoch-start", "shrink"),
-    ("bert-adafactor", "mid-epoch", "grow"),
 ]
 
 
@@ -98,8 +85,8 @@ def test_elastic_training_equals_one_process(name: str, moment: str, change: str
     stages, mid_epoch = CHANGES[change], moment == "mid-epoch"
     schedule = MID_EPOCH if mid_epoch else EPOCH_START
     results = run_ranks(elastic, WORLD, RUNS[name], schedule, stages, str(tmp_path))
-    assert_same_training([outcome for outcome, *_ in results], expected(name, mid_epoch))
-    for _, _, changes in results:
+    assert_same_training([outcome for outcome, _ in results], expected(name, mid_epoch))
+    for _, changes in results:
         assert [c["num_frozen_layers"] for c in changes] == [1, 2]
         assert [c["pipeline_parallel_size"] for c in changes] == [stages[1], stages[2]]
     lines = [json.loads(line) for line in (tmp_path / "pipeline_events.jsonl").read_text().splitlines()]
@@ -109,19 +96,6 @@ def test_elastic_training_equals_one_process(name: str, moment: str, change: str
     assert [(e["pipeline_parallel_size"], e["data_parallel_size"]) for e in lines] == layouts
     assert all(e["seconds"] > 0 and (e["bytes_moved"] > 0 or change == "grow") for e in lines[1:])  # all hold all then
     assert lines[1]["stage_bounds"][-1] == lines[1]["num_layers"]
-
-
-@pytest.mark.slow
-def test_every_sample_of_an_epoch_exactly_once() -> None:
-    """Whatever is re-sliced when: in the middle of the first and of the second epoch. Equal to one process, too."""
-    run = Run("image-classification", epochs=2, accumulation=1)  # six batches an epoch; images have no padding
-    results = run_ranks(elastic, WORLD, run, {2: 1, 8: 2}, SHRINK)
-    assert_same_training([outcome for outcome, *_ in results], run_ranks(reference, 1, run, {2: 1, 8: 2})[0])
-    steps = [[row for _, seen, _ in results for row in seen[k]] for k in range(12)]
-    for epoch in (steps[:6], steps[6:]):
-        counts = Counter(row for step in epoch for row in step)
-        assert len(counts) == run.samples and set(counts.values()) == {1}
-        assert [len(step) for step in epoch] == [16, 16, 16, 16, 16, 3]
 
 
 def memory_by_stage(rank: int, world_size: int) -> list[int]:
@@ -136,6 +110,34 @@ def memory_by_stage(rank: int, world_size: int) -> list[int]:
 def test_memory_falls_with_each_freeze() -> None:
     totals = [sum(step) for step in zip(*run_ranks(memory_by_stage, 2), strict=True)]
     assert totals[0] > totals[2] > totals[4] > totals[6]
+
+
+def left_of_a_plan(rank: int, world_size: int) -> list[bool]:
+    """Whether anything that has run a plan is there behind a change of the layout, though nobody collects garbage."""
+    trainer = pipeline_trainer(Run(epochs=2), 1, freeze_schedule={2: 1}, activation_cache="off", **BY_STEPS)
+    stages_by_frozen(trainer, {0: 1, 1: 2})
+    parts: list[weakref.ref[Any]] = []
+    left: list[bool] = []
+
+    def before(run: PipelineRun) -> None:
+        placed = run.pipeline.placed
+        assert placed is not None
+        reducer = [placed.wrapped.reducer] if placed.wrapped is not None else []  # DDP's buckets
+        parts[:] = [weakref.ref(part) for part in (placed, placed.messages, placed.gradients, *reducer)]
+        gc.disable()
+
+    def after(run: PipelineRun) -> None:
+        if run.pipeline.placed is not parts[0]():
+            left.append(any(part() is not None for part in parts))
+        gc.enable()
+
+    at_each_step(trainer, before, after)
+    trainer.train()
+    return left
+
+
+def test_nothing_of_a_plan_outlives_it() -> None:
+    assert run_ranks(left_of_a_plan, 2) == [[False]] * 2
 
 
 # ------------------------------------------------------------------------------------------ resuming
@@ -191,8 +193,7 @@ def frozen_by(rank: int, world_size: int, policy: str) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["adaptive", "autofreeze"])
-def test_policies_decide_alike_in_every_layout(policy: str) -> None:
+def test_policies_decide_alike_in_every_layout() -> None:
     """Gradient norms are those of the whole model whatever holds its layers: stages with replicas, or replicas."""
-    decisions = [frozen for found in run_ranks(frozen_by, WORLD, policy) for frozen in found]
+    decisions = [frozen for found in run_ranks(frozen_by, WORLD, "adaptive") for frozen in found]
     assert decisions[0] and all(frozen == decisions[0] for frozen in decisions)

@@ -2,54 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy
-import pytest
 import torch
 from distributed import run_ranks
-from model_zoo import MODELS, without_dropout
-from torch.utils import _pytree as pytree
-from training_data import PadCollator, TrainingData
-from transformers import Trainer, TrainingArguments
+from training_data import PadCollator
+from training_runs import Run, losses_of, pipeline_trainer, reference_trainer
 
-from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.pipeline.messages import PipelineMessages
-from hf_pipetransformer.planning.placement import Placement
 from hf_pipetransformer.run.batches import GlobalBatch
 
-KIND = "text-classification"
 MARK = 61  # a token of no sample
-
-
-class Noting:
-    """Notes what this process feeds the model: each training batch, when the step begins."""
-
-    def __init__(self, *args, **keywords):
-        super().__init__(*args, **keywords)
-        self.fed = []
-        self.prepared = []
-
-    def training_step(self, *positional):
-        share = GlobalBatch.share
-
-        def noting(mine, pipeline, batch):
-            self.prepared.append({name: value.clone() for name, value in batch.items()})
-            batch = share(mine, pipeline, batch)
-            self.fed.append({name: value.clone() for name, value in batch.items()})
-            return batch
-
-        with mock.patch.object(GlobalBatch, "share", noting):
-            return super().training_step(*positional)
+STEPS, ROWS = 6, 16
+RUN = Run(samples=29, accumulation=1).with_options(max_steps=STEPS)
+Batches = list[dict[str, torch.Tensor]]
 
 
 class PreparingInputs:
-    """Exchanges the labels of some rows, by a generator of its own; in evaluation, what must not be applied twice."""
+    """Exchanges the labels of some rows, by a generator of its own; in evaluation, what must not be applied twice.
 
-    rng = None
+    What this process has prepared is noted, and what it feeds the model.
+    """
 
-    def _prepare_inputs(self, inputs):
-        inputs = super()._prepare_inputs(inputs)
+    rng: Any = None
+    prepared: Batches
+    fed: Batches
+
+    def _prepare_inputs(self: Any, inputs: Any) -> Any:
+        inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
         if self.model.training:
             self.rng = self.rng or numpy.random.default_rng(self.args.process_index)
             inputs["labels"] = inputs["labels"][self.rng.permutation(len(inputs["labels"]))]
@@ -58,70 +41,55 @@ class PreparingInputs:
             inputs["input_ids"][:, 0] = MARK
         return inputs
 
+    def training_step(self, *positional: Any) -> torch.Tensor:
+        share = GlobalBatch.share
+
+        def noting(mine: Any, pipeline: Any, batch: Any) -> Any:
+            self.prepared.append({name: value.clone() for name, value in batch.items()})
+            batch = share(mine, pipeline, batch)
+            self.fed.append({name: value.clone() for name, value in batch.items()})
+            return batch
+
+        with mock.patch.object(GlobalBatch, "share", noting):
+            return super().training_step(*positional)  # type: ignore[misc]
+
 
 class MaskingCollator(PadCollator):
     """Like `DataCollatorForLanguageModeling(seed=...)`; the generator is shared by training and evaluation."""
 
-    def __init__(self, kind, seed):
+    def __init__(self, kind: Any, seed: int) -> None:
         super().__init__(kind)
         self.rng = torch.Generator().manual_seed(seed)
 
-    def __call__(self, samples):
+    def __call__(self, samples: Any) -> Any:
         batch = super().__call__(samples)
         drawn = torch.rand(batch["input_ids"].shape, generator=self.rng) < 0.15
         return {**batch, "input_ids": batch["input_ids"].masked_fill(drawn, 7)}
 
 
-def train(rank, world_size, folder):
-    arguments = PipeTransformerTrainingArguments(
-        folder,
-        pipeline_parallel_size=world_size,
-        per_device_train_batch_size=4,
-        max_steps=6,
-        logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=2,
-        per_device_eval_batch_size=3,
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = type("Trained", (Noting, PreparingInputs, PipeTransformerTrainer), {})(
-        without_dropout(MODELS["bert-classification"].build()),
-        arguments,
-        train_dataset=TrainingData(KIND, 29),
-        eval_dataset=TrainingData(KIND, 11, seed=9),
-        data_collator=MaskingCollator(KIND, 42),
-    )
+def train(rank: int, world_size: int, folder: str) -> tuple[Batches, Batches, list[float]]:
+    run = replace(RUN, trainer=PreparingInputs).with_options(eval_strategy="steps", eval_steps=2)
+    trainer: Any = pipeline_trainer(run, world_size, folder)
+    trainer.data_collator = MaskingCollator(RUN.kind, 42)
+    trainer.prepared, trainer.fed = [], []
     trainer.train()
-    return trainer.fed, trainer.prepared, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return trainer.fed, trainer.prepared, losses_of(trainer)
 
 
-def stock(batches, folder):
-    """The stock Trainer in one process on exactly these batches."""
-    trainer = Trainer(
-        without_dropout(MODELS["bert-classification"].build()),
-        TrainingArguments(
-            str(folder),
-            per_device_train_batch_size=1,
-            max_steps=6,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        ),
-        train_dataset=[{"number": n} for n in range(len(batches))],
-        data_collator=lambda rows: dict(batches[rows[0]["number"]]),
-    )
-    trainer.args.remove_unused_columns = False
-    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(batches)
+def stock(batches: Batches, folder: str) -> list[float]:
+    """The stock Trainer in one process on exactly these batches, whatever samples it is given."""
+    trainer: Any = reference_trainer(RUN.with_options(remove_unused_columns=False), folder)
+    trainer.train_dataset = [{"number": number} for number in range(STEPS) for _ in range(ROWS)]
+    trainer.data_collator = lambda rows: dict(batches[rows[0]["number"]])
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(trainer.train_dataset)
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses_of(trainer)
 
 
-def test_all_stages_train_on_one_batch_whatever_draws(tmp_path):
+def test_all_stages_train_on_one_batch_whatever_draws(tmp_path: Path) -> None:
     """A collator's own generator that evaluation moves on differently, and a `_prepare_inputs` that draws."""
     (first, prepared, losses), (second, others, _) = run_ranks(train, 2, str(tmp_path / "run"))
-    assert len(first) == len(second) == 6
+    assert len(first) == len(second) == STEPS
     for one, other in zip(first, second, strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     own, of_other = (
@@ -129,39 +97,4 @@ def test_all_stages_train_on_one_batch_whatever_draws(tmp_path):
         for ways in (prepared, others)
     )
     assert all(own) and not all(of_other), "user code on rank 0 sees what is trained"
-    torch.testing.assert_close(losses, stock(first, tmp_path / "stock"), rtol=0, atol=1e-5)
-
-
-def pass_through(rank, world_size, values):
-    torch.distributed.init_process_group("gloo")
-    group = torch.distributed.new_group([0, 1])
-    messages = PipelineMessages((1, 0), 1 - rank, group, group, torch.device("cpu"), Placement(2))
-    received = [messages.share(value if rank == 0 else None) for value in values]
-    other = received[0]["n"]["b"]
-    version = other._version
-    received[0]["a"].add_(0)
-    with pytest.raises(ValueError, match="cannot be sent"):
-        messages.share({"f": lambda: 0} if rank == 0 else None)
-    return received, other._version - version
-
-
-def test_anything_passes_but_what_cannot_be_pickled():
-    shared = torch.arange(3)
-    values = [
-        {"a": torch.rand(2, 3), "n": {"s": ["x", None, (1, 2.5)], "b": torch.tensor([True]), "e": torch.empty(0, 4)}},
-        {"half": torch.rand(5, dtype=torch.bfloat16), "scalar": torch.tensor(3), "one": shared, "same": shared},
-        {"long": torch.rand(100, 100), "view": torch.rand(4, 6).t()[1:], "complex": torch.rand(2).to(torch.complex64)},
-        {"ragged": [torch.rand(n) for n in range(4)], "text": "y" * 10_000},
-        {"short": 1},
-    ]
-    received, versions_between = run_ranks(pass_through, 2, values)[1]
-    for given, got in zip(values, received, strict=True):
-        ours, theirs = pytree.tree_leaves(given), pytree.tree_leaves(got)
-        assert pytree.tree_structure(got) == pytree.tree_structure(given)
-        for one, other in zip(ours, theirs, strict=True):
-            if isinstance(one, torch.Tensor):
-                assert torch.equal(one, other) and one.dtype == other.dtype
-            else:
-                assert one == other
-    assert received[1]["one"] is received[1]["same"]
-    assert versions_between == 0  # who writes into one tensor leaves the others' versions
+    torch.testing.assert_close(losses, stock(first, str(tmp_path / "stock")), rtol=0, atol=1e-5)

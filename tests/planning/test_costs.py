@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from model_zoo import MODELS
 from torch import nn
 
-from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.planning.costs import UNKNOWN_TO_TORCH, Cost, UnitCost, measure_costs
 
@@ -49,72 +47,33 @@ def toy_costs(model: nn.Module | None = None, rows: int = ROWS) -> tuple[UnitCos
     return costs_of(model or Toy(), {"hidden": torch.randn(rows, WIDTH)})
 
 
-def test_operations_of_a_row():
-    """A product of [1, n] and [n, m] takes n x m multiplications and as many additions."""
+def test_what_can_be_counted_by_hand() -> None:
+    """A product of [1, n] and [n, m] takes n x m multiplications and additions. A linear layer keeps its input.
+
+    That of the first block is what the stem returned. Costs are those of one row.
+    """
+    first, middle, last = toy_costs()
     block = 2 * (WIDTH * INNER + INNER * WIDTH)
     stem, head = 2 * WIDTH * WIDTH, 2 * WIDTH * CLASSES
-    assert [unit.forward_flops for unit in toy_costs()] == [stem + block, block, block + head]
-
-
-def test_parameters_of_a_unit():
-    first, middle, last = toy_costs()
-    block = {"up.weight": WIDTH * INNER, "down.weight": WIDTH * INNER, "down.bias": WIDTH}
-    assert middle.parameters == {f"blocks.1.{name}": FLOAT * size for name, size in block.items()}
-    assert first.parameters.keys() - {f"blocks.0.{name}" for name in block} == {"stem.weight", "stem.bias"}
-    assert last.parameters.keys() - {f"blocks.2.{name}" for name in block} == {"head.weight", "head.bias"}
+    assert [unit.forward_flops for unit in (first, middle, last)] == [stem + block, block, block + head]
+    sizes = {"up.weight": WIDTH * INNER, "down.weight": WIDTH * INNER, "down.bias": WIDTH}
+    assert middle.parameters == {f"blocks.1.{name}": FLOAT * size for name, size in sizes.items()}
+    assert first.parameters.keys() >= {"stem.weight", "stem.bias"} and last.parameters.keys() >= {"head.weight"}
     assert middle.trainable_bytes == sum(middle.parameters.values())
-
-
-def test_what_is_kept_for_the_backward_and_handed_on():
-    """A linear layer keeps its input. That of the first block is what the stem returned."""
-    first, middle, last = toy_costs()
     assert middle.activation_bytes == FLOAT * (WIDTH + INNER)
     assert last.activation_bytes == FLOAT * (WIDTH + INNER + WIDTH)
     assert [unit.boundary_bytes for unit in (first, middle, last)] == [FLOAT * WIDTH, FLOAT * WIDTH, 0]
-
-
-def test_copies_that_autocast_would_keep():
-    """Of the matrices that the backward reads; a stem that nothing precedes needs no gradient of its input."""
-    model = Toy()
-    model.blocks[1].requires_grad_(False)
-    first, frozen, last = toy_costs(model)
-    block = {f"{name}.weight": HALF * WIDTH * INNER for name in ("up", "down")}
-    assert first.copies == {f"blocks.0.{name}": size for name, size in block.items()}
-    assert (frozen.copies, frozen.untrained_copies_bytes) == ({}, sum(block.values()))
-    assert last.copies == {
-        **{f"blocks.2.{name}": size for name, size in block.items()},
-        "head.weight": HALF * WIDTH * CLASSES,
-    }
-    half = costs_of(Toy().bfloat16(), {"hidden": torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)})
-    assert not any(unit.copies for unit in half), "nothing to be copied"
-
-
-def test_sparse_tensors_may_be_kept_for_the_backward():
-    """As a sparse adapter (SHiRA) keeps them, whose indices and values are in no storage of their own."""
-
-    class Sparse(Block):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            hidden = super().forward(hidden)
-            return hidden + (self.down.bias.to_sparse() * hidden.new_full((), 2.0)).to_dense()
-
-    model = Toy()
-    model.blocks[1] = Sparse()
-    factor = FLOAT // ROWS
-    assert toy_costs(model)[1].activation_bytes == toy_costs()[1].activation_bytes + factor
-
-
-def test_costs_are_those_of_one_row():
     assert toy_costs(rows=1) == toy_costs(rows=5)
 
 
-def test_frozen_units_keep_nothing_and_train_nothing():
+def test_copies_that_autocast_would_keep() -> None:
+    """Of the matrices that the backward reads; a stem that nothing precedes needs no gradient of its input."""
     model = Toy()
-    for part in (model.stem, model.blocks[0]):
-        part.requires_grad_(False)
-    first, middle, _ = toy_costs(model)
-    assert (first.trainable_bytes, first.activation_bytes) == (0, 0)
-    assert middle.trainable_bytes == sum(middle.parameters.values())
-    assert first.forward_flops == toy_costs()[0].forward_flops
+    model.blocks[1].requires_grad_(False)
+    first, frozen, _ = toy_costs(model)
+    block = {f"{name}.weight": HALF * WIDTH * INNER for name in ("up", "down")}
+    assert first.copies == {f"blocks.0.{name}": size for name, size in block.items()}
+    assert (frozen.copies, frozen.untrained_copies_bytes) == ({}, sum(block.values()))
 
 
 def test_the_head_goes_on_when_the_last_unit_is_frozen():
@@ -123,17 +82,6 @@ def test_the_head_goes_on_when_the_last_unit_is_frozen():
     copies = {"head.weight": HALF * WIDTH * CLASSES}
     assert last.head == Cost(2 * WIDTH * CLASSES, FLOAT * WIDTH, FLOAT * (WIDTH + 1) * CLASSES, copies)
     assert {unit.head for unit in others} == {Cost()}
-
-
-def test_of_a_tied_head_the_last_norm_goes_on():
-    """The matrix that it shares with the embedding freezes with the first unit."""
-    batch = MODELS["llama-tied"].batch(2)
-    stack = LayerStack.discover(MODELS["llama-tied"].build(), batch)
-    never_frozen = FreezableLayers.of(stack, batch).never_frozen
-    assert never_frozen == {"model.norm.weight"}
-    head = measure_costs(stack, batch, never_frozen)[-1].head
-    assert head.trainable_bytes == stack.table["model.norm.weight"].nbytes
-    assert head.forward_flops > 0
 
 
 def test_the_units_sum_up_to_the_model():
@@ -145,26 +93,6 @@ def test_the_units_sum_up_to_the_model():
     with torch.utils.flop_counter.FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH) as counter:
         model(**batch)
     assert 2 * sum(unit.forward_flops for unit in units) == counter.get_total_flops()
-
-
-def test_between_layers_of_the_decoder_the_encoder_output_travels_too():
-    """T5 hands on [T, D] hidden states, and the position bias [heads, T, T] of the stack that is running."""
-    units = costs_of(MODELS["t5"].build(), MODELS["t5"].batch(2))
-    hidden, bias = FLOAT * 7 * 16, FLOAT * 2 * 7 * 7
-    encoder, decoder = [unit.boundary_bytes for unit in units[:3]], [unit.boundary_bytes for unit in units[3:]]
-    assert encoder[-1] == hidden, "nobody reads the encoder's bias any more"
-    assert decoder[0] > 2 * hidden and decoder[-1] == 0
-    assert encoder[0] == hidden + bias / 2  # of the whole batch, and so half of it per row
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_counting_leaves_the_model_as_it_was(training):
-    model = MODELS["bert-classification"].build().train(training)
-    stack = LayerStack.discover(model, MODELS["bert-classification"].batch(2))
-    measure_costs(stack, MODELS["bert-classification"].batch(2))
-    assert all(module.training is training for module in model.modules())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not stack.runner.installed
 
 
 def test_grouped_experts_count_as_eager_ones():
@@ -182,3 +110,17 @@ def test_grouped_experts_count_as_eager_ones():
 def test_a_shared_parameter_counts_with_each_unit_that_needs_it() -> None:
     units = costs_of(MODELS["llama-tied"].build(), MODELS["llama-tied"].batch(2))
     assert ["model.embed_tokens.weight" in unit.parameters for unit in units] == [True, False, False, True]
+
+
+def test_sparse_tensors_may_be_kept_for_the_backward():
+    """As a sparse adapter (SHiRA) keeps them, whose indices and values are in no storage of their own."""
+
+    class Sparse(Block):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            hidden = super().forward(hidden)
+            return hidden + (self.down.bias.to_sparse() * hidden.new_full((), 2.0)).to_dense()
+
+    model = Toy()
+    model.blocks[1] = Sparse()
+    factor = FLOAT // ROWS
+    assert toy_costs(model)[1].activation_bytes == toy_costs()[1].activation_bytes + factor

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from layouts import layout_of, planner_of, times_of, unit
+from layouts import layout_of, planner_of, unit
 
 from hf_pipetransformer.planning.layout import Layout
 from hf_pipetransformer.planning.planner import Planner
@@ -18,7 +17,7 @@ def largest(planner: Planner, layout: Layout | None = None) -> int:
 
 
 # ------------------------------------------------------------------------------------------ the first layout
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("k", [1, 4, 8])
 def test_auto_takes_the_smallest_pipeline_that_fits(k: int) -> None:
     first = planner_of("auto", memory_budget_bytes=largest(planner_of(k, num_microbatches=4 * k))).first
     assert (first.pipeline_parallel_size, first.data_parallel_size) == (k, 8 // k)
@@ -31,29 +30,6 @@ def test_auto_says_what_is_missing() -> None:
     for sharding in ("none", "auto"):
         with pytest.raises(ValueError, match=message):
             layout_of("auto", **tight, replica_sharding=sharding)
-
-
-def test_one_process_is_told_how_to_start_more() -> None:
-    with pytest.raises(ValueError, match=r"must divide the world size 1.*torchrun"):
-        layout_of(4, world_size=1)
-
-
-@pytest.mark.parametrize(
-    ("k", "wanted", "frozen", "cached", "bounds"),
-    [
-        (2, 3, 0, 0, (0, 1, 2, 3, 4, 6, 8)),
-        (2, 5, 0, 0, (0, 1, 2, 3, 4, 5, 6, 7, 8)),  # as many as there are units for
-        (4, 3, 0, 0, (0, 1, 2, 3, 4, 5, 6, 7, 8)),
-        (1, 3, 0, 0, (0, 8)),  # one stage has one part
-        (2, 2, 4, 4, (0, 5, 6, 7, 8)),  # the first virtual stage has all cached units
-        (2, 2, 5, 5, (0, 6, 8)),  # 1F1B rather than fewer cached units
-    ],
-)
-def test_number_of_virtual_stages(k: int, wanted: int, frozen: int, cached: int, bounds: tuple[int, ...]) -> None:
-    planner = planner_of(k, schedule="interleaved1f1b", virtual_pipeline_parallel_size=wanted)
-    layout = planner.in_stages(k, frozen, cached)
-    assert (layout.stage_bounds, layout.num_cached_layers) == (bounds, cached)
-    assert layout.runs_as == ("interleaved1f1b" if layout.num_virtual_stages > 1 else "1f1b")
 
 
 def test_more_micro_batches_where_only_that_makes_the_stages_fit() -> None:
@@ -70,13 +46,6 @@ def test_more_micro_batches_where_only_that_makes_the_stages_fit() -> None:
 
 
 # ------------------------------------------------------------------------------------------ after a freeze
-def test_frozen_units_cost_a_third_in_the_split() -> None:
-    planner = planner_of(2, 4)
-    layout = planner.in_stages(2, 3)
-    assert layout.stage_bounds == (0, 5, 8)  # 3 x 1 + 2 x 3 = 9 = 3 x 3
-    assert "3 frozen" in planner.describe(layout)
-
-
 def test_compression_takes_the_shortest_pipeline_that_fits() -> None:
     """Its largest stage may need no more bytes than the largest did at the start."""
     planner, sizes = planner_of(4, 4, num_microbatches=4), []
@@ -89,20 +58,6 @@ def test_compression_takes_the_shortest_pipeline_that_fits() -> None:
             assert largest(planner, layout) <= largest(planner)
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == 4 and sizes[-1] == 1
-
-
-@pytest.mark.parametrize("asked", [{"is_elastic": False}, {"is_driven": True}])
-def test_without_compression_only_the_split_changes(asked: dict[str, Any]) -> None:
-    planner = planner_of(4, 4, times=times_of(8), **asked)
-    layout = planner.next(planner.first, 7, 0)
-    assert layout.pipeline_parallel_size == 4
-    assert layout.stage_bounds != planner.first.stage_bounds
-
-
-def test_a_loss_that_drives_the_pipeline_has_all_forwards_first() -> None:
-    asked = {"schedule": "zbv", "virtual_pipeline_parallel_size": 2, "is_driven": True}
-    planner = planner_of(4, 4, **asked)
-    assert (planner.first.schedule, planner.first.num_virtual_stages) == ("gpipe", 1)
 
 
 def test_cached_layers_cost_nothing_and_are_the_first_stages() -> None:
@@ -133,15 +88,6 @@ def choosing(budget: int | None, k: Any = "auto") -> Planner:
     return planner_of(k, 4, rows_per_device=16, replica_sharding="auto", memory_budget_bytes=budget)
 
 
-@pytest.mark.parametrize(
-    ("budget", "expected"),
-    [(None, "none"), (3200, "none"), (3199, "optimizer"), (2000, "optimizer")],
-)
-def test_memory_decides_the_sharding_of_one_stage(budget: int | None, expected: str) -> None:
-    for k in ("auto", 1):
-        assert sharding(choosing(budget, k).first) == (1, expected)
-
-
 def test_shardings_considered() -> None:
     """Two stages need 1,600 bytes without sharding and 1,200 with that of the optimizer's state; one replica 800."""
     planner = choosing(1300)
@@ -150,47 +96,3 @@ def test_shardings_considered() -> None:
     assert planner.first is planner.considered[1]
     given = choosing(1999, k=1)
     assert sharding(given.first) == (1, "optimizer") and not given.fits(given.first), "a given K is kept"
-
-
-def test_an_elastic_training_keeps_the_sharding_of_its_begin() -> None:
-    """Two stages that divide the optimizer's state; with seven of eight units frozen one stage divides it, too."""
-    planner = choosing(largest(planner_of(2, 4, rows_per_device=16)) - 1, k=2)
-    assert sharding(planner.first) == (2, "optimizer")
-    after = planner.next(planner.first, 7, 0)
-    assert sharding(after) == (1, "optimizer") and after.data_parallel_size == 4
-
-
-# ------------------------------------------------------------------------------------------ in a checkpoint
-def as_stored(planner: Planner, layout: Layout) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(json.dumps(planner.facts_of(layout)))
-    return facts
-
-
-def test_a_layout_is_restored_where_the_same_is_asked_for() -> None:
-    planner = planner_of(1, 1)
-    layout = planner.in_stages(1, 3, 2)
-    facts = as_stored(planner, layout)
-    assert planner.again(facts, most_frozen=3) == layout
-    assert planner.again(facts, most_frozen=2) is None  # a user who freezes no more
-    assert planner.again({**facts, "units": 7}, most_frozen=3) is None  # another model
-    for other in (planner_of(1, 1, rows_per_device=3), planner_of(1, 1, is_elastic=False), planner_of(1, 2)):
-        assert other.again(facts, most_frozen=3) is None
-    with pytest.raises(ValueError, match=r"trainer_state.json: .*layout is no layout: num_frozen_layers is 9"):
-        planner.again({**facts, "num_frozen": 9}, most_frozen=9)
-
-
-def test_a_layout_of_an_earlier_version_is_made_again() -> None:
-    planner = planner_of(4, 4, is_elastic=False)
-    layout = planner.next(planner.first, 6, 5)
-    facts = as_stored(planner, layout)
-    older = {**facts, "bounds": [0, 1, 2, 3, facts.pop("units")]}
-    del older["units"]
-    assert planner.again(older, most_frozen=6) == layout
-
-
-def test_a_layout_that_needs_more_memory_than_there_is_now_is_not_restored() -> None:
-    made, small = planner_of(1, 2), planner_of(1, 2, memory_budget_bytes=1)
-    assert small.again(as_stored(made, made.first), most_frozen=0) == made.first, "no more than the first needs"
-    one = as_stored(made, made.in_stages(1))
-    two = planner_of(2, 2, memory_budget_bytes=1)
-    assert two.again({**one, "asked": as_stored(two, two.first)["asked"]}, most_frozen=0) is None

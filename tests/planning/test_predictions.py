@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import pytest
-from layouts import layout_of, planner_of, times_of, unit
+from layouts import planner_of, times_of, unit
 
 from hf_pipetransformer.planning.costs import Cost, step_flops
 from hf_pipetransformer.planning.planner import Planner
@@ -15,21 +13,7 @@ def bytes_of(planner: Planner) -> list[int]:
     return planner.stage_bytes(planner.first)
 
 
-def interleaved(**changes: Any) -> Planner:
-    return planner_of(2, schedule="interleaved1f1b", virtual_pipeline_parallel_size=2, **changes)
-
-
 # -- memory --------------------------------------------------------------------------------------------------
-
-
-def test_activations_of_an_interleaved_schedule() -> None:
-    """Stage 0 keeps at most 5 forwards before its first backward (`F0 F1 f0 f1 F2`), stage 1 keeps 3."""
-    units = tuple(unit(i, activation_bytes=10 ** (i // 2), boundary_bytes=10_000, trainable_bytes=0) for i in range(8))
-    planner = interleaved(world_size=2, units=units, num_microbatches=8)
-    # virtual stages keep 2, 20, 200 and 2000 bytes of a micro-batch; stage 0 receives at three boundaries
-    weights, received = 4 * 100, 8 * 10_000
-    both = weights + 3 * received
-    assert bytes_of(planner) == [both + 3 * 2 + 2 * 200, both + 2 * 20 + 1 * 2000]
 
 
 def test_stage_bytes_adds_up() -> None:
@@ -43,21 +27,6 @@ def test_stage_bytes_adds_up() -> None:
     assert first == weights + gradients + adam + activations + gradients_received
     # the last stage keeps one micro-batch and receives activations
     assert last == weights + gradients + adam + 2 * 10 * 2 + 3 * 16
-
-
-def test_replicas_that_divide_the_optimizer_state_hold_a_part_of_it() -> None:
-    times = dataclasses.replace(times_of(2), update_seconds_per_byte=1.0, reduce_seconds_per_byte=1.0)
-    units = (unit(0), unit(1))
-    planner = planner_of(1, 4, units, times=times)
-    whole, divided = planner.first, dataclasses.replace(planner.first, replica_sharding="optimizer")
-    assert planner.stage_bytes(whole) == [200 + 200 + 400]
-    assert planner.stage_bytes(divided) == [200 + 200 + 200], "parameters are not cut"
-    assert planner.predict(whole).seconds_at_end == 200 + 200  # update; reduction as it was measured on four ranks
-    assert planner.predict(divided).seconds_at_end == 200 // 4 + 1.5 * 200  # half of a reduction gathers the updates
-    alone = planner_of(2, 2, units, replica_sharding="optimizer")
-    assert bytes_of(alone) == [100 + 100 + 200] * 2, "one replica"
-    assert "replicas divide the optimizer state" in planner.describe(divided)
-    assert "divide" not in alone.describe(alone.first)
 
 
 def test_the_head_is_trained_when_all_units_are_frozen() -> None:
@@ -75,24 +44,6 @@ def test_the_head_is_trained_when_all_units_are_frozen() -> None:
     assert planner.predict(layout).seconds_at_end == trained
 
 
-def test_parameter_shared_within_a_stage_counts_once() -> None:
-    units = tuple(unit(i, parameters={"albert.weight": 100}) for i in range(4))
-    assert bytes_of(planner_of(1, 1, units)) == [4 * 100]
-    two = planner_of(2, 2, units)  # replicated
-    assert [two.parameter_bytes_of(two.first, stage) for stage in range(2)] == [100, 100]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "m", "in_flight"),
-    [("1f1b", 8, [4, 3, 2, 1]), ("1f1b", 4, [4, 3, 2, 1]), ("1f1b", 2, [2, 2, 2, 2]), ("gpipe", 8, [8, 8, 8, 8])],
-)
-def test_activations_of_the_micro_batches_in_flight_are_kept(schedule: str, m: int, in_flight: list[int]) -> None:
-    """A stage has two units, and a micro-batch one of M samples."""
-    units = tuple(unit(i, activation_bytes=5, trainable_bytes=0) for i in range(8))
-    planner = planner_of(4, units=units, schedule=schedule, rows_per_device=2, num_microbatches=m)
-    assert bytes_of(planner) == [2 * 100 + 2 * 5 * kept * 8 // m for kept in in_flight]
-
-
 # -- text ----------------------------------------------------------------------------------------------------
 
 
@@ -108,31 +59,3 @@ def test_plan_prints_a_table() -> None:
             "8 samples a pipeline and step; schedule 1f1b with 4 micro-batches; bubble 20.0 % if stages are equal",
         )
     )
-
-
-def test_plan_with_times_predicts_the_step() -> None:
-    """4 micro-batches, 2 rows each: stages of 4 units x (1 + 2) x 2 rows = 24 s a micro-batch, 5 of them in a row."""
-    planner = planner_of(2, times=times_of(8), num_microbatches=4)
-    last = planner.describe(planner.first).splitlines()[-1]
-    assert last.endswith("schedule 1f1b with 4 micro-batches; predicted 120 s (bubble 20.0 %)")
-    assert planner.predict(planner.first).seconds == 120
-    assert planner.predict(layout_of(2, num_microbatches=1)).seconds == pytest.approx(2 * 96)
-    with pytest.raises(ValueError, match="times is None"):
-        planner_of(2).predict(planner.first)
-
-
-def test_virtual_stages_are_in_the_table() -> None:
-    planner = interleaved()
-    text = planner.describe(planner.first)
-    assert "0-1 4-5" in text
-    assert "schedule interleaved1f1b with 4 micro-batches, 2 virtual stages per stage" in text
-    assert "bubble 11.1 %" in text
-    zbv = planner_of(2, schedule="zbv", virtual_pipeline_parallel_size=2)
-    assert "zbv with 4 micro-batches, 2 virtual stages per stage; bubble 4.0 %" in zbv.describe(zbv.first)
-
-
-def test_prediction_counts_reduction_and_update() -> None:
-    """8 ranks, 4 replicas: 400 trainable bytes a stage, 2 (4 - 1) / 4 of them sent instead of 2 (8 - 1) / 8."""
-    times = dataclasses.replace(times_of(8), update_seconds_per_byte=1.0, reduce_seconds_per_byte=7.0)
-    planner = planner_of(2, times=times)
-    assert planner.predict(planner.first).seconds_at_end == pytest.approx(400 * (1 + 7 * (3 / 4) / (7 / 8)))

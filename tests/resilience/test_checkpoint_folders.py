@@ -14,13 +14,11 @@ from hf_pipetransformer.file_formats import KEPT
 from hf_pipetransformer.resilience import checkpoint_folders
 from hf_pipetransformer.resilience.checkpoint_folders import (
     MANIFEST,
-    REPLACED,
     SAVING,
     STATE,
     latest_valid,
     publish,
     remove_incomplete,
-    restore_replaced,
     rotate,
     saving_folder,
     validate,
@@ -47,7 +45,7 @@ def test_what_is_published_is_whole(tmp_path: Path) -> None:
     assert manifest[STATE][0] == 5000
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_flipped_byte_or_shorter_file_is_found(tmp_path: Path, seed: int) -> None:
     checkpoint, rng = write(tmp_path, 4), random.Random(seed)
     path = rng.choice([p for p in sorted(checkpoint.rglob("*")) if p.is_file() and p.name != MANIFEST])
@@ -60,14 +58,13 @@ def test_any_flipped_byte_or_shorter_file_is_found(tmp_path: Path, seed: int) ->
     assert path.name in str(validate(checkpoint))
 
 
-@pytest.mark.parametrize("what", ["missing", "manifest"])
-def test_missing_files_and_broken_manifests_are_found(tmp_path: Path, what: str) -> None:
+def test_missing_files_and_broken_manifests_are_found(tmp_path: Path) -> None:
     checkpoint = write(tmp_path, 4)
-    if what == "missing":
-        (checkpoint / "optimizer.pt").unlink()
-    else:
-        (checkpoint / MANIFEST).write_text("{")
-    assert validate(checkpoint) is not None
+    (checkpoint / "optimizer.pt").unlink()
+    assert "optimizer.pt" in str(validate(checkpoint))
+    for text in ("{", "[]", '{"a": 1}', "3"):
+        (checkpoint / MANIFEST).write_text(text)
+        assert "cannot be read" in str(validate(checkpoint))
 
 
 def test_the_newest_whole_one_is_chosen_by_number(tmp_path: Path) -> None:
@@ -112,14 +109,6 @@ def test_a_half_that_had_a_manifest_is_none_of_the_stock_trainer(saved_at: int, 
     (checkpoint / MANIFEST).unlink()
     (checkpoint / STATE).write_text('{"global_step": 8, "sta')
     assert f"{STATE} cannot be read" in str(validate(checkpoint))
-
-
-def test_what_was_about_to_be_replaced_is_given_back_alone(tmp_path: Path) -> None:
-    saving_folder(tmp_path).create()
-    for name in (f"{REPLACED}checkpoint-4", "checkpoint-8"):
-        (tmp_path / SAVING / name).mkdir(parents=True)
-    restore_replaced(tmp_path)
-    assert (tmp_path / "checkpoint-4").is_dir() and (tmp_path / SAVING / "checkpoint-8").is_dir()
 
 
 def test_the_names_in_all_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,21 +175,6 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     rotate(tmp_path, 1, newest, None)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-100", "checkpoint-120"}
     rotate(tmp_path, None, newest, None)
-
-
-def test_a_manifest_of_another_shape_is_damage(tmp_path: Path) -> None:
-    checkpoint = write(tmp_path, 4)
-    for text in ("[]", '{"a": 1}', "3"):
-        (checkpoint / MANIFEST).write_text(text)
-        assert "cannot be read" in str(validate(checkpoint))
-
-
-def test_a_name_that_is_taken_is_taken_over(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-4").mkdir()
-    (tmp_path / "checkpoint-4" / STATE).write_text("")
-    (tmp_path / "checkpoint-4" / "rng_state_7.pth").write_text("")
-    checkpoint = write(tmp_path, 4)
-    assert validate(checkpoint) is None and not (checkpoint / "rng_state_7.pth").exists()
 
 
 def test_what_the_user_has_put_into_a_replaced_checkpoint_stays(tmp_path: Path) -> None:

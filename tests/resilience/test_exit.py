@@ -5,51 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from datetime import timedelta
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.distributed as dist
-from distributed import patient, run_ranks
+from distributed import patient
 from selection import slow
-
-from hf_pipetransformer.pipeline.mesh import ProcessMesh
-from hf_pipetransformer.resilience import exit as process_exit
-
-HELD: list[SimpleNamespace] = []
-
-
-def ends_its_groups(rank: int, world_size: int) -> tuple[bool, bool, bool]:
-    dist.init_process_group("gloo")
-    mesh = ProcessMesh(timedelta(seconds=60))
-    mesh.gather_objects(rank)
-    holder = SimpleNamespace(mesh=mesh, group=mesh.groups(2).pipeline)  # as a trainer that the script holds
-    HELD.append(holder)
-    return process_exit.end(), dist.is_initialized(), holder.group is None and mesh.control is None
-
-
-def test_groups_are_destroyed_and_let_go_of() -> None:
-    assert run_ranks(ends_its_groups, 2) == [(True, False, True)] * 2
-
-
-def ends_beside_a_stuck_peer(rank: int, world_size: int, has_ended: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(hours=1))
-    dist.barrier()
-    if rank == 0:
-        work = dist.all_reduce(torch.ones(1), async_op=True)  # the other one never comes
-        process_exit.end(seconds=1)
-        del work
-        has_ended.touch()
-    while not has_ended.exists():
-        time.sleep(0.05)
-
-
-def test_the_end_is_bounded_where_a_peer_is_stuck(tmp_path: Path) -> None:
-    run_ranks(ends_beside_a_stuck_peer, 2, tmp_path / "ended")
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Groups on an accelerator, with a kernel that waits for other processes. A semaphore stands for the kernel: destroying

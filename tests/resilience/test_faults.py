@@ -141,22 +141,26 @@ def seconds_to_notice(fault: Fault) -> float:
     return DDP_TIMEOUT_WITH_A_HANG + SECONDS_FOR_A_VERDICT  # the others' collectives fail at the same time
 
 
-def row_of(fault: Fault, folder: Path, ended_at: float, reports: Sequence[Report], lost: int) -> str:
+def row_of(fault: Fault, folder: Path, ended_at: float, first_step_at: float, lost: int, how: str, **more: Any) -> str:
+    """For the table of `conftest.py`."""
     happened_at, _ = when(folder)
     row: dict[str, Any] = {
-        "fault": fault.kind
-        + ", cached" * fault.caches
-        + (f", sharded: {fault.sharding}" if fault.sharding != "none" else ""),
+        "fault": f"{fault.kind}{how}",
         "phase": fault.phase,
         "rank": "all" if fault.rank == EVERYONE else fault.rank,
         "steps_lost": lost,
         "seconds_until_all_ended": round(ended_at - happened_at, 2),
-        "seconds_to_recover": round(max(report.first_step_at for report in reports) - happened_at, 2),
+        "seconds_to_recover": round(first_step_at - happened_at, 2),
+        **more,
         "final weights": "equal",
     }
-    if fault.kind in ("stop", *HANGS):
-        row["seconds_to_notice"] = seconds_to_notice(fault)
     return json.dumps(row)
+
+
+def row_of_ranks(fault: Fault, folder: Path, ended_at: float, reports: Sequence[Report], lost: int) -> str:
+    how = ", cached" * fault.caches + (f", sharded: {fault.sharding}" if fault.sharding != "none" else "")
+    notice = {"seconds_to_notice": seconds_to_notice(fault)} if fault.kind in ("stop", *HANGS) else {}
+    return row_of(fault, folder, ended_at, max(report.first_step_at for report in reports), lost, how, **notice)
 
 
 FEWEST = {Fault("kill", 2, "step", 4)}
@@ -199,7 +203,7 @@ def test_nothing_is_lost(fault: Fault, tmp_path: Path, record_property: Recorder
         assert_cached(tmp_path, reports)
     lost = steps_lost(fault, when(tmp_path)[1], reports[0].resumed_step)
     assert 0 <= lost <= (4 if fault.kind == "corrupt" else 2)  # a checkpoint every second step
-    record_property("fault", row_of(fault, tmp_path, ended_at, reports, lost))
+    record_property("fault", row_of_ranks(fault, tmp_path, ended_at, reports, lost))
 
 
 def assert_left(outcomes: Sequence[RankOutcome], folder: Path) -> int:
@@ -230,7 +234,7 @@ def test_sigterm_loses_no_step(fault: Fault, tmp_path: Path, record_property: Re
         assert_cached(tmp_path, reports)
     lost = saved - reports[0].resumed_step
     assert lost == 0
-    record_property("fault", row_of(fault, tmp_path, ended_at, reports, lost))
+    record_property("fault", row_of_ranks(fault, tmp_path, ended_at, reports, lost))
 
 
 @pytest.mark.faults
@@ -255,7 +259,7 @@ def test_a_training_that_has_ended_is_not_gone_on_with(
     assert_nothing_lost(reports, wanted)
     assert reports[0].resumed_step == wanted.steps
     assert latest_valid(tmp_path) == (tmp_path / f"checkpoint-{wanted.steps}", [])
-    record_property("fault", row_of(fault, tmp_path, ended_at, reports, 0))
+    record_property("fault", row_of_ranks(fault, tmp_path, ended_at, reports, 0))
 
 
 def assert_signal_delivered(outcomes: Sequence[RankOutcome], rank: int) -> None:

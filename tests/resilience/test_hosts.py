@@ -19,7 +19,7 @@ import pytest
 from distributed import run_ranks
 from faults import STORE, Fault, train
 from test_faults import Recorder, assert_nothing_lost, expected
-from test_restarts import ROOT, assert_named, check, final_report, preempt, run_job
+from test_restarts import ROOT, assert_named, check, final_report, run_job
 from training_runs import WORLD, Outcome
 
 PORT = 29500
@@ -127,26 +127,20 @@ def assert_trains(commands: list[list[str]], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("hosts", [2], indirect=True)
-@pytest.mark.parametrize("fault", [Fault("kill", 3, "step", 4), Fault("stop", 2, "save", 5)])
-def test_two_hosts_restart_once(hosts: Hosts, fault: Fault, tmp_path: Path, record_property: Recorder) -> None:
-    output = run_job(hosts.torchrun(2), tmp_path, fault, timeout=250)
-    assert_named(output, fault)
-    check(tmp_path, output, fault, record_property, "torchrun, 2 hosts")
-
-
-@pytest.mark.parametrize("hosts", [2], indirect=True)
-def test_accelerate_restarts_two_hosts_once(hosts: Hosts, tmp_path: Path, record_property: Recorder) -> None:
-    fault = Fault("kill", 0, "move", 5)
-    output = run_job(hosts.accelerate(2), tmp_path, fault, timeout=250)
-    assert_named(output, fault)
-    check(tmp_path, output, fault, record_property, "accelerate, 2 hosts")
-
-
-@pytest.mark.parametrize("hosts", [2], indirect=True)
-def test_two_hosts_that_are_told_to_end_save_one_checkpoint(
-    hosts: Hosts, tmp_path: Path, record_property: Recorder
+@pytest.mark.parametrize(
+    ("launcher", "fault"),
+    [
+        ("torchrun", Fault("kill", 3, "step", 4)),
+        ("torchrun", Fault("stop", 2, "save", 5)),
+        ("accelerate", Fault("kill", 0, "move", 5)),
+    ],
+)
+def test_two_hosts_restart_once(
+    hosts: Hosts, launcher: str, fault: Fault, tmp_path: Path, record_property: Recorder
 ) -> None:
-    preempt(hosts.torchrun(2), tmp_path, 250, record_property, "torchrun, 2 hosts")
+    output = run_job(getattr(hosts, launcher)(2), tmp_path, fault, timeout=250)
+    assert_named(output, fault)
+    check(tmp_path, output, fault, record_property, f"{launcher}, 2 hosts")
 
 
 def in_the_order_of_two_hosts(rank: int, world_size: int, folder: str) -> Outcome:

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from distributed import patient, slowness
-from test_restarts import ROOT, TESTS, environment
+from test_restarts import TESTS, command, environment
 
 MOST_SECONDS = 30.0
 """Until the launcher has ended, too. A launcher kills what has not ended after 30 seconds."""
@@ -31,13 +30,13 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def launch(launcher: str, port: int, folder: Path, *arguments: object) -> subprocess.Popen[str]:
-    config = ROOT / "accelerate_configs/cpu_2.yaml"
-    command = {
-        "torchrun": ["-m", "torch.distributed.run", f"--nproc_per_node={PROCESSES}", f"--master_port={port}"],
-        "accelerate": ["-m", "accelerate.commands.launch", f"--config_file={config}", f"--main_process_port={port}"],
-    }[launcher]
     return subprocess.Popen(
-        [sys.executable, *command, str(TESTS / "interrupted_job.py"), str(folder), *map(str, arguments)],
+        [
+            *command(launcher, port, PROCESSES, restarts=0),
+            str(TESTS / "interrupted_job.py"),
+            str(folder),
+            *map(str, arguments),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

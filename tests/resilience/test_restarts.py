@@ -18,7 +18,7 @@ import pytest
 import torch
 from distributed import patient
 from faults import EVERYONE, Fault, Report
-from test_faults import Recorder, assert_nothing_lost, expected, steps_lost, when
+from test_faults import Recorder, assert_nothing_lost, expected, row_of, steps_lost, when
 from training_runs import Outcome
 
 from hf_pipetransformer.resilience.checkpoint_folders import SAVING, latest_valid
@@ -28,13 +28,11 @@ ROOT = TESTS.parent
 PROCESSES = 4
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run"],
-    "torchrun-standalone": ["-m", "torch.distributed.run", "--standalone"],
     "torchrun-c10d": ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
     "accelerate": ["-m", "accelerate.commands.launch", f"--config_file={ROOT / 'accelerate_configs/cpu_4.yaml'}"],
 }
 FAULTS = {
     "torchrun": Fault("kill", 2, "step", 4),
-    "torchrun-standalone": Fault("kill", 0, "move", 5),
     "torchrun-c10d": Fault("stop", 1, "save", 5),
     "accelerate": Fault("kill", 1, "publish", 5),
 }
@@ -46,10 +44,10 @@ def environment() -> dict[str, str]:
     return {**mine, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
-def command(launcher: str, port: int) -> list[str]:
+def command(launcher: str, port: int, processes: int = PROCESSES, restarts: int = 2) -> list[str]:
     options = [
-        "--max_restarts=2",
-        f"--{'num_processes' if launcher == 'accelerate' else 'nproc_per_node'}={PROCESSES}",
+        f"--max_restarts={restarts}",
+        f"--{'num_processes' if launcher == 'accelerate' else 'nproc_per_node'}={processes}",
     ]
     if launcher in ("torchrun", "accelerate"):
         options.append(f"--{'main_process_port' if launcher == 'accelerate' else 'master_port'}={port}")
@@ -102,7 +100,7 @@ def check(
     # (where one host restarts because the other one does, its launcher does not count it)
     assert len(attempts) == 2 and attempts[0]["restarts"] == 0 and attempts[1]["restarts"] <= 1
     assert_nothing_lost([report], wanted or expected())
-    happened_at, step = when(folder)
+    _, step = when(folder)
     if fault.kind in ("term", "preempt"):
         assert f"Received SIGTERM and saved checkpoint-{report.resumed_step}." in output
         lost = 0
@@ -110,18 +108,10 @@ def check(
         lost = steps_lost(fault, step, report.resumed_step)
         assert 0 <= lost <= 2
     last = attempts[-1]
-    row = {
-        "fault": f"{fault.kind}, {how}",
-        "phase": fault.phase,
-        "rank": "all" if fault.rank == EVERYONE else fault.rank,
-        "restarts": len(attempts) - 1,
-        "steps_lost": lost,
-        "seconds_until_all_ended": round(last["started_at"] - happened_at, 2),
-        "seconds_to_recover": round(report.first_step_at - happened_at, 2),
-        "without_imports": round(report.first_step_at - happened_at - (last["imported_at"] - last["started_at"]), 2),
-        "final weights": "equal",
-    }
-    record_property("fault", json.dumps(row))
+    seconds = report.first_step_at - when(folder)[0] - (last["imported_at"] - last["started_at"])
+    more = {"restarts": len(attempts) - 1, "without_imports": round(seconds, 2)}
+    row = row_of(fault, folder, last["started_at"], report.first_step_at, lost, f", {how}", **more)
+    record_property("fault", row)
 
 
 def assert_named(output: str, fault: Fault) -> None:

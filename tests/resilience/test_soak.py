@@ -5,7 +5,6 @@
 
 Losses and weights must be those of one process that trains undisturbed. What a process holds of the system must be in
 the late window what it was in the early one. The last freeze comes before both, so that nothing is let go in between.
-A shorter one caches what layers have frozen; there they count as cached before both windows, too.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -37,95 +36,34 @@ from training_runs import (
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache import writing
 from hf_pipetransformer.planning.layout import Layout
 from hf_pipetransformer.run.run import PipelineRun
 
 RANKS = 2
 
 
-@dataclass(frozen=True)
-class Course:
-    """A training, and what happens when.
-
-    Attributes:
-        samples: of an epoch.
-        steps: of the training.
-        freezes: steps done -> frozen layers.
-        changes: steps done when two stages become one, or one becomes two; some at the end of an epoch, a save or an
-            evaluation.
-        saved_every: steps between two saves, and two evaluations.
-        looked_every: steps between two looks at what a process holds, at most.
-        warm_up: steps after which no descriptor, thread, group or mapping is added.
-        early: steps of the first window.
-        late: steps of the last one.
-        most_growth: bytes of resident memory, between the means of the windows.
-        counted: steps done -> layers that count as cached; empty: nothing is cached.
-    """
-
-    samples: int
-    steps: int
-    freezes: dict[int, int]
-    changes: tuple[int, ...]
-    saved_every: int
-    looked_every: int
-    warm_up: int
-    early: range
-    late: range
-    most_growth: int
-    counted: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def run(self) -> Run:
-        """The last step of an epoch has 11 rows.
-
-        With this learning rate the loss falls over the whole run; with a larger one it would soon be so small that
-        nothing could make it differ.
-        """
-        options = {"max_steps": self.steps, "learning_rate": 1e-4}
-        return Run(samples=self.samples, accumulation=1).with_options(**options)
-
-
-LONG = Course(
-    samples=1003,
-    steps=2000,
-    freezes={210: 1, 450: 2},
-    changes=(
-        *(50, 130, 210, 290, 370, 450, 530, 610, 690, 770),
-        *(905, 1003, 1101, 1201, 1333, 1450, 1610, 1730, 1850, 1930),
-    ),
-    saved_every=100,
-    looked_every=50,
-    warm_up=300,
-    early=range(600, 1001),
-    late=range(1600, 2001),
-    most_growth=5 * 2**18,
+SAMPLES, STEPS = 1003, 2000
+"""An epoch has 63 steps, and the last one 11 rows."""
+FREEZES = {210: 1, 450: 2}
+"""Steps done -> frozen layers."""
+CHANGES = (
+    *(50, 130, 210, 290, 370, 450, 530, 610, 690, 770),
+    *(905, 1003, 1101, 1201, 1333, 1450, 1610, 1730, 1850, 1930),
 )
-"""An epoch has 63 steps. Between the windows are 1,000 steps, 11 changes, 10 saves and 10 evaluations.
+"""Steps done when two stages become one, or one becomes two; some at the end of an epoch, a save or an evaluation."""
+SAVED_EVERY, LOOKED_EVERY = 100, 50
+"""Steps between two saves, and two evaluations; between two looks at what a process holds, at most."""
+WARM_UP, EARLY, LATE = 300, range(600, 1001), range(1600, 2001)
+"""Between the windows are 1,000 steps, 11 changes, 10 saves and 10 evaluations."""
+MOST_GROWTH = 5 * 2**18
+"""Bytes of resident memory, between the means of the windows.
 
-About half of `most_growth` is seen. 1.7 MiB or more would be, if 1 KiB were kept in each step, or the weights and the
-optimizer state of this model (116 KiB) in each change.
+About half of it is seen. 1.7 MiB or more would be, if 1 KiB were kept in each step, or the weights and the optimizer
+state of this model (116 KiB) in each change.
 """
-CACHED = Course(
-    samples=251,
-    steps=300,
-    freezes={10: 1, 40: 2},
-    changes=(
-        *(10, 21, 32, 40, 53, 64, 75, 87, 96, 107, 118, 129),
-        *(140, 150, 163, 176, 187, 200, 212, 224, 235, 250, 261, 273, 288),
-    ),
-    saved_every=50,
-    looked_every=10,
-    warm_up=125,
-    early=range(130, 181),
-    late=range(250, 301),
-    most_growth=5 * 2**19,
-    counted={32: 1, 64: 2},
-)
-"""An epoch has 16 steps. What layers give is put for a whole epoch; they count as cached from the next one on.
-
-About half of `most_growth` is seen between the windows, with and without a cache: so early it has not settled.
-"""
+# With this learning rate the loss falls over the whole run; with a larger one it would soon be so small that nothing
+# could make it differ.
+RUN = Run(samples=SAMPLES, accumulation=1).with_options(max_steps=STEPS, learning_rate=1e-4)
 
 LOSS_TOLERANCE = 1e-5
 """Of each step. Rows that are divided among replicas and micro-batches are summed in another order, in float32; with a
@@ -189,12 +127,12 @@ class Lookout(TrainerCallback):
     Also behind the first step of each layout: more tensors come when batches of other shapes do.
     """
 
-    def __init__(self, trainer: PipeTransformerTrainer, course: Course) -> None:
-        self.trainer, self.course = trainer, course
+    def __init__(self, trainer: PipeTransformerTrainer) -> None:
+        self.trainer = trainer
         self.seen: list[Holdings] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.course.looked_every == 0 or state.global_step - 1 in self.course.changes:
+        if state.global_step % LOOKED_EVERY == 0 or state.global_step - 1 in CHANGES:
             pipeline = self.trainer.pipeline
             assert pipeline is not None
             self.seen.append(Holdings.now(state.global_step, pipeline.num_stages))
@@ -207,21 +145,19 @@ class Soaked:
     Attributes:
         outcome: of the training, with the loss of every step.
         seen: what it held, in the order of steps.
-        layouts: (steps done, stages, frozen layers, cached layers) of every transformation.
+        layouts: (steps done, stages, frozen layers) of every transformation.
         evaluations: how many there were.
-        hit_rates: of the cache, in each epoch but the last.
     """
 
     outcome: Outcome
     seen: list[Holdings]
-    layouts: list[tuple[int, int, int, int]]
+    layouts: list[tuple[int, int, int]]
     evaluations: int
-    hit_rates: list[float]
 
 
-def alternate(trainer: PipeTransformerTrainer, changes: Sequence[int]) -> None:
+def alternate(trainer: PipeTransformerTrainer) -> None:
     """Go over from two stages to one and back after these steps, whether a layer freezes there or not."""
-    to_come = set(changes)
+    to_come = set(CHANGES)
 
     def other_stages(layout: Layout, num_frozen: int) -> int:
         to_come.discard(trainer.state.global_step)
@@ -229,34 +165,31 @@ def alternate(trainer: PipeTransformerTrainer, changes: Sequence[int]) -> None:
 
     def change(run: PipelineRun) -> None:
         if trainer.state.global_step in to_come:  # nothing has changed by itself
-            frozen = run.pipeline.current_plan.num_frozen_layers
-            run.change_layout(frozen, run.cache.num_cached if run.cache is not None else 0)
+            run.change_layout(run.pipeline.current_plan.num_frozen_layers, 0)
 
     with_stages(trainer, other_stages)
     at_each_step(trainer, after=change)
 
 
-def soak(rank: int, world_size: int, course: Course, folder: str) -> Soaked:
-    writing.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine: layers count when they should
-    run = course.run
+def soak(rank: int, world_size: int, folder: str) -> Soaked:
     trainer = pipeline_trainer(
-        replace(run, per_device=run.per_device * WORLD // world_size),
+        replace(RUN, per_device=RUN.per_device * WORLD // world_size),
         world_size,
         folder,
         freeze_policy="schedule",
         freeze_strategy="steps",
         freeze_steps=1,
-        freeze_schedule=course.freezes,
-        activation_cache="on" if course.counted else "off",
-        logging_steps=course.saved_every,  # of every step it would grow, as under the stock Trainer
+        freeze_schedule=FREEZES,
+        activation_cache="off",
+        logging_steps=SAVED_EVERY,  # of every step it would grow, as under the stock Trainer
         save_strategy="steps",
-        save_steps=course.saved_every,
+        save_steps=SAVED_EVERY,
         save_total_limit=2,
         eval_strategy="steps",
-        eval_steps=course.saved_every,
+        eval_steps=SAVED_EVERY,
     )
-    alternate(trainer, course.changes)
-    lookout = Lookout(trainer, course)
+    alternate(trainer)
+    lookout = Lookout(trainer)
     trainer.add_callback(lookout)
     losses: list[float] = []
     training_step = trainer.training_step
@@ -271,70 +204,43 @@ def soak(rank: int, world_size: int, course: Course, folder: str) -> Soaked:
     outcome.losses = losses
     log = trainer.state.log_history
     changes = [entry for entry in log if "transform_seconds" in entry]
-    return Soaked(
-        outcome,
-        lookout.seen,
-        [(c["step"], c["pipeline_parallel_size"], c["num_frozen_layers"], c["num_cached_layers"]) for c in changes],
-        sum("eval_loss" in entry for entry in log),
-        [entry["cache_hit_rate"] for entry in log if "cache_hit_rate" in entry],
-    )
+    layouts = [(c["step"], c["pipeline_parallel_size"], c["num_frozen_layers"]) for c in changes]
+    return Soaked(outcome, lookout.seen, layouts, sum("eval_loss" in entry for entry in log))
 
 
 def within(seen: Sequence[Holdings], window: range) -> list[Holdings]:
     return [holdings for holdings in seen if holdings.step in window]
 
 
-def growth_of_memory(course: Course, seen: Sequence[Holdings]) -> float:
-    windows = (course.early, course.late)
-    early, late = (mean(held.resident_bytes for held in within(seen, window)) for window in windows)
-    return late - early
-
-
 @pytest.mark.faults
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("course", [LONG, CACHED], ids=["uncached", "cached"])
-def test_a_long_training_loses_nothing_and_keeps_nothing(course: Course, tmp_path: Path) -> None:
-    """2,000 steps, 20 transformations, 20 saves, 20 evaluations; three minutes on two free cores. With a cache 300."""
+def test_a_long_training_loses_nothing_and_keeps_nothing(tmp_path: Path) -> None:
+    """2,000 steps, 20 transformations, 20 saves, 20 evaluations; three minutes on two free cores."""
     folder = tmp_path / "soak"
-    ranks: list[Soaked] = run_ranks(soak, RANKS, course, str(folder), timeout=900)
-    expected: Outcome = run_ranks(reference, 1, course.run, course.freezes, timeout=300)[0]
-
-    loss_differences = [
-        max(abs(a - b) for a, b in zip(soaked.outcome.losses, expected.losses, strict=True)) for soaked in ranks
-    ]
-    weight_differences = [largest_difference(soaked.outcome.weights, expected.weights) for soaked in ranks]
-    layouts = [
-        (
-            step,
-            2 if number % 2 else 1,
-            *(sum(done <= step for done in table) for table in (course.freezes, course.counted)),
-        )
-        for number, step in enumerate(course.changes)
-    ]
-    for soaked in ranks:
-        assert soaked.outcome.steps == expected.steps == course.steps
-        assert soaked.layouts == layouts
-        assert soaked.evaluations == course.steps // course.saved_every
-        if course.counted:
-            assert min(soaked.hit_rates[-10:]) > 0.95  # of the epochs from the last freeze's second one on
-    assert max(loss_differences) <= LOSS_TOLERANCE
-    assert max(weight_differences)[0] <= WEIGHT_TOLERANCE, max(weight_differences)[1]
-    checkpoints = {path.name for path in folder.iterdir() if path.is_dir()}
-    assert checkpoints == {f"checkpoint-{course.steps - course.saved_every}", f"checkpoint-{course.steps}"}
-
+    ranks: list[Soaked] = run_ranks(soak, RANKS, str(folder), timeout=900)
+    expected: Outcome = run_ranks(reference, 1, RUN, FREEZES, timeout=300)[0]
+    frozen_at = [(step, sum(done <= step for done in FREEZES)) for step in CHANGES]
     for rank, soaked in enumerate(ranks):
-        assert_nothing_piles_up(rank, course, soaked.seen)
+        assert soaked.outcome.steps == expected.steps == STEPS
+        assert soaked.layouts == [(step, 2 if n % 2 else 1, frozen) for n, (step, frozen) in enumerate(frozen_at)]
+        assert soaked.evaluations == STEPS // SAVED_EVERY
+        differences = [abs(a - b) for a, b in zip(soaked.outcome.losses, expected.losses, strict=True)]
+        assert max(differences) <= LOSS_TOLERANCE
+        difference, name = largest_difference(soaked.outcome.weights, expected.weights)
+        assert difference <= WEIGHT_TOLERANCE, name
+        assert_nothing_piles_up(rank, soaked.seen)
+    checkpoints = {path.name for path in folder.iterdir() if path.is_dir()}
+    assert checkpoints == {f"checkpoint-{STEPS - SAVED_EVERY}", f"checkpoint-{STEPS}"}
 
 
-def assert_nothing_piles_up(rank: int, course: Course, seen: Sequence[Holdings]) -> None:
+def assert_nothing_piles_up(rank: int, seen: Sequence[Holdings]) -> None:
     """After the warm-up no descriptor, thread, group or mapping is added, and memory stays where it is."""
-    first, *later = [held for held in seen if held.step >= course.warm_up]
+    first, *later = [held for held in seen if held.step >= WARM_UP]
     for what in ("descriptors", "threads", "groups", "shared"):
         counts = [getattr(held, what) for held in later]
-        assert max(counts) <= getattr(first, what), f"rank {rank}: {what} after step {course.warm_up}: {counts}"
+        assert max(counts) <= getattr(first, what), f"rank {rank}: {what} after step {WARM_UP}: {counts}"
     for stages in (1, RANKS):
-        windows = (course.early, course.late)
-        early, late = ([h.tensors for h in within(seen, w) if h.stages == stages] for w in windows)
+        early, late = ([h.tensors for h in within(seen, w) if h.stages == stages] for w in (EARLY, LATE))
         assert min(late) <= min(early), f"rank {rank}, {stages} stages: tensors went from {early} to {late}"
-    growth = growth_of_memory(course, seen)
-    assert growth <= course.most_growth, f"rank {rank}: {growth / 2**20:.2f} MiB more"
+    early, late = (mean(held.resident_bytes for held in within(seen, window)) for window in (EARLY, LATE))
+    assert late - early <= MOST_GROWTH, f"rank {rank}: {(late - early) / 2**20:.2f} MiB more"

@@ -2,69 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import time
 from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
-from distributed import run_ranks, run_ranks_expecting_error
 
-from hf_pipetransformer.resilience.stores import ADDRESS, use_fresh_store, wait_for_connections
+from hf_pipetransformer.resilience.stores import use_fresh_store
 
-SECONDS = timedelta(seconds=120)
 LAUNCHED = {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-
-
-def attempt(rank: int, world_size: int, port: int) -> tuple[str, int]:
-    """As in a process that a launcher has started: its store is elsewhere, and lives through all attempts."""
-    os.environ["MASTER_PORT"] = str(port)
-    use_fresh_store(os.environ, SECONDS)
-    use_fresh_store(os.environ, SECONDS)  # a second set of arguments
-    dist.init_process_group("gloo", timeout=SECONDS)
-    dist.barrier()
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-
-def test_each_attempt_has_a_store_of_its_own() -> None:
-    launchers = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first = run_ranks(attempt, 3, launchers.port)
-    second = run_ranks(attempt, 3, launchers.port)  # without the store of its own: hangs, or connects to the dead
-    assert len(set(first)) == len(set(second)) == 1
-    assert launchers.port not in (first[0][1], second[0][1]) and first[0][0] == "127.0.0.1"
-
-
-def reads_late(rank: int, world_size: int) -> None:
-    use_fresh_store(os.environ, SECONDS)
-    dist.init_process_group("gloo", timeout=SECONDS)
-    if rank == 1:
-        time.sleep(1)
-        dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=SECONDS).check(["an address"])
-    wait_for_connections(SECONDS)
-    raise ValueError("of the user")
-
-
-def test_rank_0_does_not_leave_while_others_read_its_store() -> None:
-    assert [str(error) for error in run_ranks_expecting_error(reads_late, 3)] == ["of the user"] * 3
-
-
-def test_an_address_of_another_jobs_store_is_not_taken() -> None:
-    launchers, other = (dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2))
-    launchers.set(ADDRESS, f"127.0.0.1 {other.port} an-attempt-before")
-    environ = {**LAUNCHED, "RANK": "1", "MASTER_PORT": str(launchers.port)}
-    with pytest.raises(TimeoutError, match=f"127.0.0.1:{other.port}"):
-        use_fresh_store(environ, timedelta(seconds=1))
-    assert environ["MASTER_PORT"] == str(launchers.port)
 
 
 def test_a_port_of_zero_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match=r"MASTER_PORT=0.*--standalone"):
         use_fresh_store({**LAUNCHED, "RANK": "0", "MASTER_PORT": "0"}, timedelta(seconds=1))
-
-
-@pytest.mark.parametrize("missing", [{"TORCHELASTIC_USE_AGENT_STORE": "False"}, {"WORLD_SIZE": "1"}])
-def test_nothing_is_done_without_a_launcher(missing: dict[str, str]) -> None:
-    environ = {**LAUNCHED, "RANK": "0", **missing}
-    before = dict(environ)
-    use_fresh_store(environ, SECONDS)
-    assert environ == before

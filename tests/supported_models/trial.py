@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,8 +56,6 @@ class Finding:
     reason: str = ""
     units: int = 0
     stacks: int = 0
-    size: str = ""  # the variant that ran
-    inputs: list[str] = field(default_factory=list)
     conditions: list[str] = field(default_factory=list)
 
 
@@ -74,7 +73,6 @@ def examine(candidate: Candidate) -> Finding:
     except Exception as error:
         finding.reason = finding.reason or _in_one_line(error)
         return finding
-    finding.inputs = sorted(batch)
     try:
         if normalised_by_batch(model) is not None:
             finding.conditions.append("num_microbatches=1")
@@ -85,7 +83,7 @@ def examine(candidate: Candidate) -> Finding:
             finding.result, finding.reason = "refused", "it has a single layer at this size"
             return finding
         for cut in sorted({stack.num_units // 2, stack.num_units - 1}):
-            difference = _differs(whole, step_when_cut(stack, cut, batch))
+            difference = difference_of(whole, step_when_cut(stack, cut, batch))
             if difference and not _differs_in_double_precision(stack, cut, batch):
                 finding.conditions.append("compared in float64")
             elif difference:
@@ -133,10 +131,10 @@ def _try_variant(
     first, second = whole_step(model, batch), whole_step(model, batch)
     if not all(bool(torch.isfinite(t).all()) for t in first.values() if t.is_floating_point()):
         raise _NotFinite(f"{variant}: the whole model's result is not finite")
-    difference = _differs(first, second)
+    difference = difference_of(first, second)
     if difference:
         raise ArithmeticError(f"the whole model gives another result each time ({difference})")
-    finding.size, finding.conditions = str(variant), tiny.conditions
+    finding.conditions = tiny.conditions
     return model, batch, first
 
 
@@ -184,35 +182,44 @@ def whole_step(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Tenso
     return _left_behind(model, outputs)
 
 
-def cut_step(stack: LayerStack, cut: int, batch: dict[str, Any], absent: float) -> dict[str, Tensor]:
-    """Answers and gradients of two stages, run one after the other; the other's parameters have the value `absent`."""
+def cut_step(stack: LayerStack, bounds: Sequence[int], batch: dict[str, Any], absent: float) -> dict[str, Tensor]:
+    """Answers and gradients of stages between `bounds`, run one after the other, and their backwards in reverse.
+
+    While one runs, in either direction, the parameters of the others have the value `absent`.
+    """
+    stages = list(itertools.pairwise(bounds))
+    received: list[Carry] = [{}]
+    handed_on: list[Carry] = []
+    for start, stop in stages[:-1]:
+        torch.manual_seed(SEED)
+        with _only_parameters_of(stack, start, stop, absent):
+            handed_on.append(stack.runner.run(start, stop, received[-1] or None, batch))
+        received.append(_as_received(stack, stop, handed_on[-1], absent))
     torch.manual_seed(SEED)
-    with _only_parameters_of(stack, 0, cut, absent):
-        sent = stack.runner.run(0, cut, None, batch)
-    received = _as_received(stack, cut, sent, absent)
-    torch.manual_seed(SEED)
-    with _only_parameters_of(stack, cut, stack.num_units, absent):
-        with stack.runner.to_the_end(cut, received):
+    with _only_parameters_of(stack, *stages[-1], absent):
+        with stack.runner.to_the_end(stages[-1][0], received[-1]):
             outputs = output_tensors(stack.model(**batch))
         _loss(outputs).backward()
-    arrived = [
-        (ours, theirs.grad)
-        for index in sent
-        for ours, theirs in zip(sent[index], received[index], strict=True)
-        if ours.requires_grad and theirs.grad is not None
-    ]
-    with _only_parameters_of(stack, 0, cut, absent):
-        torch.autograd.backward([tensor for tensor, _ in arrived], [gradient for _, gradient in arrived])
+    for (start, stop), sent, theirs in reversed(list(zip(stages, handed_on, received[1:], strict=False))):
+        arrived = [
+            (ours, other.grad)
+            for index in sent
+            for ours, other in zip(sent[index], theirs[index], strict=True)
+            if ours.requires_grad and other.grad is not None
+        ]
+        with _only_parameters_of(stack, start, stop, absent):
+            torch.autograd.backward([tensor for tensor, _ in arrived], [gradient for _, gradient in arrived])
     return _left_behind(stack.model, outputs)
 
 
 def step_when_cut(stack: LayerStack, cut: int, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """`cut_step` with NaN for what is absent; with zeros, as in a pipeline, where the model itself looks for NaN."""
+    """`cut_step` in two, with NaN for what is absent; with zeros, as in a pipeline, where the model looks for NaN."""
+    bounds = (0, cut, stack.num_units)
     stack.runner.install()
     try:
-        return cut_step(stack, cut, batch, math.nan)
+        return cut_step(stack, bounds, batch, math.nan)
     except AssertionError:  # I-BERT
-        return cut_step(stack, cut, batch, 0.0)
+        return cut_step(stack, bounds, batch, 0.0)
     finally:
         stack.runner.remove()
 
@@ -239,7 +246,7 @@ def _as_received(stack: LayerStack, boundary: int, carry: Carry, absent: float) 
     return {index: tuple(tensors) for index, tensors in received.items()}
 
 
-def _differs(a: dict[str, Tensor], b: dict[str, Tensor]) -> str:
+def difference_of(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = TOLERANCE) -> str:
     """The first tensor in which two steps differ, with the difference; empty where none does."""
     zero = torch.zeros(())
     largest = max((float(t.abs().max()) for t in a.values() if t.is_floating_point() and t.numel()), default=0.0)
@@ -251,17 +258,17 @@ def _differs(a: dict[str, Tensor], b: dict[str, Tensor]) -> str:
             continue
         scale = max(float(first.abs().max()), float(second.abs().max()), SMALLEST_SCALE * max(largest, 1.0))
         distance = float((first.double() - second.double()).abs().max())
-        if not distance <= TOLERANCE * scale:  # NaN, too
+        if not distance <= tolerance * scale:  # NaN, too
             return f"{name} differs by {distance:.2g}, its largest value is {scale:.2g}"
     return ""
 
 
 def _differs_in_double_precision(stack: LayerStack, cut: int, batch: dict[str, Any]) -> str:
-    """`_differs` of the two steps in float64, in which rounding that a model amplifies stays below the tolerance."""
+    """`difference_of` of the steps in float64, in which rounding that a model amplifies stays below the tolerance."""
     model = stack.model.double()
     in_double = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
     try:
-        return _differs(whole_step(model, in_double), step_when_cut(stack, cut, in_double))
+        return difference_of(whole_step(model, in_double), step_when_cut(stack, cut, in_double))
     finally:
         model.float()
 

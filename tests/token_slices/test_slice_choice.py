@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +17,9 @@ from hf_pipetransformer.token_slices import slice_choice
 from hf_pipetransformer.token_slices.kv_slices import attention_windows
 from hf_pipetransformer.token_slices.slice_choice import (
     SliceChooser,
-    TokenSlices,
     fit_stage,
     points_to_measure,
 )
-from hf_pipetransformer.token_slices.slice_planning import RowSlices
 
 BATCH = batch_for("right padding", rows=4)
 
@@ -42,69 +39,9 @@ def whole(stage: StageModule, rows: int) -> StageShapes:
     return book.shapes(BATCH, rows)
 
 
-def chooser(
-    asked: TokenSlices,
-    num_parts: Any = lambda rows: 2,
-    everyone: Any = lambda mine: [mine, mine],
-) -> SliceChooser:
+def chooser(num_parts: Any = lambda rows: 2) -> SliceChooser:
     windows = attention_windows(build("llama"))
-    return SliceChooser(asked, windows, num_parts, everyone, chooses_parts=asked == "auto")
-
-
-def test_a_profile_that_fits_nothing_is_not_believed(
-    stage: StageModule, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def measure(*_: Any) -> list[Any]:
-        return [(r, n, c, 1e-3 + 9e-3 * (i % 2), 1e-3) for i, (r, n, c) in enumerate(points_to_measure(4, TOKENS))]
-
-    monkeypatch.setattr(slice_choice, "measure_slices", measure)
-    with caplog.at_level(logging.WARNING):
-        parts = chooser("auto").parts_of(stage, partial(whole, stage), BATCH)
-    assert parts == (RowSlices(2, (TOKENS,)),) * 2
-    assert "could not be measured" in caplog.text and "root mean square" in caplog.text
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("not enough memory for 4 GiB"), None])
-def test_a_stage_without_memory_in_the_profile_makes_all_cut_by_rows(
-    stage: StageModule, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception | None
-) -> None:
-    def fail(*_: Any) -> Any:
-        if error is None:
-            return torch.empty(2**60, dtype=torch.uint8)
-        raise error
-
-    monkeypatch.setattr(slice_choice, "measure_slices", fail)
-    with caplog.at_level(logging.WARNING):
-        assert chooser("auto").parts_of(stage, partial(whole, stage), BATCH) == (RowSlices(2, (TOKENS,)),) * 2
-    assert re.search("not enough memory|can't allocate memory", caplog.text)
-
-
-class Untold(Exception):
-    """Cannot be made anew from its message, so it does not travel."""
-
-    def __init__(self, one: str, two: str) -> None:
-        super().__init__(one + two)
-
-
-@pytest.mark.parametrize(
-    ("error", "type_there"), [(TypeError("no loss"), TypeError), (Untold("no ", "loss"), ValueError)]
-)
-def test_any_other_failure_is_raised_on_all_stages(
-    stage: StageModule, monkeypatch: pytest.MonkeyPatch, error: Exception, type_there: type[Exception]
-) -> None:
-    sent: list[Any] = []
-
-    def fail(*_: Any) -> Any:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(slice_choice, "measure_slices", fail)
-        with pytest.raises(type(error), match="no loss"):
-            chooser("auto", everyone=lambda mine: (sent.append(mine), [mine, mine])[1]).parts_of(
-                stage, partial(whole, stage), BATCH
-            )
-    with pytest.raises(type_there, match="no loss"):  # a stage that has not failed
-        chooser("auto", everyone=lambda mine: [mine, sent[0]]).parts_of(stage, partial(whole, stage), BATCH)
+    return SliceChooser("auto", windows, num_parts, lambda mine: [mine, mine], chooses_parts=True)
 
 
 SIZES = points_to_measure(4, TOKENS)
@@ -143,13 +80,22 @@ def test_a_profile_keeps_the_time(
     """As many rounds over all sizes as fit; where not even one does, the costliest sizes are left out."""
     clock = FakeClock(monkeypatch, slice_choice.PROFILE_SECONDS / rounds_in_time, noise)
     with caplog.at_level(logging.WARNING):
-        chooser("auto").parts_of(stage, partial(whole, stage), BATCH)
+        chooser().parts_of(stage, partial(whole, stage), BATCH)
     assert clock.now - 100.0 <= slice_choice.PROFILE_SECONDS * 1.01
     assert ("split only by samples" not in caplog.text) == is_believed
     left_out = set(SIZES) - set(clock.sizes)
     assert bool(left_out) == (rounds_in_time < 1)
     assert min((r * n for r, n, _ in left_out), default=999) >= max(r * n for r, n, _ in clock.sizes)
     assert ("slice sizes could be measured in" in caplog.text) == (rounds_in_time == 0.05)
+
+
+def test_no_part_has_more_rows_than_are_known_to_fit(stage: StageModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By time alone one part of all rows would be the best."""
+    fixed = lambda *_: [(r, n, c, 1.0 + 1e-9 * r * n, 1.0) for r, n, c in points_to_measure(4, TOKENS)]  # noqa: E731
+    monkeypatch.setattr(slice_choice, "measure_slices", fixed)
+    for parts in (1, 2, 4):
+        found = chooser(lambda rows, m=parts: m).parts_of(stage, partial(whole, stage), BATCH)
+        assert max(part.rows for part in found) == (4 if parts < 2 else 4 // parts)
 
 
 def test_forward_and_backward_must_fit_each_by_itself() -> None:
@@ -160,12 +106,3 @@ def test_forward_and_backward_must_fit_each_by_itself() -> None:
     ]
     _, error = fit_stage(points)
     assert error > slice_choice.LARGEST_ERROR
-
-
-def test_no_part_has_more_rows_than_are_known_to_fit(stage: StageModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By time alone one part of all rows would be the best."""
-    fixed = lambda *_: [(r, n, c, 1.0 + 1e-9 * r * n, 1.0) for r, n, c in points_to_measure(4, TOKENS)]  # noqa: E731
-    monkeypatch.setattr(slice_choice, "measure_slices", fixed)
-    for parts in (1, 2, 4):
-        found = chooser("auto", num_parts=lambda rows, m=parts: m).parts_of(stage, partial(whole, stage), BATCH)
-        assert max(part.rows for part in found) == (4 if parts < 2 else 4 // parts)

@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from hf_pipetransformer.planning.schedules import Work
-from hf_pipetransformer.token_slices.slice_planning import RowSlices, SliceLatency, step_seconds, whole_rows
+from hf_pipetransformer.token_slices.slice_planning import SliceLatency, whole_rows
 from hf_pipetransformer.token_slices.slice_timeline import (
     LEAST_GAIN_OF_CUTS,
     StageLatency,
     choose_slices,
     simulate_slices,
-    work_of,
 )
-
-NOTHING = SliceLatency(0.0, 0.0, 0.0, 0.0)
-
-
-def text_of(work: Sequence[Work]) -> str:
-    return " ".join(f"{task.kind[0].upper()}{task.micro_batch}" for task in work)
-
-
-def test_parts_follow_1f1b_and_slices_go_back_in_reverse() -> None:
-    """Slices 0 and 1 are those of the first part."""
-    assert text_of(work_of(0, 2, [2, 1, 1])) == "F0 F1 F2 B1 B0 F3 B2 B3"
-    assert text_of(work_of(1, 2, [2, 1, 1])) == "F0 F1 B1 B0 F2 B2 F3 B3"
-
-
-def test_equal_slices_take_what_the_formula_says() -> None:
-    flat = StageLatency(SliceLatency(0.0, 1e-3, 0.0, 0.0), SliceLatency(0.0, 2e-3, 0.0, 0.0))
-    parts = [RowSlices(1, (64,) * 8)]
-    assert simulate_slices([flat] * 4, parts).seconds == pytest.approx(step_seconds([flat.both] * 4, parts))
-
-
-def test_frozen_stages_make_it_longer_than_the_formula_says() -> None:
-    """The first stage has three times the forward and no backward: together as much as the second one."""
-    first = StageLatency(SliceLatency(0.0, 3e-3, 0.0, 0.0), NOTHING)
-    second = StageLatency(SliceLatency(0.0, 1e-3, 0.0, 0.0), SliceLatency(0.0, 2e-3, 0.0, 0.0))
-    parts = [RowSlices(1, (64,) * 8)]
-    formula = step_seconds([first.both, second.both], parts)
-    # all forwards of the first stage, the second one's last forward, all its backwards
-    assert simulate_slices([first, second], parts).seconds == pytest.approx(8 * 64 * 3e-3 + 64 * 1e-3 + 8 * 64 * 2e-3)
-    assert simulate_slices([first, second], parts).seconds > 1.3 * formula
 
 
 def latency(fixed: float, per_token: float) -> StageLatency:
@@ -64,7 +31,7 @@ def test_rows_alone_may_be_cut_into_other_parts() -> None:
     assert choose_slices(stages, 6, 16, 6, chooses_parts=True).parts == one_by_one
 
 
-@pytest.mark.parametrize(("k", "rows", "is_cut"), [(2, 1, True), (4, 4, True), (2, 4, False), (4, 16, False)])
+@pytest.mark.parametrize(("k", "rows", "is_cut"), [(2, 1, True), (2, 4, False)])
 def test_sequences_are_cut_where_micro_batches_run_out(k: int, rows: int, is_cut: bool) -> None:
     """Two stages wait a fifth of the time with four rows, and half of it with one."""
     stages = [latency(0.02, 1e-3)] * k

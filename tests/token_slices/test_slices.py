@@ -24,8 +24,8 @@ from sliced_models import (
 
 from hf_pipetransformer import UnsupportedModelError
 from hf_pipetransformer.token_slices import kv_slices
-from hf_pipetransformer.token_slices.kv_slices import SequenceStates, attention_windows, cache_argument
-from hf_pipetransformer.token_slices.slices import SlicedSequence, check_updates, running_slices
+from hf_pipetransformer.token_slices.kv_slices import attention_windows
+from hf_pipetransformer.token_slices.slices import SlicedSequence, running_slices
 
 ATTENTIONS = ("sdpa", "eager")
 PADDINGS: tuple[Padding, ...] = ("none", "right padding", "left padding", "packed")
@@ -72,7 +72,7 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("name", "attention", "reentrant"),
     [
         *(("llama", "sdpa", True), ("gpt2", "eager", False)),
-        *slow(("gemma3_text", "sdpa", False), ("llama4_text", "sdpa", False), ("gemma2", "eager", True)),
+        *slow(("gemma3_text", "sdpa", False), ("llama4_text", "sdpa", False)),
     ],
 )
 def test_gradient_checkpointing_keeps_the_states(
@@ -106,38 +106,11 @@ def test_checkpointed_layers_whose_keys_have_no_gradient_see_earlier_tokens(upda
     assert [updates.count(layer) for layer in range(LAYERS)] == [len(SLICES), 2 * len(SLICES), 2 * len(SLICES)]
 
 
-def test_bfloat16_is_no_further_from_float32_than_without_slices() -> None:
-    model, batch = build("llama"), batch_for("right padding")
-    exact = step(model, batch)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        whole, sliced = step(model, batch), step_in_slices(model, batch, SLICES)
-
-    def distance(gradients: dict[str, torch.Tensor]) -> float:
-        return sum(float((g - exact.gradients[n]).square().sum()) for n, g in gradients.items()) ** 0.5
-
-    assert distance(sliced.gradients) <= 1.5 * distance(whole.gradients)
-
-
 def test_a_mask_of_the_users_in_place_of_a_sliding_window() -> None:
     """It shows all earlier tokens, of which the window would drop some."""
     model = build("mistral")
     batch = {**batch_for("none"), "attention_mask": torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool).tril()}
     assert_same_step(step_in_slices(model, batch, (30, 7)), step(model, batch))
-
-
-def test_states_of_frozen_layers_go_with_the_last_slice() -> None:
-    """No backward comes to free them; but layer 1, whose keys have no gradient either, may be computed again."""
-    model, batch = build("llama"), batch_for("none")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layers.1.mlp" in name or "layers.2" in name)
-    states = SequenceStates(attention_windows(model), TOKENS, num_frozen=1)
-    with running_slices(model, batch):
-        for start, stop in ((0, 20), (20, TOKENS)):
-            ids = batch["input_ids"][:, start:stop]
-            model(input_ids=ids, use_cache=False, **{cache_argument(model): states.slice(start, stop)})
-    assert [states.of_layer(index)._values[0] is None for index in range(3)] == [True, False, False]
-    states.forget()
-    assert states.of_layer(1)._values[0] is None
 
 
 def test_what_packs_rows_without_a_mask_is_refused() -> None:
@@ -154,10 +127,3 @@ def test_what_packs_rows_without_a_mask_is_refused() -> None:
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(UnsupportedModelError, match="sdpa or eager"):
         SlicedSequence(model, batch_for("packed"), (20, 17), attention_windows(model))
-
-
-def test_a_layer_that_gives_no_keys_and_values_is_noticed() -> None:
-    model, batch = build("llama"), batch_for("none")
-    part = SlicedSequence(model, batch, (20, 17), attention_windows(model)).slice(0)
-    with pytest.raises(UnsupportedModelError, match="0 of 3 layers"):
-        check_updates(model, part[cache_argument(model)], 3)

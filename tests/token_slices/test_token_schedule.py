@@ -17,7 +17,6 @@ from test_elastic_pipeline import stages_by_frozen
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from training_runs import (
-    WORLD,
     Outcome,
     Run,
     assert_same_training,
@@ -27,7 +26,6 @@ from training_runs import (
     pipeline_trainer,
     reference,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pipetransformer import UnsupportedModelError
 from hf_pipetransformer.data.numbered_batches import NumberedBatches
@@ -71,60 +69,6 @@ def test_a_training_in_slices_is_that_of_one_process(world: int, stages: int, op
     assert_same_training(run_ranks(pipeline, world, run, stages, **options), expected())
 
 
-@pytest.mark.slow
-def test_layers_that_also_return_attention_weights() -> None:
-    """Nobody reads Bloom's, and they have no tokens to be cut along."""
-    run = replace(RUN, model="bloom", per_device=8)
-    assert_same_training(run_ranks(pipeline, 2, run, 2, token_slices=3), expected("bloom"))
-
-
-class MarkedEmbedding(nn.Embedding):
-    """Has a parameter that rows with a mark alone reach, as an expert may."""
-
-    def __init__(self, like: nn.Embedding) -> None:
-        super().__init__(like.num_embeddings, like.embedding_dim, _weight=like.weight.detach())
-        self.shift = nn.Parameter(torch.zeros(like.embedding_dim))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        marked = ids == MARK
-        embedded = super().forward(ids)
-        return embedded + marked[..., None] * self.shift if marked.any() else embedded
-
-
-MARK = 63
-
-
-class OneMarkedRow(torch.utils.data.Dataset):
-    """Behind those that are looked at before the training."""
-
-    def __len__(self) -> int:
-        return 80
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        ids = torch.randint(5, 60, (12,), generator=torch.Generator().manual_seed(index)).tolist()
-        ids = [*ids[:5], MARK, *ids[6:]] if index == 70 else ids
-        return {"input_ids": ids, "labels": ids}
-
-
-def on_one_marked_row(rank: int, world_size: int, stages: int, **options: Any) -> Outcome:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    model.model.embed_tokens = MarkedEmbedding(model.model.embed_tokens)
-    run = Run("causal-lm", per_device=16 // world_size, accumulation=1, epochs=1)
-    trainer = pipeline_trainer(run, stages, model=model, **options)
-    trainer.train_dataset = OneMarkedRow()
-    return outcome_of(trainer)
-
-
-def test_what_one_replica_alone_reaches_is_averaged() -> None:
-    whole = run_ranks(on_one_marked_row, 1, 1)[0]
-    assert whole.weights["model.embed_tokens.shift"].abs().max() > 1e-4
-    assert_same_training(run_ranks(on_one_marked_row, WORLD, 2, token_slices=3), whole)
-
-
 # ------------------------------------------------------------------------------------------ "auto"
 def with_known_latency() -> None:
     """Slices take a time for each token and nothing else: the shortest ones are the best."""
@@ -154,40 +98,10 @@ def test_slices_by_the_dynamic_program(tmp_path: Path) -> None:
     assert any(cut["tokens"] > 16 for cut in cuts) and all(cut["predicted_seconds"] > 0 for cut in cuts)
 
 
-def by_a_profile(rank: int, world_size: int, folder: str) -> tuple[Outcome, int]:
-    """Slices are run for the profile, and then taken to have had a known latency: other tests share the cores."""
-    slice_choice.PROFILE_SECONDS = 60.0
-    run_slices, sizes = slice_choice.measure_slices, []
-    with_known_latency()
-    known = slice_choice.measure_slices
-
-    def run_and_know(*arguments: Any) -> list[Any]:
-        sizes.extend(point[:3] for point in run_slices(*arguments))
-        return [point for point in known(*arguments) if point[:3] in sizes]
-
-    slice_choice.measure_slices = run_and_know
-    run = replace(RUN, per_device=8, epochs=1)
-    outcome = pipeline(rank, world_size, run, 2, folder, token_slices="auto", num_microbatches=1)
-    return outcome, len(sizes)
-
-
-@pytest.mark.slow
-def test_slices_by_a_profile_of_the_stages(tmp_path: Path) -> None:
-    results = run_ranks(by_a_profile, 2, str(tmp_path / "sliced"))
-    whole = run_ranks(pipeline, 2, replace(RUN, per_device=8, epochs=1), 2, str(tmp_path / "whole"))
-    assert_same_training([outcome for outcome, _ in results], whole[0])
-    assert min(count for _, count in results) >= slice_choice.FEWEST_POINTS
-    assert all(cut["predicted_seconds"] > 0 for cut in cuts_in(tmp_path / "sliced"))  # by a profile that was believed
-
-
 # ------------------------------------------------------------------------------------------ freezing, transformation
-def transformed(
-    rank: int, world_size: int, run: Run, folder: str, stages: dict[int, int], asked: Any, **options: Any
-) -> Outcome:
-    if asked == "auto":
-        with_known_latency()
-    freezing = {"freeze_policy": "schedule", "freeze_strategy": "steps", "freeze_steps": 1, "freeze_schedule": FREEZE}
-    trainer = pipeline_trainer(run, stages[0], folder, token_slices=asked, **freezing, **options)
+def transformed(rank: int, world_size: int, run: Run, folder: str, stages: dict[int, int]) -> Outcome:
+    options = {"freeze_policy": "schedule", "freeze_strategy": "steps", "freeze_steps": 1, "freeze_schedule": FREEZE}
+    trainer = pipeline_trainer(run, stages[0], folder, token_slices=3, gradient_checkpointing=True, **options)
     stages_by_frozen(trainer, stages)
     return outcome_of(trainer)
 
@@ -196,55 +110,17 @@ FREEZE = {3: 1}
 """Steps done -> frozen layers."""
 
 
-@cache
-def expected_with_freezing() -> Outcome:
-    return run_ranks(freezing_reference, 1, RUN, FREEZE)[0]
-
-
-@pytest.mark.parametrize(
-    ("stages", "asked", "options"),
-    [
-        ({0: 4, 1: 2}, 3, {"gradient_checkpointing": True}),
-        *slow(({0: 2, 1: 4}, "auto", {})),
-    ],
-    ids=["4x1-2x2", "2x2-4x1-auto"],
-)
-def test_slices_go_on_through_a_transformation(
-    stages: dict[int, int], asked: Any, options: dict[str, Any], tmp_path: Path
-) -> None:
-    outcomes = run_ranks(transformed, 4, RUN, str(tmp_path), stages, asked, **options)
-    assert_same_training(outcomes, expected_with_freezing())
+def test_slices_go_on_through_a_transformation(tmp_path: Path) -> None:
+    """(4, 1) -> (2, 2)."""
+    stages = {0: 4, 1: 2}
+    outcomes = run_ranks(transformed, 4, RUN, str(tmp_path), stages)
+    assert_same_training(outcomes, run_ranks(freezing_reference, 1, RUN, FREEZE)[0])
     events = events_in(tmp_path)
     change = next(i for i, event in enumerate(events) if event["event"] == "transform")
     for part, k in ((events[:change], stages[0]), (events[change:], stages[1])):
         assert {event["pipeline_parallel_size"] for event in part} == {k}
         slices = [lengths for e in part if e["event"] == "slices" for _, lengths in e["slices"]["parts"]]
         assert any(len(lengths) > 1 for lengths in slices)
-
-
-def adapters(rank: int, world_size: int, folder: str) -> list[Outcome]:
-    """Above a frozen layer: what is trained in the first active one is neither a key nor a value, nor below one."""
-    peft = pytest.importorskip("peft")
-    outcomes = []
-    for token_slices in ("off", 3):
-        torch.manual_seed(0)
-        targets = ["q_proj", "o_proj"]
-        config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=targets, init_lora_weights=False)
-        model = peft.get_peft_model(RUN.build_model(), config).train()
-        options = {"freeze_policy": "schedule", "freeze_schedule": {1: 1}, "gradient_checkpointing": True}
-        run = replace(RUN, per_device=8, epochs=2)
-        own = f"{folder}/{token_slices}"
-        trainer = pipeline_trainer(run, 2, own, model, token_slices=token_slices, elastic=False, **options)
-        outcomes.append(outcome_of(trainer))
-    return outcomes
-
-
-@pytest.mark.slow
-def test_adapters_of_peft_above_a_frozen_layer_with_checkpointing(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    for whole, sliced in run_ranks(adapters, 2, str(tmp_path)):
-        assert whole.losses and any("lora_" in name for name in whole.weights)
-        assert_same_training([sliced], whole)
 
 
 # ------------------------------------------------------------------------------------------ precision, rows
@@ -306,32 +182,6 @@ def test_on_one_process_nothing_is_cut() -> None:
     assert_same_training(run_ranks(pipeline, 1, run, "auto", token_slices="auto"), expected())
 
 
-def studied(rank: int, world_size: int) -> tuple[list[int], list[int]]:
-    """Tokens of the rows to choose from; of those that the check is made on."""
-    study, sample_rows = setup.probe_slicing, NumberedBatches.sample_rows
-    rows: list[int] = []
-    chosen: list[int] = []
-
-    def noting_rows(self: Any, count: int) -> list[Any]:
-        found = sample_rows(self, count)
-        rows.extend(len(row["input_ids"]) for row in found)
-        return found
-
-    def noting_sample(stack: Any, sample: Any, *rest: Any, **options: Any) -> Any:
-        chosen.extend(sample["attention_mask"].sum(dim=1).tolist())
-        return study(stack, sample, *rest, **options)
-
-    setup.probe_slicing, NumberedBatches.sample_rows = noting_sample, noting_rows
-    pipeline_trainer(RUN.with_options(max_steps=1), "auto", token_slices=3).train()
-    return rows, chosen
-
-
-def test_slices_are_checked_on_the_longest_and_the_shortest_row() -> None:
-    ((rows, chosen),) = run_ranks(studied, 1)
-    assert len(rows) == 16 and chosen == [max(rows), min(rows)]
-    assert chosen != [max(rows[:2]), min(rows[:2])]
-
-
 class CoupledRows:
     """A contrastive loss."""
 
@@ -360,6 +210,32 @@ def test_all_hear_of_a_check_that_one_process_has_no_memory_for(tmp_path: Path) 
     for error in errors:
         assert isinstance(error, UnsupportedModelError)
         assert "failed on process 1 (OutOfMemoryError: tried to allocate 4 GiB)" in str(error)
+
+
+def studied(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Tokens of the rows to choose from; of those that the check is made on."""
+    study, sample_rows = setup.probe_slicing, NumberedBatches.sample_rows
+    rows: list[int] = []
+    chosen: list[int] = []
+
+    def noting_rows(self: Any, count: int) -> list[Any]:
+        found = sample_rows(self, count)
+        rows.extend(len(row["input_ids"]) for row in found)
+        return found
+
+    def noting_sample(stack: Any, sample: Any, *rest: Any, **options: Any) -> Any:
+        chosen.extend(sample["attention_mask"].sum(dim=1).tolist())
+        return study(stack, sample, *rest, **options)
+
+    setup.probe_slicing, NumberedBatches.sample_rows = noting_sample, noting_rows
+    pipeline_trainer(RUN.with_options(max_steps=1), "auto", token_slices=3).train()
+    return rows, chosen
+
+
+def test_slices_are_checked_on_the_longest_and_the_shortest_row() -> None:
+    ((rows, chosen),) = run_ranks(studied, 1)
+    assert len(rows) == 16 and chosen == [max(rows), min(rows)]
+    assert chosen != [max(rows[:2]), min(rows[:2])]
 
 
 def told_apart(rank: int, world_size: int, folder: str) -> bool:

@@ -1,21 +1,18 @@
 """What the cases are made of: tiny models and data, layouts, and the registry of cases.
 
     @case("loss", layouts=("K2", "DP2"))
-    def focal_loss(setting: Setting) -> Job:
+    def focal_loss() -> Job:
         '''A focal loss that is a mean over rows.'''
         return Job(trainer=FocalLoss)
 
-A case is a function that returns a `Job`: what a user would pass to a Trainer. It is called in each process anew, for
-the reference with `setting.is_reference`.
+A case is a function that returns a `Job`: what a user would pass to a Trainer. It is called in each process anew.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -26,9 +23,8 @@ from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, BertModel, TrainerCallback
 
 VOCABULARY, WIDTH, LAYERS, LABELS = 48, 16, 4, 3
-PAD, FIRST_WORD = 0, 5
+FIRST_WORD = 5
 SHORTEST, LONGEST = 3, 9
-IGNORED = -100
 GLOBAL_BATCH = 8
 SAMPLES = 22
 """Three batches of 8, 8 and 6 rows."""
@@ -95,67 +91,24 @@ LAYOUTS = {
         Layout("K2", world=2, stages=2),
         Layout("K2 acc2", world=2, stages=2, accumulation=2),
         Layout("DP2", world=2, stages=1),
-        Layout("DP2 acc2", world=2, stages=1, accumulation=2),
         Layout("one", world=1, stages=1),
         Layout("one acc2", world=1, stages=1, accumulation=2),
         Layout("K2 freeze", world=2, stages=2, frozen={2: 1, 4: 2}),
-        Layout("K2 freeze fixed", world=2, stages=2, frozen={2: 1, 4: 2}, options={"elastic": False}),
-        Layout("DP2 freeze", world=2, stages=1, frozen={2: 1, 4: 2}),
         Layout("one freeze", world=1, stages=1, frozen={2: 1, 4: 2}),
         Layout("K2 cache", world=2, stages=2, frozen_at_epochs={1: 1, 2: 2}, options=_CACHED),
         Layout("DP2 cache", world=2, stages=1, frozen_at_epochs={1: 1, 2: 2}, options=_CACHED),
         Layout("one cache", world=1, stages=1, frozen_at_epochs={1: 1, 2: 2}, options=_CACHED),
-        Layout("K2 slices", world=2, stages=2, options={"token_slices": 2}),
+        Layout("K2 zbv", world=2, stages=2, options={"pipeline_schedule": "zbv"}),
     )
 }
 """K2: two stages, two micro-batches. DP2: two replicas of one stage. acc2: accumulation. freeze: by a schedule,
-without the cache; unless fixed, the layers are packed into fewer stages. cache: a schedule by epochs, the cache on."""
+without the cache. cache: a schedule by epochs, the cache on. zbv: backwards in two parts, with two parts of the model
+in each stage."""
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Cases
 # ---------------------------------------------------------------------------------------------------------
-
-
-class Tape:
-    """Random numbers that a process has drawn, for the reference to draw them again.
-
-    The values are those of the training alone: what is drawn before it, or in an evaluation, is not kept.
-    """
-
-    def __init__(self, values: Sequence[Any] | None = None) -> None:
-        self.values: deque[Any] = deque(values or ())
-        self.replays = values is not None
-        self.is_armed = False
-
-    def draw(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns; in the reference, what it has returned elsewhere."""
-        if not self.is_armed:
-            return make()
-        if self.replays:
-            return self.values.popleft()
-        value = make()
-        self.values.append(value)
-        return value
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where a case runs.
-
-    Attributes:
-        layout: In the reference, too, that of the run that it is compared with.
-        rank: Of this process; 0 in the reference.
-        is_reference: One process with the stock Trainer.
-        folder: For this process's files. All ranks of a run share one.
-        tape: See `Tape`; armed while training runs.
-    """
-
-    layout: Layout
-    rank: int
-    is_reference: bool
-    folder: Path
-    tape: Tape
 
 
 @dataclass
@@ -165,20 +118,17 @@ class Job:
     Attributes:
         trainer: A mixin with the user's overrides.
         options: Of the training arguments.
-        pipeline_options: Of those of the pipeline alone.
         drive: In place of `trainer.train()`.
         observe: What else must be equal when training has ended.
     """
 
     model: nn.Module | None = None
     data: Any = None
-    evaluated: Any = None
     collator: Callable[[list[Any]], Any] | None = None
     trainer: type | None = None
     callbacks: list[TrainerCallback] = field(default_factory=list)
     keywords: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    pipeline_options: dict[str, Any] = field(default_factory=dict)
     drive: Callable[[Any], Any] = lambda trainer: trainer.train()
     observe: Callable[[Any], dict[str, Any]] = lambda trainer: {}
 
@@ -196,21 +146,15 @@ class Case:
         expect: "equal", "refused" (on all processes before the first step), "stopped" (refused in a step) or "exact"
             (one of them).
         because: Part of the message of a refusal.
-        replays: The reference trains on what rank 0's `_prepare_inputs` has returned: for random collators.
-        tolerance: Of final weights.
-        is_taped: The reference is run behind the others, with what rank 0 has drawn.
     """
 
     name: str
     what: str
     group: str
-    make: Callable[[Setting], Job]
+    make: Callable[[], Job]
     layouts: tuple[str, ...]
     expect: str
     because: str
-    replays: bool
-    tolerance: float
-    is_taped: bool
 
 
 CASES: dict[str, Case] = {}
@@ -222,18 +166,15 @@ def case(
     layouts: tuple[str, ...] = ("K2",),
     expect: str = "exact",
     because: str = "",
-    replays: bool = False,
-    is_taped: bool = False,
-    tolerance: float = 1e-5,
-) -> Callable[[Callable[[Setting], Job]], Callable[[Setting], Job]]:
+) -> Callable[[Callable[[], Job]], Callable[[], Job]]:
     """Enters a function into `CASES`."""
     assert group in GROUPS and set(layouts) <= set(LAYOUTS)
 
-    def enter(make: Callable[[Setting], Job]) -> Callable[[Setting], Job]:
+    def enter(make: Callable[[], Job]) -> Callable[[], Job]:
         name = make.__name__.strip("_").replace("_", " ")
         assert name not in CASES, name
         what = (make.__doc__ or "").strip().partition("\n")[0]
-        CASES[name] = Case(name, what, group, make, layouts, expect, because, replays, tolerance, is_taped or replays)
+        CASES[name] = Case(name, what, group, make, layouts, expect, because)
         return make
 
     return enter
@@ -251,9 +192,9 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def large_weights(model: nn.Module, seed: int = 0) -> Any:
+def large_weights(model: nn.Module) -> Any:
     """New weights, so large that every layer moves the loss; in place."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -287,34 +228,35 @@ def bert_classifier(**changes: Any) -> BertForSequenceClassification:
 class Classifier(nn.Module):
     """A model as people write it around a Bert: own head, own loss, a dict as output."""
 
-    labels = LABELS
-
     def __init__(self) -> None:
         super().__init__()
         self.bert = BertModel(BertConfig(**sizes()), add_pooling_layer=False)
-        self.head = nn.Linear(WIDTH, self.labels)
+        self.head = nn.Linear(WIDTH, LABELS)
 
-    def features(self, input_ids: Tensor, attention_mask: Tensor, **extra: Any) -> Tensor:
+    def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """[B, H]: the mean over a row's words."""
         hidden = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         mask = attention_mask[..., None].to(hidden.dtype)
         return (hidden * mask).sum(1) / mask.sum(1)
+
+    def score(self, features: Tensor) -> Tensor:
+        return self.head(features)
 
     def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
         return F.cross_entropy(logits, labels)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         features = self.features(input_ids, attention_mask)
-        logits = self.head(features)
+        logits = self.score(features)
         output = {"logits": logits}
         if labels is not None:
             output = {"loss": self.loss(logits, labels, features), **output}
         return output
 
 
-def built(cls: type[nn.Module], *args: Any, seed: int = 0, **keywords: Any) -> Any:
+def built(cls: type[nn.Module]) -> Any:
     """An instance with large weights, in training mode."""
-    return large_weights(cls(*args, **keywords), seed)
+    return large_weights(cls())
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -323,29 +265,27 @@ def built(cls: type[nn.Module], *args: Any, seed: int = 0, **keywords: Any) -> A
 
 
 class Rows(Dataset):
-    """A list as a data set, with a function on each sample."""
+    """A list as a data set."""
 
-    def __init__(self, rows: list[dict[str, Any]], change: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> None:
-        self.rows, self.change = rows, change
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.change(self.rows[index])
+        return dict(self.rows[index])
 
 
-def texts(samples: int = SAMPLES, seed: int = 0, **columns: Callable[[random.Random, list[int], int], Any]) -> Rows:
+def texts(**columns: Callable[[random.Random, list[int], int], Any]) -> Rows:
     """Ragged rows of words; the classes are unbalanced, and follow from the first word.
 
     Args:
-        samples: How many.
-        seed: Others give others.
         **columns: Name -> function of a generator, the words and the label.
     """
-    generator = random.Random(seed)
+    generator = random.Random(0)
     rows = []
-    for _ in range(samples):
+    for _ in range(SAMPLES):
         words = [generator.randrange(FIRST_WORD, VOCABULARY) for _ in range(generator.randint(SHORTEST, LONGEST))]
         label = 0 if words[0] % 10 < 7 else 1 + words[0] % 2
         row = {"input_ids": words, "labels": label}
@@ -353,27 +293,15 @@ def texts(samples: int = SAMPLES, seed: int = 0, **columns: Callable[[random.Ran
     return Rows(rows)
 
 
-def tags_of(_: Any, words: list[int], __: Any) -> list[int]:
-    """A tag for each word."""
-    return [word % LABELS for word in words]
-
-
-def pad(rows: list[dict[str, Any]], filler: dict[str, Any] | None = None, multiple: int = 1) -> dict[str, Tensor]:
-    """The collator that most people write: lists of numbers are padded on the right, numbers are stacked.
-
-    Args:
-        rows: The samples.
-        filler: Column -> what a list of it is padded with; 0, and -100 for what begins with "labels" or "tags".
-        multiple: Of the padded length.
-    """
+def pad(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The collator that most people write: lists of numbers are padded on the right with 0, numbers are stacked."""
     rows = [{"input_ids": r["input_ids"], "attention_mask": [1] * len(r["input_ids"]), **r} for r in rows]
     batch = {}
     for name in rows[0]:
         values = [row[name] for row in rows]
         if isinstance(values[0], list):
-            longest = -(-max(map(len, values)) // multiple) * multiple
-            empty = (filler or {}).get(name, IGNORED if name.startswith(("labels", "tags")) else 0)
-            values = [[*value, *[empty] * (longest - len(value))] for value in values]
+            longest = max(map(len, values))
+            values = [[*value, *[0] * (longest - len(value))] for value in values]
         batch[name] = torch.tensor(values)
     return batch
 
@@ -400,75 +328,3 @@ class OwnLoss:
 def own_loss(function: Callable[..., Tensor], **attributes: Any) -> type:
     """A mixin whose `loss_of(self, model, inputs, logits, labels)` is the given function."""
     return type("OwnLossTrainer", (OwnLoss,), {"loss_of": function, **attributes})
-
-
-class FreezesByHand(TrainerCallback):
-    """What a user writes for a model with `model.bert`: layers and the embeddings freeze."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-
-    def _freeze(self, model: Any, count: int) -> None:
-        if count:
-            for module in (model.bert.embeddings, *model.bert.encoder.layer[:count]):
-                module.requires_grad_(False)
-                module.eval()
-                module.train = lambda mode=True, module=module: module  # the Trainer sets the mode in each step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        if self.layout.frozen is not None:
-            self._freeze(
-                model, max((n for step, n in self.layout.frozen.items() if step <= state.global_step), default=0)
-            )
-
-    def on_train_end(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **keywords: Any
-    ) -> None:
-        """As with a freeze policy: a second `train()` begins with all layers, those that were frozen without state."""
-        for module in (model.bert.embeddings, *model.bert.encoder.layer) if hasattr(model, "bert") else ():
-            if vars(module).pop("train", None) is not None:
-                module.requires_grad_(True)
-                for parameter in module.parameters():
-                    optimizer.state.pop(parameter, None)
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
-        if self.layout.frozen_at_epochs is not None:
-            done = round(state.epoch or 0)
-            self._freeze(
-                model, max((n for epoch, n in self.layout.frozen_at_epochs.items() if epoch <= done), default=0)
-            )
-
-
-class Arms(TrainerCallback):
-    """Opens the tape while training runs."""
-
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.tape.is_armed = True
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.tape.is_armed = False
-
-
-def recording(tape: Tape) -> type:
-    """A mixin that notes what `_prepare_inputs` returns for each batch of the training, or returns what was noted."""
-
-    class Recording:
-        _is_evaluating = False
-
-        def _prepare_inputs(self, inputs: Any) -> Any:
-            if self._is_evaluating:
-                return super()._prepare_inputs(inputs)  # type: ignore[misc]
-            prepare = super()._prepare_inputs  # type: ignore[misc]
-            return dict(tape.draw(lambda: dict(prepare(inputs))))
-
-        def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
-            self._is_evaluating = True
-            try:
-                return super().evaluation_loop(*positional, **keywords)  # type: ignore[misc]
-            finally:
-                self._is_evaluating = False
-
-    return Recording

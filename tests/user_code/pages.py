@@ -16,22 +16,22 @@ INTRODUCTION = """# Users' code
 What becomes of code as users write it, each piece in several layouts, against the stock Trainer in one process with
 the whole batch. Made by `python -m tests.user_code --table docs/users_code.md`.
 
-Equal: losses, final weights, buffers and what evaluations find agree; the number is the largest difference of a
-weight. Refused: a `ValueError` on all processes before the first step; stopped: in a later step; as DDP: each part of
-a batch has a loss of its own, as under plain DDP or accumulation, and a line of the log says so.
+Equal: losses, final weights and buffers agree; the number is the largest difference of a weight. Refused: a
+`ValueError` on all processes before the first step; stopped: in a later step; as DDP: each part of a batch has a loss
+of its own, as under plain DDP or accumulation, and a line of the log says so.
 
 Layouts: K2, two stages with two micro-batches; DP2, two replicas of one stage; one, a single process; acc2, with
-gradient accumulation; freeze, a schedule freezes layers; cache, likewise with the activation cache; slices, along
-tokens.
+gradient accumulation; freeze, a schedule freezes layers; cache, likewise with the activation cache; zbv, backwards
+in two parts.
 """
 END = "<!-- What follows is not made by the command. -->"
 
 
-def _gist(message: str, most: int = 130) -> str:
+def _gist(message: str) -> str:
     """Of an error of the library: what is wrong, without its type, the model's name and the remedy."""
     text = " ".join(message.split()).partition(": ")[2]
     text = text.partition(" cannot be trained as a pipeline: ")[2] or text
-    return text if len(text) <= most else text[:most].rpartition(" ")[0] + " …"
+    return text if len(text) <= 130 else text[:130].rpartition(" ")[0] + " …"
 
 
 def table_of(findings: Sequence[Finding]) -> str:
@@ -77,9 +77,6 @@ def write_page(page: Path, findings: Sequence[Finding]) -> None:
 def line_of(finding: Finding) -> str:
     sign = " " if finding.is_expected else "!"
     where = f"{finding.case} [{finding.layout}]"
-    return f"{sign} {finding.verdict:<18} {finding.seconds:5.1f} s  {where:<52} {_short_reason(finding, 150)}"
-
-
-def _short_reason(finding: Finding, most: int = 230) -> str:
-    text = " ".join(finding.reason.split())
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return (
+        f"{sign} {finding.verdict:<18} {finding.seconds:5.1f} s  {where:<52} {' '.join(finding.reason.split())[:150]}"
+    )

@@ -1,15 +1,14 @@
 """Is training exact or refused, whatever the user's code does? Many pieces of it, each against one process.
 
     python -m tests.user_code                                # all cases, on two processes of this machine
-    python -m tests.user_code --only focal "crf" --verbose   # cases with these words in their names
-    python -m tests.user_code --table table.md --json results.json
+    python -m tests.user_code --only ema "l2" --verbose      # cases with these words in their names
+    python -m tests.user_code --table table.md
 
 The cases are in `cases/`. Each is trained for a few steps in fp32 without dropout by a
 `PipeTransformerTrainer` in the layout that it names, and by the stock `Trainer` in one process with the whole batch as
 one batch: the reference. Verdicts:
 
-    equal                the losses logged, the final weights and buffers, what evaluations found, and the loss of the
-                         finished model agree
+    equal                the losses logged, the final weights and buffers, and the loss of the finished model agree
     refused              all processes raised a ValueError of the library before the first optimizer step
     stopped              likewise, in a later step
     as DDP               rows that belong together, with K = 1: each process has a loss of its own rows, with a warning
@@ -25,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import logging
 import os
 import tempfile
@@ -34,7 +32,6 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +49,11 @@ from .kit import (
     GLOBAL_BATCH,
     GROUPS,
     LAYOUTS,
-    Arms,
     Case,
-    FreezesByHand,
     Job,
     Layout,
-    Setting,
-    Tape,
     bert_classifier,
     pad,
-    recording,
     seed_all,
     texts,
 )
@@ -72,15 +64,8 @@ DEADLINE_S = 60.0
 GRACE_S = 8.0
 """For the other processes, once one has failed."""
 PACKAGE = str(Path(hf_pipetransformer.__file__).parent)
-LAUNCHERS = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_USE_AGENT_STORE",
-)
+LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+"""How the names begin of what a launcher sets."""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -97,7 +82,6 @@ def common_options() -> dict[str, Any]:
         "max_grad_norm": 1.0,
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
-        "per_device_eval_batch_size": 3,
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
@@ -107,32 +91,28 @@ def common_options() -> dict[str, Any]:
     }
 
 
-def make_trainer(job: Job, case: Case, setting: Setting) -> Any:
+def make_trainer(job: Job, layout: Layout, is_reference: bool, folder: str) -> Any:
     """The stock Trainer of the reference, or the pipeline's."""
-    layout = setting.layout
     options = common_options() | job.options
-    output = str(setting.folder / ("reference" if setting.is_reference else "run"))
-    callbacks = [*job.callbacks, *([Arms(setting.tape)] if case.is_taped else [])]
+    output = f"{folder}/{'reference' if is_reference else 'run'}"
+    callbacks = list(job.callbacks)
     model = job.model if job.model is not None else bert_classifier()
     arguments: Any
-    if setting.is_reference:
+    if is_reference:
         base: type[Trainer] = Trainer
         arguments = TrainingArguments(output, use_cpu=True, per_device_train_batch_size=GLOBAL_BATCH, **options)
         if layout.freezes:
-            callbacks.append(FreezesByHand(layout) if hasattr(model, "bert") else _freezing(layout))
+            callbacks.append(_freezing(layout))
     else:
         base = PipeTransformerTrainer
         arguments = PipeTransformerTrainingArguments(
             output,
             per_device_train_batch_size=layout.per_device,
             gradient_accumulation_steps=layout.accumulation,
-            **{**options, **layout.pipeline_options(), **job.pipeline_options},
+            **{**options, **layout.pipeline_options()},
         )
-    mixins = [*([recording(setting.tape)] if case.replays else []), *([job.trainer] if job.trainer else [])]
-    cls = type("UsersTrainer", (*mixins, base), {}) if mixins else base
+    cls = type("UsersTrainer", (job.trainer, base), {}) if job.trainer else base
     keywords = {"train_dataset": job.data if job.data is not None else texts(), "data_collator": job.collator or pad}
-    if job.evaluated is not None:
-        keywords["eval_dataset"] = job.evaluated
     return cls(model=model, args=arguments, callbacks=callbacks, **keywords | job.keywords)
 
 
@@ -142,7 +122,7 @@ def _freezing(layout: Layout) -> LayerFreezeCallback:
     return LayerFreezeCallback({"name": "schedule", "schedule": layout.frozen_at_epochs})
 
 
-def run_job(case: Case, setting: Setting) -> Outcome:
+def run_job(case: Case, layout: Layout, is_reference: bool, folder: str) -> Outcome:
     """Train, and report; errors are part of the report."""
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
@@ -153,26 +133,17 @@ def run_job(case: Case, setting: Setting) -> Outcome:
     logger.addHandler(warnings)
     logger.setLevel(logging.INFO)  # what all processes would say, the others log one level lower
     try:
-        job = case.make(setting)
+        job = case.make()
         seed_all(1)
-        trainer = make_trainer(job, case, setting)
+        trainer = make_trainer(job, layout, is_reference, folder)
         job.drive(trainer)
-        history = trainer.state.log_history
-        outcome.losses = [entry["loss"] for entry in history if "loss" in entry]
-        timing = ("_runtime", "_per_second", "_time")
-        outcome.metrics = [
-            float(value)
-            for entry in history
-            for name, value in sorted(entry.items())
-            if name.startswith("eval_") and not name.endswith(timing) and isinstance(value, (int, float))
-        ]
+        outcome.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         outcome.weights = {
             name: tensor.detach().clone()
             for name, tensor in (*trainer.model.named_parameters(), *trainer.model.named_buffers())
         }
         outcome.observed = job.observe(trainer)
         outcome.finished = _loss_of_finished(trainer)
-        outcome.drawn = list(setting.tape.values) if not setting.tape.replays else []
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         outcome.error = f"{type(error).__name__}: {error}"
@@ -213,22 +184,22 @@ class _Failed(Exception):
     """Carries the outcome of a rank that failed, so that the others are not waited for."""
 
 
-def train(rank: int, world_size: int, entry: Entry, folder: str, tape: Tape | None) -> Outcome:
-    """One rank of a case; with a tape, its reference."""
+def train(rank: int, world_size: int, entry: Entry, folder: str, is_reference: bool) -> Outcome:
+    """One rank of a case, or its reference."""
     case, layout = CASES[entry[0]], LAYOUTS[entry[1]]
     if world_size == 1:
-        for name in LAUNCHERS:
-            os.environ.pop(name, None)
-    setting = Setting(layout, rank, tape is not None, Path(folder), tape or Tape())
-    outcome = run_job(case, setting)
+        for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+            del os.environ[name]
+    outcome = run_job(case, layout, is_reference, folder)
     if outcome.error:
         raise _Failed(outcome)
     return outcome
 
 
-def _launch(entry: Entry, world_size: int, folder: str, deadline_s: float, tape: Tape | None = None) -> list[Outcome]:
+def _launch(entry: Entry, world_size: int, folder: str, deadline_s: float, is_reference: bool) -> list[Outcome]:
+    options = {"timeout": deadline_s, "seconds_after_error": GRACE_S}
     with redirect_stdout(io.StringIO()):  # a finding has what matters of the logs
-        ranks = launch_ranks(train, world_size, entry, folder, tape, timeout=deadline_s, seconds_after_error=GRACE_S)
+        ranks = launch_ranks(train, world_size, entry, folder, is_reference, **options)
     return [_outcome_of(rank) for rank in ranks]
 
 
@@ -249,16 +220,12 @@ def examine(entries: Sequence[Entry], deadline_s: float = DEADLINE_S, is_verbose
     for entry in entries:
         case, layout, started = CASES[entry[0]], LAYOUTS[entry[1]], time.monotonic()
         with tempfile.TemporaryDirectory(prefix="user-code-") as folder:
-            ranks = _launch(entry, layout.world, folder, deadline_s)
-            # one reference serves all layouts without freezing; what is replayed is known when the ranks have ended
+            ranks = _launch(entry, layout.world, folder, deadline_s, is_reference=False)
+            # one reference serves all layouts without freezing
             what = case.name + (layout.name if layout.freezes else "")
-            reference: Outcome | None = known.get(what)
-            if case.is_taped:
-                drawn = ranks[0].drawn if not ranks[0].error else []
-                reference = _launch(entry, 1, folder, deadline_s, Tape(drawn))[0] if drawn else None
-            elif reference is None:
-                reference = known[what] = _launch(entry, 1, folder, deadline_s, Tape())[0]
-        findings.append(judge(case, layout, reference, ranks))
+            if what not in known:
+                known[what] = _launch(entry, 1, folder, deadline_s, is_reference=True)[0]
+        findings.append(judge(case, layout, known[what], ranks))
         findings[-1].seconds = time.monotonic() - started
         if is_verbose:
             print(line_of(findings[-1]), flush=True)
@@ -280,13 +247,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", nargs="*", default=[], help="words in the names of cases or layouts")
     parser.add_argument("--table", type=Path, nargs="?", const=Path("/dev/stdout"), help="page in Markdown")
-    parser.add_argument("--json", type=Path, help="file for all findings")
     parser.add_argument("--verbose", action="store_true", help="tracebacks of what is not as expected")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for a case")
-    parser.add_argument("--groups", nargs="*", choices=GROUPS, default=GROUPS)
     options = parser.parse_args()
     started = time.monotonic()
-    findings = examine(entries_of(options.only, options.groups), options.deadline, is_verbose=True)
+    findings = examine(entries_of(options.only), options.deadline, is_verbose=True)
     for finding in findings:
         if options.verbose and not finding.is_expected:
             print(f"\n--- {finding.case} [{finding.layout}]: {finding.verdict}\n{finding.reason}\n{finding.trace}")
@@ -294,5 +259,3 @@ def main() -> None:
     print(f"{len(findings)} in {time.monotonic() - started:.0f} s:", dict(counts))
     if options.table:
         write_page(options.table, findings)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(finding) for finding in findings], indent=1))

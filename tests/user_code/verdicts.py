@@ -14,6 +14,7 @@ from .kit import Case, Layout
 DIED = "the process died"
 LOSS_TOLERANCE = 1e-4
 """Relative."""
+WEIGHT_TOLERANCE = 1e-5
 GOOD = ("equal", "refused", "stopped", "as DDP")
 Entry = tuple[str, str]
 """Names of a case and of a layout."""
@@ -24,12 +25,10 @@ class Outcome:
     """How one process ended; plain values."""
 
     losses: list[float] = field(default_factory=list)
-    metrics: list[float] = field(default_factory=list)
     steps: int = 0
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     observed: dict[str, Any] = field(default_factory=dict)
     finished: Any = None
-    drawn: list[Any] = field(default_factory=list)
     error: str = ""
     trace: str = ""
     is_refusal: bool = False
@@ -48,7 +47,6 @@ class Finding:
     what: str
     verdict: str
     reason: str = ""
-    loss_difference: float = math.nan
     weight_difference: float = math.nan
     is_expected: bool = False
     seconds: float = 0.0
@@ -59,7 +57,7 @@ class Finding:
         return self.case, self.layout
 
 
-def judge(case: Case, layout: Layout, reference: Outcome | None, ranks: Sequence[Outcome]) -> Finding:
+def judge(case: Case, layout: Layout, reference: Outcome, ranks: Sequence[Outcome]) -> Finding:
     """Compare what all processes report with the reference."""
     finding = Finding(case.name, layout.name, case.group, case.what, "")
     for outcome in ranks:
@@ -80,11 +78,10 @@ def judge(case: Case, layout: Layout, reference: Outcome | None, ranks: Sequence
             finding.verdict = "stopped" if any(outcome.steps for outcome in ranks) else "refused"
         else:
             finding.verdict = "crash"
-    elif reference is None or reference.error:
-        finding.verdict = "no reference"
-        finding.reason, finding.trace = (reference.error, reference.trace) if reference else ("nothing drawn", "")
+    elif reference.error:
+        finding.verdict, finding.reason, finding.trace = "no reference", reference.error, reference.trace
     else:
-        _compare(finding, case, reference, ranks)
+        _compare(finding, reference, ranks)
     says_so = any(outcome.says_as_ddp for outcome in ranks)  # the main process logs it
     if finding.verdict == "SILENTLY DIFFERENT" and says_so:
         finding.verdict, finding.is_expected = "as DDP", True
@@ -94,20 +91,19 @@ def judge(case: Case, layout: Layout, reference: Outcome | None, ranks: Sequence
     return finding
 
 
-def _compare(finding: Finding, case: Case, reference: Outcome, ranks: Sequence[Outcome]) -> None:
+def _compare(finding: Finding, reference: Outcome, ranks: Sequence[Outcome]) -> None:
     problems: list[str] = []
-    finding.loss_difference = finding.weight_difference = 0.0
+    finding.weight_difference = 0.0
     for rank, outcome in enumerate(ranks):
         if outcome.steps != reference.steps or len(outcome.losses) != len(reference.losses):
             problems.append(f"rank {rank} took {outcome.steps} steps in place of {reference.steps}")
             continue
         loss = max(map(_relative, outcome.losses, reference.losses), default=0.0)
-        finding.loss_difference = max(finding.loss_difference, loss)
         if not loss <= LOSS_TOLERANCE:
             at = next(
                 i
                 for i, pair in enumerate(zip(outcome.losses, reference.losses, strict=True))
-                if _relative(*pair) > 1e-4
+                if _relative(*pair) > LOSS_TOLERANCE
             )
             values = f"{outcome.losses[at]:.5g} in place of {reference.losses[at]:.5g}"
             problems.append(f"the loss of step {at + 1} is {values}")
@@ -118,14 +114,12 @@ def _compare(finding: Finding, case: Case, reference: Outcome, ranks: Sequence[O
                 ((_distance(outcome.weights[n], w), n) for n, w in reference.weights.items()), default=(0.0, "")
             )
             finding.weight_difference = max(finding.weight_difference, weight)
-            if not weight <= case.tolerance:
+            if not weight <= WEIGHT_TOLERANCE:
                 problems.append(f"{name} differs by {weight:.1e} on rank {rank}")
-        pairs = {"metrics": (outcome.metrics, reference.metrics)}
-        if not case.replays:  # samples are random there
-            pairs["finished loss"] = (outcome.finished, reference.finished)
+        pairs = {"finished loss": (outcome.finished, reference.finished)}
         pairs |= {name: (outcome.observed.get(name), value) for name, value in reference.observed.items()}
         if rank and finding.layout.startswith("K2"):  # what a loss leaves on the trainer is on rank 0
-            pairs = {"metrics": pairs["metrics"]}
+            pairs = {}
         problems += [f"{n}: {_short(a)} in place of {_short(b)}" for n, (a, b) in pairs.items() if not _same(a, b)]
     finding.verdict = "SILENTLY DIFFERENT" if problems else "equal"
     finding.reason = "; ".join(dict.fromkeys(problems))

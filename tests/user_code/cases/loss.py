@@ -1,26 +1,14 @@
-"""Users' losses, in the spirit of what popular projects do."""
+"""Users' losses: sums and weights, rows that belong together, teachers, state, gradients inside."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..kit import (
-    Classifier,
-    Job,
-    Setting,
-    built,
-    case,
-    own_loss,
-    pad,
-)
-
-# ---------------------------------------------------------------------------------------------------------
-# Sums, ratios, weights
-# ---------------------------------------------------------------------------------------------------------
+from ..kit import Classifier, Job, bert_classifier, built, case, own_loss
 
 
 def _sum(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -28,7 +16,7 @@ def _sum(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> 
 
 
 @case("loss", layouts=("K2", "DP2", "K2 acc2", "one acc2"))
-def sum_over_rows_without_division(setting: Setting) -> Job:
+def sum_over_rows_without_division() -> Job:
     """`reduction="sum"`, whatever the number of rows."""
     return Job(trainer=own_loss(_sum))
 
@@ -47,14 +35,9 @@ class WhenGiven:
 
 
 @case("loss", layouts=("K2", "DP2", "K2 acc2", "one acc2"), expect="equal")
-def divided_by_num_items_when_given(setting: Setting) -> Job:
+def divided_by_num_items_when_given() -> Job:
     """As transformers' own `ForCausalLMLoss`."""
     return Job(trainer=WhenGiven)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Rows that belong together
-# ---------------------------------------------------------------------------------------------------------
 
 
 class SupCon(Classifier):
@@ -67,7 +50,7 @@ class SupCon(Classifier):
 
 
 @case("loss")
-def supervised_contrastive(setting: Setting) -> Job:
+def supervised_contrastive() -> Job:
     """SupCon on normalised features; the head has no gradient."""
     return Job(model=built(SupCon))
 
@@ -79,26 +62,123 @@ class VICReg(Classifier):
 
 
 @case("loss", layouts=("K2", "DP2"))
-def variance_over_the_batch(setting: Setting) -> Job:
+def variance_over_the_batch() -> Job:
     """VICReg's variance term beside a cross entropy; on DP2 as under DDP."""
     return Job(model=built(VICReg))
 
 
-class Preferences(Classifier):
-    """Chosen rows come first in a batch, rejected ones behind them."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        rewards = self.head(self.features(input_ids, attention_mask))[:, 0]
-        half = len(rewards) // 2
-        return {"loss": -F.logsigmoid(rewards[:half] - rewards[half:]).mean(), "logits": rewards}
+def _with_regulariser(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels) + 0.05 * model.classifier.weight.pow(2).sum()
 
 
-def chosen_then_rejected(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    worse = [{**row, "input_ids": row["input_ids"][::-1]} for row in rows]
-    return pad([*rows, *worse])
+@case("loss", layouts=("K2", "DP2", "K2 acc2", "one acc2"))
+def mean_over_rows_plus_a_constant_term() -> Job:
+    """Cross entropy and the square of the head's weights."""
+    return Job(trainer=own_loss(_with_regulariser))
 
 
-@case("loss", layouts=("K2", "one", "DP2", "K2 acc2"))
-def chosen_and_rejected_in_one_batch(setting: Setting) -> Job:
-    """A reward model as in TRL's: twice as many rows as samples, the first half against the second."""
-    return Job(model=built(Preferences), collator=chosen_then_rejected)
+CLASS_WEIGHTS = torch.tensor([1.0, 1.0, 10.0])
+
+
+def _weighted_in_training(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, weight=CLASS_WEIGHTS if model.training else None)
+
+
+@case("loss")
+def class_weights_in_training_only() -> Job:
+    """Class weights where `model.training`."""
+    return Job(trainer=own_loss(_weighted_in_training))
+
+
+class RunningScale:
+    scale = 1.0
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        outputs = model(**inputs)
+        if model.training:
+            self.scale = 0.9 * self.scale + 0.1 * float(outputs.loss.detach())
+        loss = outputs.loss / self.scale
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss", layouts=("one", "K2", "DP2"))
+def running_mean_of_the_loss_in_the_trainer() -> Job:
+    """The loss is divided by its own running mean."""
+    return Job(trainer=RunningScale, observe=lambda t: {"scale": t.scale})
+
+
+class GradientPenalty:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        labels = inputs.pop("labels")
+        words = inputs.pop("input_ids")
+        table = getattr(model, "module", model).bert.embeddings.word_embeddings
+        embedded = table(words)
+        if not embedded.requires_grad:
+            embedded.requires_grad_(True)
+        outputs = model(inputs_embeds=embedded, **inputs)
+        loss = F.cross_entropy(outputs.logits, labels)
+        if torch.is_grad_enabled():
+            (slope,) = torch.autograd.grad(loss, embedded, create_graph=True)
+            loss = loss + 0.1 * slope.pow(2).sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss", layouts=("one", "K2"))
+def gradient_penalty() -> Job:
+    """Double backward to the embeddings, which `compute_loss` makes itself."""
+    return Job(model=bert_classifier(attn_implementation="eager"), trainer=GradientPenalty)
+
+
+class PenalisesWhatIsTrained:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        outputs = model(**inputs)
+        loss = outputs.loss + 0.01 * sum(p.pow(2).sum() for p in model.parameters() if p.requires_grad)
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss", layouts=("K2", "K2 acc2", "DP2", "one acc2"))
+def l2_of_trainable_parameters() -> Job:
+    """`sum(p.pow(2).sum() for p in model.parameters() if p.requires_grad)`."""
+    return Job(trainer=PenalisesWhatIsTrained)
+
+
+def _counting_loss() -> type:
+    calls = 0
+
+    class Counts:
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+            nonlocal calls
+            calls += torch.is_grad_enabled()
+            outputs = model(**inputs)
+            loss = outputs.loss * (1 + calls / 100)
+            return (loss, outputs) if return_outputs else loss
+
+    return Counts
+
+
+@case("loss", layouts=("K2",), expect="equal")
+def counter_in_a_closure() -> Job:
+    """A weight grows with each call, in a variable that no object holds."""
+    return Job(trainer=_counting_loss())
+
+
+class UncertainTrainer:
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        super().__init__(*positional, **keywords)
+        self.log_variance = nn.Parameter(torch.full((1,), 0.3))
+
+    def create_optimizer(self, *positional: Any) -> Any:
+        optimizer = super().create_optimizer(*positional)  # type: ignore[misc]
+        optimizer.add_param_group({"params": [self.log_variance], "weight_decay": 0.0})
+        return optimizer
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        outputs = model(**inputs)
+        loss = (outputs.loss * (-self.log_variance).exp() + self.log_variance).sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+@case("loss", layouts=("K2", "one", "DP2"))
+def uncertainty_weight_in_the_trainer() -> Job:
+    """A parameter of the trainer, added to the optimizer."""
+    return Job(trainer=UncertainTrainer, observe=lambda t: {"log variance": t.log_variance.detach()})

@@ -16,7 +16,7 @@ from ..kit import (
     WIDTH,
     Classifier,
     Job,
-    Setting,
+    Rows,
     bert_classifier,
     built,
     case,
@@ -45,27 +45,14 @@ def _keep_term(module: Any, _: Any, output: Any) -> None:
 
 
 @case("model with state", layouts=("K2", "one", "one freeze"))
-def auxiliary_loss_kept_in_layers(setting: Setting) -> Job:
+def auxiliary_loss_kept_in_layers() -> Job:
     """Each layer leaves `self.term`, and the model adds them up."""
     return Job(model=built(AuxiliaryInLayers))
-
-
-class AnnealedByStep(Classifier):
-    step = 0
-
-    def loss(self, logits: Tensor, labels: Tensor, features: Tensor) -> Tensor:
-        return F.cross_entropy(logits, labels) * (1.0 + self.step / 4)
 
 
 class TellsStep(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **keywords: Any) -> None:
         model.step = state.global_step
-
-
-@case("callback", layouts=("K2", "DP2", "K2 freeze"), expect="equal")
-def step_told_to_the_model_by_a_callback(setting: Setting) -> Job:
-    """`model.step = state.global_step`."""
-    return Job(model=built(AnnealedByStep), callbacks=[TellsStep()])
 
 
 class EMATeacher(Classifier):
@@ -87,56 +74,13 @@ class EMATeacher(Classifier):
 
 
 @case("model with state", layouts=("one", "K2"), because="changes the parameter average")
-def ema_teacher_updated_in_forward(setting: Setting) -> Job:
+def ema_teacher_updated_in_forward() -> Job:
     """BYOL, MoCo: parameters without gradient, which each forward moves."""
     return Job(model=built(EMATeacher))
 
 
-class NormalisesInputs(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bert.embeddings.register_buffer("mean", torch.zeros(WIDTH))
-        self.bert.embeddings.register_forward_hook(_normalise)
-
-
-def _normalise(module: Any, _: Any, output: Tensor) -> Tensor:
-    if module.training:
-        with torch.no_grad():
-            module.mean.lerp_(output.detach().mean((0, 1)), 0.1)
-    return output - module.mean
-
-
-@case("model with state", layouts=("one", "K2", "one freeze"))
-def running_mean_of_the_inputs(setting: Setting) -> Job:
-    """A buffer in the embeddings is updated by each forward."""
-    return Job(model=built(NormalisesInputs))
-
-
-class SkipsByInput(Classifier):
-    """Short batches skip a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = self.bert.encoder.layer[2]
-        whole = layer.forward
-
-        def forward(hidden: Tensor, *positional: Any, **keywords: Any) -> Any:
-            output = whole(hidden, *positional, **keywords)
-            return output if hidden.shape[1] >= 9 else (hidden,) if isinstance(output, tuple) else hidden
-
-        layer.forward = forward
-
-
-@case("model with state", layouts=("K2", "one"))
-def layer_that_does_nothing_for_short_batches(setting: Setting) -> Job:
-    """`forward` set on an instance; what it does depends on the padded length."""
-    return Job(model=built(SkipsByInput))
-
-
 class Plain(nn.Module):
     """A transformer of PyTorch's own layers."""
-
-    keep = 1.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,13 +97,11 @@ class Plain(nn.Module):
         for index in range(LAYERS):
             hidden = self.run_layer(index, hidden, attention_mask.eq(0))
         logits = self.head(hidden[:, 0])
-        return (
-            {"loss": F.cross_entropy(logits, labels), "logits": logits} if labels is not None else {"logits": logits}
-        )
+        return {"logits": logits} | ({"loss": F.cross_entropy(logits, labels)} if labels is not None else {})
 
 
 @case("model with state", layouts=("K2", "DP2", "K2 freeze", "K2 acc2"), expect="equal")
-def plain_pytorch_layers(setting: Setting) -> Job:
+def plain_pytorch_layers() -> Job:
     """`nn.TransformerEncoderLayer`s in a list."""
     return Job(model=built(Plain))
 
@@ -179,26 +121,9 @@ class Grows(TrainerCallback):
 
 
 @case("callback", layouts=("K2", "one"))
-def layers_left_out_at_first(setting: Setting) -> Job:
+def layers_left_out_at_first() -> Job:
     """Progressive stacking: a callback says how many layers run."""
     return Job(model=built(SkipsInEpochs), callbacks=[Grows()])
-
-
-def _hooked_modules() -> Any:
-    model = bert_classifier()
-    for layer in (model.bert.encoder.layer[0], model.bert.encoder.layer[3]):
-        layer.output.dense.register_full_backward_hook(_scale)
-    return model
-
-
-def _scale(module: Any, inputs: Any, outputs: Any) -> Any:
-    return tuple(None if gradient is None else 0.1 * gradient for gradient in inputs)
-
-
-@case("model with state", layouts=("K2", "K2 freeze", "DP2"), expect="equal")
-def backward_hooks_on_modules(setting: Setting) -> Job:
-    """`register_full_backward_hook` scales what flows back."""
-    return Job(model=_hooked_modules(), options={"optim": "sgd", "learning_rate": 0.05})
 
 
 def _after_accumulation() -> Any:
@@ -213,8 +138,8 @@ def _clamp_finished(parameter: Tensor) -> None:
     parameter.grad.clamp_(-0.02, 0.02)
 
 
-@case("model with state", layouts=("one", "K2", "DP2"))
-def post_accumulate_hooks(setting: Setting) -> Job:
+@case("model with state", layouts=("one", "K2", "K2 zbv", "DP2"))
+def post_accumulate_hooks() -> Job:
     """`register_post_accumulate_grad_hook` clamps the gradient of a parameter."""
     return Job(model=_after_accumulation())
 
@@ -228,7 +153,7 @@ class Mutates(Classifier):
 
 
 @case("model with state", layouts=("one", "K2", "DP2", "one freeze"))
-def inputs_changed_in_place(setting: Setting) -> Job:
+def inputs_changed_in_place() -> Job:
     """`input_ids[:, 1] = ...` in forward."""
     return Job(model=built(Mutates))
 
@@ -249,32 +174,9 @@ class ReadsAttribute:
 
 
 @case("model with state", layouts=("K2", "DP2"), expect="equal")
-def attribute_left_by_forward_and_read_by_the_loss(setting: Setting) -> Job:
+def attribute_left_by_forward_and_read_by_the_loss() -> Job:
     """`model.penalty`, of the last forward."""
     return Job(model=built(KeepsAttribute), trainer=ReadsAttribute)
-
-
-class Tuples(Plain):
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
-        output = super().forward(input_ids, attention_mask, labels)
-        return tuple(output.values())
-
-
-@case("model with state", layouts=("K2", "one"), expect="equal")
-def forward_that_returns_a_tuple(setting: Setting) -> Job:
-    """(loss, logits)."""
-    return Job(model=built(Tuples), evaluated=texts(6, seed=9), options={"eval_strategy": "epoch"})
-
-
-@case("model with state", layouts=("K2", "DP2"), expect="equal")
-def model_init(setting: Setting) -> Job:
-    """`model_init=` in place of a model."""
-    return Job(trainer=InitialisesItself, keywords={"model_init": lambda: bert_classifier()})
-
-
-class InitialisesItself:
-    def __init__(self, model: Any = None, *positional: Any, **keywords: Any) -> None:
-        super().__init__(None, *positional, **keywords)
 
 
 class LearnsLater(Classifier):
@@ -285,21 +187,133 @@ class LearnsLater(Classifier):
         self.extra = nn.Linear(WIDTH, LABELS)
         self.step = 0
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        features = self.features(input_ids, attention_mask)
-        logits = self.head(features) + (self.extra(features) if self.step >= 3 else 0)
-        return (
-            {"loss": F.cross_entropy(logits, labels), "logits": logits} if labels is not None else {"logits": logits}
-        )
+    def score(self, features: Tensor) -> Tensor:
+        return self.head(features) + (self.extra(features) if self.step >= 3 else 0)
 
 
 @case("callback", layouts=("K2", "DP2", "K2 freeze"))
-def part_that_takes_part_from_step_three(setting: Setting) -> Job:
+def part_that_takes_part_from_step_three() -> Job:
     """Parameters that get no gradient in the first steps."""
     return Job(model=built(LearnsLater), callbacks=[TellsStep()])
 
 
-@case("model with state", layouts=("K2", "one freeze"), expect="equal")
-def noisy_embeddings_of_no_noise(setting: Setting) -> Job:
-    """`neftune_noise_alpha=1e-12`: its hook is set and removed, and draws."""
-    return Job(options={"neftune_noise_alpha": 1e-12})
+class MixesInForward(Classifier):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        embedded = self.bert.embeddings.word_embeddings(input_ids)
+        order = torch.arange(len(embedded))
+        if self.training:
+            order = torch.randperm(len(embedded))
+            embedded = 0.7 * embedded + 0.3 * embedded[order]
+        hidden = self.bert(inputs_embeds=embedded, attention_mask=attention_mask).last_hidden_state
+        logits = self.head(hidden[:, 0])
+        if labels is None:
+            return {"logits": logits}
+        loss = 0.7 * F.cross_entropy(logits, labels) + 0.3 * F.cross_entropy(logits, labels[order])
+        return {"loss": loss, "logits": logits}
+
+
+@case("model with state", expect="refused", because="random numbers before its layers")
+def mixup_inside_forward() -> Job:
+    """Manifold mixup with `torch.randperm` in the model's own forward."""
+    return Job(model=built(MixesInForward))
+
+
+class LabelsInTheLayers(Classifier):
+    """As in a model that embeds its label (CVAE, label-conditioned encoders)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert.embeddings.label = nn.Embedding(LABELS + 1, WIDTH)
+        self.given: Tensor | None = None
+        self.bert.encoder.layer[0].register_forward_pre_hook(self._add_label)
+
+    def _add_label(self, module: Any, args: Any) -> Any:
+        if self.given is None:
+            return args
+        return (args[0] + self.bert.embeddings.label(self.given)[:, None], *args[1:])
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        self.given = labels
+        return super().forward(input_ids, attention_mask, labels)
+
+
+@case("model with state", layouts=("one cache", "K2", "K2 cache"))
+def frozen_layers_that_read_labels() -> Job:
+    """The embeddings add the label's; each text comes with two labels."""
+    rows = texts().rows
+    relabelled = [{**row, "labels": (row["labels"] + row["input_ids"][-1]) % LABELS} for row in rows]
+    return Job(model=built(LabelsInTheLayers), data=Rows([*rows, *relabelled]), options={"num_train_epochs": 4})
+
+
+class Spectral(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        for layer in (self.bert.encoder.layer[0].output, self.bert.encoder.layer[3].output):
+            layer.dense = nn.utils.parametrizations.spectral_norm(layer.dense)
+
+
+@case("model with state", layouts=("K2", "one", "DP2"))
+def spectral_norm() -> Job:
+    """Power iterations in each forward of two layers."""
+    return Job(model=built(Spectral))
+
+
+def _hooked() -> Any:
+    model = bert_classifier()
+    for name, parameter in model.named_parameters():
+        if "layer.3" in name or "layer.0" in name:
+            parameter.register_hook(_halve)
+    return model
+
+
+def _halve(gradient: Tensor) -> Tensor:
+    return gradient * 0.1
+
+
+@case("model with state", layouts=("K2", "K2 freeze", "K2 zbv", "DP2", "one"))
+def tensor_hooks_on_parameters() -> Job:
+    """Gradients of two layers are scaled by hooks; layers move at a freeze."""
+    return Job(model=_hooked(), options={"optim": "sgd", "learning_rate": 0.05})
+
+
+class Counts(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        if self.training:
+            self.calls += 1
+            self.seen += 1
+        output = super().forward(input_ids, attention_mask, labels)
+        if labels is not None:
+            output["loss"] = output["loss"] * (1.0 + 0.1 * self.calls)
+        return output
+
+
+@case("model with state", layouts=("one", "DP2", "one freeze", "K2"))
+def call_counter_in_forward() -> Job:
+    """The loss grows with each call; what is examined before training must not count."""
+    return Job(model=built(Counts), observe=lambda trainer: {"calls": trainer.model.calls})
+
+
+class NoisyWithDeepSupervision(Classifier):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        outputs = self.bert(input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        last = outputs.hidden_states[-1]
+        if self.training:
+            last = last + 0.1 * torch.randn_like(last)
+        found = {"logits": self.head(last[:, 0])}
+        if labels is not None:
+            found["loss"] = F.cross_entropy(found["logits"], labels)
+            if self.training:
+                found["loss"] = found["loss"] + 0.1 * outputs.hidden_states[1].pow(2).mean()
+        return found
+
+
+@case("model with state", layouts=("K2",), expect="refused", because="reads what other layers return or leave behind")
+def noise_and_deep_supervision_in_training() -> Job:
+    """Random in training, where it also reads an early layer's output."""
+    return Job(model=built(NoisyWithDeepSupervision))
