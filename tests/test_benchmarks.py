@@ -10,14 +10,13 @@ import re
 import subprocess
 import sys
 import textwrap
-from argparse import Namespace
 from pathlib import Path
 
 import loss_curves
 import pytest
 from distributed import patient
 
-from harness import Ratio, StepClock, summary_of, take_turns
+from harness import Ratio, summary_of
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path for path in (ROOT / "benchmarks").rglob("*.py") if "def main()" in path.read_text())
@@ -35,32 +34,6 @@ def test_a_ratio_is_one_of_the_same_turn_and_disturbed_ones_do_not_count() -> No
     assert found["faster"]["median"] == pytest.approx((1 / 2 + 1 / 3) / 2)
     assert found["ms"] == 300.0
     assert summary_of(turns, [slower], max_others=math.inf)["case"]["slower"]["median"] == 3.0
-
-
-def test_a_case_without_a_base_has_no_ratio() -> None:
-    turns = [{"one": {"ms": 1.0}, "other": {"mib": 5.0}}]
-    ratios = [Ratio("a", "ms", lambda name: None), Ratio("b", "ms", "one")]
-    found = summary_of(turns, ratios, max_others=1.0)
-    assert "a" not in found["one"] and "b" in found["one"] and "b" not in found["other"]
-
-
-def test_cases_take_turns() -> None:
-    order: list[str] = []
-
-    def case(name: str) -> dict[str, float]:
-        order.append(name)
-        return {"number": len(order)}
-
-    turns = take_turns({"a": lambda: case("a"), "b": lambda: case("b")}, Namespace(turns=2))
-    assert order == ["a", "b", "a", "b"]
-    assert [turn["b"]["number"] for turn in turns] == [2, 4] and "others" in turns[0]["a"]
-
-
-def test_first_steps_do_not_count() -> None:
-    clock = StepClock()
-    clock.wall = [0.0, 10.0, 11.0, 12.0, 30.0, 31.0]
-    assert clock.step_ms(2) == 1000.0
-    assert clock.step_ms(1, slice(1, 4)) == 1000.0
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
-import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,6 @@ from training_runs import (
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import (
-    LayerFreezeCallback,
     PipeTransformerTrainer,
     PipeTransformerTrainingArguments,
 )
@@ -139,86 +136,42 @@ IMAGES = Run("causal-lm", samples=12, epochs=1, accumulation=1).with_options(
 )
 
 
-def train_images(rank: int, world_size: int) -> list[Outcome]:
-    """The stock Trainer in one process, and pipelines in two."""
-    outcomes = []
-    trainer: Trainer
-    for options in ({}, {"num_microbatches": 1}) if world_size > 1 else ({},):
-        if world_size == 1:
-            trainer = reference_trainer(replace(IMAGES, per_device=1), model=qwen2_vl())
-        else:
-            trainer = pipeline_trainer(replace(IMAGES, per_device=2), 2, model=qwen2_vl(), **options)
-        trainer.eval_dataset = IMAGES.data(2)
-        trainer.data_collator = ImagesAndText("causal-lm")
-        outcomes.append(outcome_of(trainer))
-    return outcomes
+def train_images(rank: int, world_size: int) -> Outcome:
+    """The stock Trainer in one process, and a pipeline in two."""
+    make: Any = reference_trainer if world_size == 1 else partial(pipeline_trainer, stages=2)
+    trainer = make(replace(IMAGES, per_device=world_size), model=qwen2_vl())
+    trainer.eval_dataset = IMAGES.data(2)
+    trainer.data_collator = ImagesAndText("causal-lm")
+    return outcome_of(trainer)
 
 
 @pytest.mark.slow
 def test_images_in_flat_patches_are_trained_in_one_micro_batch() -> None:
     """Qwen2-VL's patches have no entry for each sample, so nothing may be cut: not by the probes before the first step
     either."""
-    ((alone,),) = run_ranks(train_images, 1)
-    for outcomes in run_ranks(train_images, 2):
-        assert_same_training(outcomes, alone)
-        for outcome in outcomes:
-            assert outcome.metrics["eval_loss"] == pytest.approx(alone.metrics["eval_loss"])
+    (alone,) = run_ranks(train_images, 1)
+    outcomes = run_ranks(train_images, 2)
+    assert_same_training(outcomes, alone)
+    assert outcomes[0].metrics["eval_loss"] == pytest.approx(alone.metrics["eval_loss"])
 
 
 # ------------------------------------------------------------------------------------------ what is said of a freeze
-def freezes_of(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
-    """Level and beginning of each line about a freeze."""
+def test_a_freeze_names_its_layers_and_what_stops_outside_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    """And warns where nothing of them was trained anyway."""
+    run = Run(samples=8, epochs=3, accumulation=1)
+    model = run.build_model()
+    model.bert.encoder.layer[2].requires_grad_(False)
+    options = {"freeze_policy": "schedule", "freeze_schedule": {1: 2, 2: 3}, "activation_cache": "off"}
+    trainer = pipeline_trainer(run, 1, model=model, use_cpu=True, **options)
     with caplog.at_level("INFO", "hf_pipetransformer"):
         trainer.train()
-    lines = [(record.levelno, record.getMessage().removeprefix("hf_pipetransformer: ")) for record in caplog.records]
-    return [(level, line.partition(";")[0]) for level, line in lines if re.match(r"Step \d+: freezing", line)]
-
-
-def freezing(model: torch.nn.Module, run: Run, schedule: dict[int, int], is_plain: bool = False) -> Trainer:
-    if is_plain:
-        trainer = reference_trainer(replace(run, per_device=1), "plain", model)
-        trainer.add_callback(LayerFreezeCallback({"name": "schedule", "schedule": schedule}))
-        return trainer
-    options = {"freeze_policy": "schedule", "freeze_schedule": schedule, "activation_cache": "off"}
-    return pipeline_trainer(run, 1, model=model, use_cpu=True, **options)
-
-
-THREE_EPOCHS = Run(samples=8, epochs=3, accumulation=1)
-
-
-@pytest.mark.parametrize("is_plain", [False, True])
-def test_a_freeze_names_its_layers_and_what_stops_outside_of_them(is_plain: bool, caplog: Any) -> None:
-    trainer = freezing(THREE_EPOCHS.build_model(), THREE_EPOCHS, {1: 2, 2: 3}, is_plain)
-    first, second = freezes_of(trainer, caplog)
-    assert first == (
-        logging.INFO,
-        "Step 2: freezing 2 layers (bert.encoder.layer.0-1) and, outside of the layers, bert.embeddings",
+    lines = [(r.levelno, r.getMessage().removeprefix("hf_pipetransformer: ")) for r in caplog.records]
+    first, second = [(level, line) for level, line in lines if ": freezing " in line]
+    assert first[0] == logging.INFO and first[1].startswith(
+        "Step 2: freezing 2 layers (bert.encoder.layer.0-1) and, outside of the layers, bert.embeddings"
     )
-    assert second == (logging.INFO, "Step 4: freezing 1 layer (bert.encoder.layer.2)")
-
-
-@pytest.mark.parametrize("is_plain", [False, True])
-def test_a_freeze_that_stops_nothing_warns(is_plain: bool, caplog: Any) -> None:
-    model = THREE_EPOCHS.build_model()
-    model.bert.embeddings.requires_grad_(False)
-    model.bert.encoder.layer[0].requires_grad_(False)
-    first, second = freezes_of(freezing(model, THREE_EPOCHS, {1: 1, 2: 2}, is_plain), caplog)
-    assert first[0] == logging.WARNING
-    assert (
-        "(bert.encoder.layer.0), whose parameters were all frozen already: only the activation cache gains" in first[1]
-    )
-    assert second == (logging.INFO, "Step 4: freezing 1 layer (bert.encoder.layer.1)")
-
-
-def test_a_freeze_of_a_vision_tower_names_it(caplog: Any) -> None:
-    """Of four layers, the first two are the images' and not the text's."""
-    trainer = freezing(qwen2_vl(), replace(IMAGES, samples=4).with_options(eval_strategy="no"), {0: 2})
-    trainer.data_collator = ImagesAndText("causal-lm")
-    ((level, line),) = freezes_of(trainer, caplog)
-    assert level == logging.INFO
-    assert line == (
-        "Step 0: freezing 2 layers (model.visual.blocks.0-1) and, outside of the layers, model.visual.patch_embed"
-    )
+    assert second[0] == logging.WARNING
+    assert "(bert.encoder.layer.2), whose parameters were all frozen already" in second[1]
 
 
 # ------------------------------------------------------------------------------------------ around a step
@@ -259,23 +212,6 @@ def test_an_overflow_skips_the_step_on_a_stage_without_gradients() -> None:
     assert skipped[:3] == [False, True, False] and scales[0] == 1024.0 and scales[1] == 512.0
 
 
-def interrupted(rank: int, world_size: int) -> Outcome:
-    class Interrupt(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            raise KeyboardInterrupt
-
-    trainer = pipeline_trainer(RUN, 2, save_strategy="steps", save_steps=1)
-    trainer.add_callback(Interrupt())
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.remove_callback(Interrupt)
-    return outcome_of(trainer)
-
-
-def test_training_again_after_an_interruption() -> None:
-    run_ranks(interrupted, 2)
-
-
 def full_eval(rank: int, world_size: int, cls: type, arguments_cls: type) -> Outcome:
     run = Run("causal-lm", samples=32, epochs=1, accumulation=2)
     arguments = arguments_cls(
@@ -300,22 +236,10 @@ def test_what_is_left_to_the_stock_trainer_trains_as_it_does() -> None:
     assert_same_training(ours, expected[0], tolerance=0)
 
 
-# ------------------------------------------------------------------------------------------ freezing with one stage
-
-
 def sums_with_skipped_layers(rank: int, world_size: int, folder: str) -> float:
     zoo = REFUSED["bart-layerdrop"]
-    args = PipeTransformerTrainingArguments(
-        folder,
-        pipeline_parallel_size=1,
-        per_device_train_batch_size=4,
-        max_steps=4,
-        learning_rate=1e-2,
-        remove_unused_columns=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-    )
+    options: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 4, "remove_unused_columns": False}
+    args = PipeTransformerTrainingArguments(folder, use_cpu=True, report_to="none", **options)
     collate = partial(select_rows, zoo.batch(rows=16))
     trainer = PipeTransformerTrainer(zoo.build(), args, train_dataset=list(range(16)), data_collator=collate)
     trainer.train()
@@ -327,43 +251,6 @@ def test_replicas_of_one_stage_may_skip_layers_at_random(tmp_path: Path) -> None
     """DDP was told that each step reaches all parameters, as the probe did, and failed in the second one."""
     one, other = run_ranks(sums_with_skipped_layers, 2, str(tmp_path))
     assert one == other
-
-
-# ------------------------------------------------------------------------------------------ numerics
-T5 = Run("seq2seq", samples=64)
-
-
-def t5_in_micro_batches(rank: int, world_size: int) -> list[Outcome]:
-    run = replace(T5, per_device=8)
-    return [outcome_of(pipeline_trainer(run, 2, num_microbatches=number)) for number in (1, 4, 8)]
-
-
-@pytest.mark.slow
-def test_t5_is_exact_with_every_number_of_microbatches() -> None:
-    """In float32 four were off by 4e-4: a kink of its ReLU (docs/numerics.md), taken for a fault of the pipeline."""
-    expected = run_ranks(reference, 1, T5)[0]
-    for outcomes in run_ranks(t5_in_micro_batches, 2):
-        assert_same_training(outcomes, expected)
-
-
-# ------------------------------------------------------------------------------------------ plans
-def activation_bytes(rank: int, world_size: int) -> list[list[int]]:
-    """Of each layer, where the shortest samples come first and where they come last."""
-    found = []
-    for is_reversed in (False, True):
-        trainer = pipeline_trainer(RUN.with_options(max_steps=1), 2)
-        by_length = sorted(RUN.data(16), key=lambda sample: len(sample["input_ids"]), reverse=is_reversed)
-        trainer.train_dataset = by_length
-        trainer.train()
-        found.append([unit.activation_bytes for unit in trainer._cut_model.unit_costs])  # type: ignore[union-attr]
-    return found
-
-
-@pytest.mark.slow
-def test_memory_is_predicted_for_long_rows_where_the_first_are_short() -> None:
-    """Two short rows made the first layout seem small, so that no shorter pipeline ever fitted into its memory."""
-    short, long = run_ranks(activation_bytes, 2)[0]
-    assert short == long
 
 
 # ------------------------------------------------------------------------------------------ behind a training
@@ -417,16 +304,11 @@ def predictions(rank: int, stages: int, cache: str, folder: str) -> list[Any]:
     return found
 
 
-def predictions_in_stages(rank: int, stages: int, folder: str) -> list[list[Any]]:
-    return [predictions(rank, stages, cache, f"{folder}/{cache}") for cache in ("off", "on")]
-
-
 @pytest.mark.slow
 def test_an_input_that_the_loss_keeps_back_counts_where_no_loss_is_computed(tmp_path: Any) -> None:
     """It is no part of the keys, and the model gets it in predictions without labels, on all stages."""
-    expected, alone = predictions_in_stages(0, 1, str(tmp_path / "alone"))
-    ranks = run_ranks(predictions_in_stages, 2, str(tmp_path / "two"))
-    for found in (alone, *chain.from_iterable(ranks)):
+    expected = predictions(0, 1, "off", str(tmp_path / "alone"))
+    for found in run_ranks(predictions, 2, "on", str(tmp_path / "two")):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-5)
 

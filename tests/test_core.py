@@ -66,14 +66,12 @@ def test_each_module_but_the_reports_figures_is_imported_without_the_extras(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 2])
-def test_freezing_and_the_cache_need_no_extra(stages: int, environment: dict[str, str], tmp_path: Path) -> None:
-    """Also as the documentation starts it: by `accelerate launch` with a file of accelerate_configs/."""
-    folder = tmp_path / "run"
+def test_freezing_and_the_cache_need_no_extra(environment: dict[str, str], tmp_path: Path) -> None:
+    """As the documentation starts it: by `accelerate launch` with a file of accelerate_configs/."""
+    folder, stages = tmp_path / "run", 2
     (expected,) = run_ranks(freezing_reference, 1, RUN, TABLE)
     accelerate = ["-m", "accelerate.commands.launch", f"--config_file={ROOT / 'accelerate_configs' / 'cpu_2.yaml'}"]
-    launcher = [sys.executable, *(accelerate if stages > 1 else [])]
-    output_of([*launcher, str(JOB), str(stages), str(folder)], environment, tmp_path)
+    output_of([sys.executable, *accelerate, str(JOB), str(stages), str(folder)], environment, tmp_path)
     outcome = torch.load(folder / "outcome.pt", weights_only=False)
     assert_same_training([outcome], expected)
     assert outcome.notes["cache"][-1]["cache_older_hit_rate"] >= MOST

