@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_pipetransformer.freezing.policies import AlphaPolicy, FreezeDecision
-
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "hf_pipetransformer"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "recipes").glob("*.md")])
-SHARES = {"1/5": 1 / 5, "1/4": 1 / 4, "1/3": 1 / 3, "2/5": 2 / 5, "1/2": 1 / 2}
 
 
 def text_of(name: str) -> str:
@@ -156,40 +153,3 @@ def test_what_the_cache_page_says_is_refused_is_in_the_source():
     rows = re.findall(r"^\| .* \| `(.*)` \|$", table, re.MULTILINE)
     assert len(rows) == len(table.splitlines()) > 8
     assert not [row for row in rows if not is_in_the_source(row.replace("'…'", "…"))]
-
-
-def frozen(share: float, num_layers: int, epoch: int) -> int:
-    decision = FreezeDecision(epoch - 1, num_layers, 0, epoch - 1.0, epoch - 1, None, num_layers)
-    return AlphaPolicy(share).num_frozen(decision)
-
-
-def bound(share: float, num_layers: int, epochs: int, cached: bool) -> float:
-    """Of the speed-up: a layer costs 3 where it trains, 1 where it is frozen, 0 where it was frozen before."""
-    cost = 0
-    for epoch in range(1, epochs + 1):
-        f = frozen(share, num_layers, epoch)
-        before = frozen(share, num_layers, epoch - 1) if cached and epoch > 1 else 0
-        cost += 3 * (num_layers - f) + (f - before)
-    return 3 * num_layers * epochs / cost
-
-
-@pytest.mark.parametrize("num_layers", [6, 12, 24])
-def test_frozen_layers_of_each_epoch(num_layers):
-    page = text_of("choosing_alpha.md")
-    table = page.split(f"| L = {num_layers}, epoch |")[1].split("\n\n")[0]
-    rows = re.findall(r"^\| α = (\S+) \| (.*) \|$", table, re.MULTILINE)
-    assert [share for share, _ in rows] == list(SHARES)
-    for share, numbers in rows:
-        expected = [frozen(SHARES[share], num_layers, epoch) for epoch in range(1, 11)]
-        assert [int(number) for number in numbers.split("|")] == expected
-
-
-def test_bounds_of_the_speed_up():
-    rows = re.findall(r"^\| (\d+), (\S+) \| (.*) \|$", text_of("choosing_alpha.md"), re.MULTILINE)
-    assert len(rows) == 10
-    for epochs, share, cells in rows:
-        expected = [
-            " / ".join(f"{bound(SHARES[share], L, int(epochs), cached):.2f}" for cached in (False, True))
-            for L in (6, 12, 24)
-        ]
-        assert [cell.strip() for cell in cells.split("|")] == expected

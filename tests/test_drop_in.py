@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from distributed import run_ranks
 from torch.utils.data import DataLoader
 from training_runs import (
@@ -26,30 +25,11 @@ from transformers import TrainerCallback
 from hf_pipetransformer import LayerFreezeCallback
 
 RUN = Run(samples=40, epochs=1, accumulation=1, per_device=16)
-ALONE = RUN.with_options(max_steps=3)  # a global batch of 64, or of one process's 16
 
 
 def alone(run: Run, folder: str = "pipeline") -> Any:
     """K = 1 in this process, on the reference's batches."""
     return pipeline_trainer(replace(run, per_device=64), 1, folder, use_cpu=True)
-
-
-# ------------------------------------------------------------------------------------------ the user's own methods
-class StepsItself:
-    def training_step(self, model, inputs, num_items_in_batch=None):  # type: ignore[no-untyped-def]
-        model.train()
-        inputs = self._prepare_inputs(inputs)
-        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        self.accelerator.backward(loss)
-        return loss.detach()
-
-
-class PredictsItself:
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):  # type: ignore[no-untyped-def]
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad():
-            outputs = model(**inputs)
-        return outputs.loss, outputs.logits, inputs["labels"]
 
 
 class MakesItsOptimizer:
@@ -65,16 +45,6 @@ class GivesBatches:
     def get_eval_dataloader(self, eval_dataset=None):  # type: ignore[no-untyped-def]
         samples = [self.eval_dataset[index] for index in range(12)]
         return [self.data_collator(samples[start : start + 4]) for start in (0, 4, 8)]
-
-
-@pytest.mark.parametrize("mixin", [StepsItself, PredictsItself, GivesBatches])
-def test_methods_of_the_users_own_do_on_one_process_what_they_do_in_the_stock_trainer(mixin: type) -> None:
-    run = replace(ALONE, trainer=mixin).with_options(eval_strategy="epoch", remove_unused_columns=False)
-    expected, trainer = reference(0, 1, run), alone(run)
-    trainer.evaluate()
-    outcome = outcome_of(trainer)
-    assert_same_training([outcome], expected)
-    assert outcome.metrics["eval_loss"] == pytest.approx(expected.metrics["eval_loss"], abs=1e-5)
 
 
 MADE_BEFORE = (None, MakesItsOptimizer)
@@ -189,25 +159,6 @@ def test_an_order_from_the_global_generator_is_the_stock_trainers_also_after_an_
     assert resumed.losses == undisturbed.losses
 
 
-class ReadsLoader(TrainerCallback):
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
-        loader = train_dataloader
-        self.seen = [loader.total_batch_size, loader.total_dataset_length, type(loader.sampler).__name__, len(loader)]
-        self.seen += [loader.batch_sampler.batch_size, loader.batch_sampler.drop_last, len(loader.dataset)]
-
-
-def test_callbacks_read_the_training_loader_as_accelerates() -> None:
-    mine, stock = ReadsLoader(), ReadsLoader()
-    trainer = alone(ALONE)
-    trainer.add_callback(mine)
-    trainer.train()
-    reference(0, 1, replace(ALONE, keywords={"callbacks": [stock]}))
-    assert mine.seen == stock.seen
-
-
 # ------------------------------------------------------------------------------------------ arguments set later
 def test_arguments_that_are_set_later_do_what_they_do_in_the_stock_trainer() -> None:
     outcomes = []
@@ -273,38 +224,6 @@ def test_a_freeze_callback_may_come_between_two_trainings() -> None:
     for outcomes in run_ranks(frozen_the_second_time, 2, replace(run, per_device=32)):
         for outcome, wanted in zip(outcomes, expected, strict=True):
             assert_same_training([outcome], wanted)
-
-
-# ------------------------------------------------------------------------------------------ with frozen layers
-class CallsTwice:
-    """R-Drop."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
-        one, two = model(**inputs), model(**inputs)
-        logs = [output.logits.log_softmax(-1) for output in (one, two)]
-        difference = F.kl_div(*logs, log_target=True, reduction="batchmean")
-        loss = (one.loss + two.loss) / 2 + difference
-        return (loss, one) if return_outputs else loss
-
-
-class CallsAPart:
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
-        whole = getattr(model, "model", model)  # a pipeline's
-        inputs = dict(inputs)
-        labels = inputs.pop("labels")
-        logits = whole.classifier(whole.bert(**inputs).pooler_output)
-        loss = F.cross_entropy(logits, labels)
-        return (loss, {"logits": logits}) if return_outputs else loss
-
-
-@pytest.mark.parametrize("mixin", [CallsTwice, CallsAPart])
-def test_what_surrounds_frozen_layers_does_what_it_does_in_the_stock_trainer(mixin: type) -> None:
-    run = replace(RUN, samples=128, epochs=3, trainer=mixin).with_options(activation_cache="on")
-    trainer = alone(run)
-    trainer.add_callback(schedule())
-    expected = reference_trainer(replace(run, options={}))
-    expected.add_callback(FreezeByHand())
-    assert_same_training([outcome_of(trainer)], outcome_of(expected))
 
 
 def cut_anew(rank: int, world_size: int) -> list[list[Outcome]]:

@@ -18,7 +18,6 @@ from transformers import Trainer, TrainingArguments
 from hf_pipetransformer import FreezePolicy, PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.freezing.policies import FreezeDecision
 from hf_pipetransformer.planning.schedules import SCHEDULES, Schedule, Work
-from hf_pipetransformer.planning.timeline import simulate
 
 PAGE = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
 POLICY, SCHEDULE, LAYERS = re.findall(r"^```python\n(.*?)(?:^args = .*?)?^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -78,19 +77,6 @@ def test_a_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(samples=33, epochs=1)
     outcomes = run_ranks(train_breadth_first, 2, replace(run, per_device=run.per_device * WORLD // 2))
     assert_same_training(outcomes, run_ranks(reference, 1, run)[0])
-
-
-def test_the_planner_knows_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(SCHEDULES):
-        monkeypatch.setitem(SCHEDULES, name, SCHEDULES[name])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    try:
-        example(SCHEDULE)
-        timeline = simulate([0.5] * 4, [1.0] * 4, 4, "looped_bfs", 2)
-    finally:
-        SCHEDULES.pop("looped_bfs", None)
-    # the bubble of one stage's passes, which V parts shorten: (K - 1) / (V M + K - 1)
-    assert timeline.bubble == pytest.approx(1 / 9)
 
 
 # ---------------------------------------------------------------------------------------------------------

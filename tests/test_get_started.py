@@ -88,20 +88,6 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
-def test_each_number_of_the_readme_is_one_click_from_its_command() -> None:
-    """The numbers of its table are links to a section of the benchmarks that has the number."""
-    table = (ROOT / "README.md").read_text().split("## What it gains")[1].split("\n\n")[1]
-    rows = table.splitlines()[2:]
-    assert len(rows) == 4 and "already freeze" in rows[0]
-    sections = dict(
-        re.findall(r"^##+ (.*)\n((?:(?!^##).*\n)*)", (ROOT / "docs/benchmarks.md").read_text(), re.MULTILINE)
-    )
-    of_anchor = {title.lower().replace(" ", "-"): text for title, text in sections.items()}
-    for row in rows:
-        ((number, anchor),) = re.findall(r"\[([\d.]+) times\]\(docs/benchmarks\.md#([\w-]+)\)", row)
-        assert number in of_anchor[anchor]
-
-
 def example(rank: int, world_size: int, code: str, folder: str) -> None:
     logging.getLogger("hf_pipetransformer").setLevel(logging.NOTSET)  # as in any script (`distributed`)
     transformers_logging.set_verbosity_warning()  # the default; the tests' is "error"

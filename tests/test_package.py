@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tarfile
 import zipfile
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
@@ -41,16 +40,6 @@ def run(code: str, *arguments: str, cwd: Path, path: Path | None = None) -> str:
     return done.stdout.strip()
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel, and the source distribution."""
-    pytest.importorskip("hatchling", reason="hatchling builds the package; it is part of the extra 'quality'")
-    folder = tmp_path_factory.mktemp("dist")
-    for kind in ("wheel", "sdist"):
-        run(f"import sys, hatchling.build as b; b.build_{kind}(sys.argv[1])", str(folder), cwd=ROOT)
-    return next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
-
-
 def test_the_version_is_the_same_everywhere() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert PROJECT["version"] == hf_pipetransformer.__version__ == citation["version"]
@@ -58,27 +47,19 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
-    names = zipfile.ZipFile(built[0]).namelist()
+def test_the_wheel_has_the_package_and_nothing_else_is_installed_and_runs(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="hatchling builds the package; it is part of the extra 'quality'")
+    run("import sys, hatchling.build as b; b.build_wheel(sys.argv[1])", str(tmp_path), cwd=ROOT)
+    wheel = next(tmp_path.glob("*.whl"))
+    names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"hf_pipetransformer"}
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_pipetransformer").rglob("*.py")}
     expected |= {"hf_pipetransformer/py.typed", "hf_pipetransformer/report/report.html.jinja"}
     assert {name for name in names if ".dist-info/" not in name} == expected
 
-
-@pytest.mark.slow
-def test_the_source_has_what_builds_and_explains_it(built: tuple[Path, Path]) -> None:
-    with tarfile.open(built[1]) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md", "recipes/run_glue.py"} <= names
-    assert not [name for name in names if name.startswith((".ci/", "build/", "outputs/", ".venv"))]
-
-
-@pytest.mark.slow
-def test_the_wheel_is_installed_and_runs(built: tuple[Path, Path], tmp_path: Path) -> None:
     target = tmp_path / "installed"
     options = ["install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", "--target", str(target)]
-    run("from pip._internal.cli.main import main; main()", *options, str(built[0]), cwd=tmp_path)
+    run("from pip._internal.cli.main import main; main()", *options, str(wheel), cwd=tmp_path)
     code = (
         "import sys, hf_pipetransformer as package; print(package.__file__);"
         "from hf_pipetransformer.cli import app; sys.argv = ['hf-pipetransformer', 'version']; app()"

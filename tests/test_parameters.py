@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -110,55 +111,6 @@ def test_changes_of_flags_that_are_refused_everywhere() -> None:
         assert "outside a callback" in within
 
 
-# ------------------------------------------------------------------------------------------ identity
-class Harmless(TrainerCallback):
-    """Sets the flags of placeholders, too."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
-
-
-def hooked_model() -> nn.Module:
-    """With hooks on parameters that scale gradients, before and after they are accumulated."""
-    model = Run("causal-lm", model="llama-tied").build_model()
-    for number, parameter in enumerate(model.parameters()):
-        if number % 3 == 0:
-            parameter.register_hook(lambda gradient: gradient * 0.5)
-    return model
-
-
-HOOKED = Run("causal-lm", model="llama-tied", samples=48, epochs=2, accumulation=1)
-
-
-def hooked(rank: int, world_size: int) -> list[Outcome]:
-    """In one stage and in two, after an evaluation; in between, the parameters are the user's objects."""
-    outcomes = []
-    for stages in (1, 2):
-        model = hooked_model()
-        mine = list(model.parameters())
-        run = replace(HOOKED, keywords={"callbacks": [Harmless()]})
-        trainer = pipeline_trainer(run, stages, model=model)
-        assert trainer.evaluate()["eval_loss"] > 0
-        assert all(a is b for a, b in zip(mine, model.parameters(), strict=True))
-        outcome = outcome_of(trainer)
-        held = dict(zip((name for name, _ in model.named_parameters()), mine, strict=True))
-        assert all(torch.equal(held[name], value) for name, value in outcome.weights.items())
-        outcomes.append(outcome)
-    return outcomes
-
-
-def hooked_reference(rank: int, world_size: int) -> Outcome:
-    return outcome_of(reference_trainer(replace(HOOKED, per_device=8 // WORLD), model=hooked_model()))
-
-
-@pytest.mark.slow
-def test_hooks_on_parameters_and_lists_of_parameters_hold() -> None:
-    wanted = run_ranks(hooked_reference, 1)[0]
-    for outcomes in run_ranks(hooked, 2):
-        assert_same_training(outcomes, wanted)
-
-
 # ------------------------------------------------------------------------------------------ buffers
 class Masked(nn.Module):
     """Multiplies by random buffers, of which one is not saved with the model."""
@@ -191,10 +143,8 @@ def masked(rank: int, world_size: int) -> list[tuple[Outcome, dict[str, torch.Te
         torch.manual_seed(rank)  # no common seed
         model.bert.encoder.layer[0].output.dropout = Masked(16)
         model.dropout = Masked(16)
-        if world_size > 1:
-            trainer: Trainer = pipeline_trainer(replace(run, per_device=8 // world_size), stages, model=model)
-        else:
-            trainer = reference_trainer(replace(run, per_device=8 // WORLD), model=model)
+        make: Any = reference_trainer if world_size == 1 else partial(pipeline_trainer, stages=stages)
+        trainer = make(replace(run, per_device=2 * world_size), model=model)
         found.append((outcome_of(trainer), {name: buffer.clone() for name, buffer in model.named_buffers()}))
     return found
 

@@ -99,24 +99,6 @@ def test_resumes_from_an_adapter_checkpoint_in_another_layout(tmp_path: Path) ->
     assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").is_file()
 
 
-def with_best_model(rank: int, world_size: int, folder: str) -> tuple[str, dict[str, torch.Tensor]]:
-    run = LORA["bert"][0].with_options(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)
-    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
-    best["greater_is_better"] = True  # the worst, so that it is not the last
-    trainer = pipeline_trainer(run, 2, folder, model=build("bert"), **best)
-    trainer.train()
-    assert trainer.state.best_model_checkpoint is not None
-    return trainer.state.best_model_checkpoint, weights_of(trainer.model)
-
-
-@pytest.mark.slow
-def test_best_adapter_is_loaded_at_the_end(tmp_path: Path) -> None:
-    for best, weights in run_ranks(with_best_model, WORLD, str(tmp_path)):
-        loaded = peft.PeftModel.from_pretrained(LORA["bert"][0].build_model(), best, is_trainable=True)
-        assert not best.endswith("checkpoint-8")
-        assert largest_difference(weights_of(loaded), weights)[0] == 0.0
-
-
 # ------------------------------------------------------------------------------------------ freezing
 def frozen_on_the_way(rank: int, world_size: int) -> tuple[Outcome, list[str], list[Any]]:
     run = LORA["bert"][0].with_options(freeze_policy="schedule", freeze_strategy="steps", freeze_steps=1)

@@ -22,31 +22,6 @@ def arguments(**options: object) -> run_clm.DataTrainingArguments:
     return run_clm.DataTrainingArguments(**{"generated_data": 50, "block_size": 16, **options})
 
 
-@pytest.fixture(scope="module")
-def texts() -> DatasetDict:
-    return run_clm.load_texts(arguments(), seed=0)
-
-
-def test_packed_and_padded_samples(texts: DatasetDict) -> None:
-    tokenizer = run_clm.train_tokenizer(texts["train"], 300, 16)
-    packed = run_clm.tokenize(texts, tokenizer, arguments())["train"]
-    assert {len(row) for row in packed["input_ids"]} == {16}
-    whole = tokenizer.eos_token.join(texts["train"]["text"])
-    assert whole.startswith(tokenizer.decode([t for row in packed["input_ids"] for t in row])[:500])
-
-    lines = run_clm.tokenize(texts, tokenizer, arguments(line_by_line=True))["train"]
-    assert len(lines) == len(texts["train"])
-    short = next(row for row in lines if len(row["input_ids"]) < 16)
-    assert short["input_ids"][-1] == tokenizer.eos_token_id
-    long = max(lines, key=lambda row: len(row["input_ids"]))
-    batch = run_clm.make_collator(tokenizer, line_by_line=True)([short, long])
-    padded = run_clm.make_collator(tokenizer, True, multiple=8)([{name: row[:5] for name, row in long.items()}])
-    assert padded["input_ids"].shape == padded["labels"].shape == (1, 8)
-    padding = batch["attention_mask"] == 0
-    assert padding.any() and (batch["labels"][padding] == -100).all()
-    assert (batch["labels"][~padding] == batch["input_ids"][~padding]).all()  # the end is learnt
-
-
 def test_own_files_and_user_errors(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one line\n\n   \nanother\n" * 20, encoding="utf-8")
     splits = run_clm.load_texts(arguments(generated_data=None, train_file=str(tmp_path / "a.txt")), 0, str(tmp_path))

@@ -23,25 +23,6 @@ def dataset(**columns):
     return Dataset.from_dict(columns)
 
 
-def test_labels_become_classes_in_the_order_of_their_values():
-    splits = DatasetDict(train=dataset(text=["a", "b", "c"], label=["yes", "no", "yes"]), test=dataset(text=["d"]))
-    data = run_glue.own_task_data(splits)
-    assert data.label_names == ("no", "yes")
-    assert list(data.splits["train"]["label"]) == [1, 0, 1]
-    assert not data.is_regression
-    data = run_glue.own_task_data(DatasetDict(train=dataset(text=["a", "b"], label=[5, 2])))
-    assert list(data.splits["train"]["label"]) == [1, 0]
-    data = run_glue.own_task_data(DatasetDict(train=dataset(text=["a", "b"], label=[0.5, 3.0])))
-    assert data.is_regression and data.text_columns == ("text",)
-
-
-def test_a_column_without_labels_is_named():
-    splits = DatasetDict(train=dataset(text=["a"]), validation=dataset(text=["b"], label=["no"]))
-    data = run_glue.own_task_data(splits)
-    with pytest.raises(ValueError, match="'label' of the train data is missing"):
-        run_glue.split_with_labels("train", data.splits)
-
-
 def test_only_an_empty_cell_of_csv_is_none(tmp_path):
     path = tmp_path / "train.csv"
     path.write_text("text,label\nN/A,None\nNULL,NA\n", encoding="utf-8")

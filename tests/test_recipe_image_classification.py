@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from distributed import run_ranks
 from PIL import Image as PILImage
 
@@ -16,10 +15,8 @@ pytest.importorskip("datasets")
 pytest.importorskip("sklearn")
 
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
-from transformers import ViTForImageClassification, ViTImageProcessorPil
 
 import run_image_classification as recipe
-from common import take_part
 
 
 def save_images(folder: Path, **number_of: int) -> None:
@@ -49,15 +46,6 @@ def test_folders_of_different_depth_and_classes(tmp_path: Path) -> None:
     assert splits["validation"]["label"][:] == [1]
     with pytest.raises(ValueError, match="label_column=None is no column of ClassLabel"):
         load_folders(tmp_path, tmp_path / "train", tmp_path / "one" / "white")
-
-
-def transform(**options: Any) -> recipe.Transform:
-    processor = ViTImageProcessorPil(size={"height": 8, "width": 8}, image_mean=[0.5], image_std=[0.5])
-    return recipe.Transform(processor, 1, **options)
-
-
-def pixels(transformed: dict[str, list]) -> np.ndarray:
-    return np.stack(transformed["pixel_values"])
 
 
 def test_user_errors() -> None:
@@ -98,17 +86,6 @@ def run(rank: int, world_size: int, folder: str, *more: str) -> tuple[dict[str, 
     return results, rates
 
 
-def accuracy_of_saved(folder: Path) -> float:
-    """Of the saved model and processor, on the same 20 images of the validation data."""
-    model = ViTForImageClassification.from_pretrained(folder).eval()
-    rows = take_part(recipe.load_images(recipe.DataTrainingArguments(), seed=42)["validation"], 20, seed=42)
-    processor = ViTImageProcessorPil.from_pretrained(folder)
-    images = pixels(recipe.Transform(processor, model.config.num_channels)(rows[:]))
-    with torch.no_grad():
-        found = model(torch.from_numpy(images)).logits.argmax(dim=-1)
-    return float(np.mean(found.numpy() == rows["label"][:]))
-
-
 def reasons_off(folder: Path) -> list[str]:
     """Why there was no cache any more at the end, as recorded."""
     lines = [json.loads(line) for line in (folder / "pipeline_metrics.jsonl").read_text().splitlines()]
@@ -121,7 +98,6 @@ def test_fixed_transforms_hit_the_cache_and_random_ones_turn_it_off(
 ) -> None:
     (results, rates), _ = run_ranks(run, 2, str(tmp_path / "fixed"))
     assert results["eval_samples"] == 20
-    assert results["eval_accuracy"] == pytest.approx(accuracy_of_saved(tmp_path / "fixed"))
     assert rates[-1] > 0.9
     assert reasons_off(tmp_path / "fixed") == []
     (_, rates), _ = run_ranks(run, 2, str(tmp_path / "random"), "--augment")

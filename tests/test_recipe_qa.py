@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from distributed import run_ranks
 
@@ -34,40 +32,6 @@ def test_scores() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------ the choice of answers
-CONTEXT = "red green blue"
-OFFSETS = [None, None, (0, 3), (4, 9), (10, 14), None]  # [CLS] question red green blue [SEP]
-
-
-def window(start: dict[int, float], end: dict[int, float]) -> tuple[np.ndarray, np.ndarray, list]:
-    logits = np.full((2, len(OFFSETS)), -9.0)
-    for row, scores in enumerate((start, end)):
-        for position, score in scores.items():
-            logits[row, position] = score
-    return logits[0], logits[1], OFFSETS
-
-
-def test_best_pair_lies_inside_the_context_and_runs_forward() -> None:
-    found = answers.best_candidates(
-        CONTEXT, [window({1: 9.0, 4: 5.0, 2: 3.0}, {3: 4.0, 5: 8.0, 2: 2.0})], answers.AnswerRules()
-    )
-    assert [c.text for c in found[:2]] == ["red green", "red"]  # "blue ... green" would score more, but runs backward
-    assert found[0].score == 7.0
-    assert sum(c.probability for c in found) == pytest.approx(1.0)
-
-
-def test_no_answer_where_its_score_is_higher_in_every_window() -> None:
-    rules = answers.AnswerRules(allows_no_answer=True)
-    windows = [window({0: 2.0, 3: 1.0}, {0: 2.0, 3: 2.0}), window({0: 9.0}, {0: 9.0})]  # null: min(4, 18), best: 3
-    found = answers.best_candidates(CONTEXT, windows, rules)
-    assert (found[0].text, found[0].score) == ("", 4.0)
-    assert answers.choose_answer(found, rules) == ""
-    lenient = answers.AnswerRules(allows_no_answer=True, null_score_diff_threshold=1.5)
-    assert answers.choose_answer(found, lenient) == "green"
-    higher = [window({0: 0.0, 3: 1.0}, {0: 0.0, 3: 2.0}), windows[1]]
-    assert answers.choose_answer(answers.best_candidates(CONTEXT, higher, rules), rules) == "green"
-
-
 # ------------------------------------------------------------------------------------------ windows
 def arguments(**options: object) -> run_qa.DataTrainingArguments:
     return run_qa.DataTrainingArguments(**{"generated_data": 10, "max_seq_length": 16, "doc_stride": 3, **options})
@@ -75,19 +39,6 @@ def arguments(**options: object) -> run_qa.DataTrainingArguments:
 
 def rows_of(questions: list[dict]) -> Dataset:
     return Dataset.from_list(questions)
-
-
-def test_a_question_that_leaves_no_room_for_its_context_is_named() -> None:
-    """Of 16 tokens 3 are special; neighbouring windows share 3."""
-
-    def windows(question: int, context: int) -> int:
-        texts = {"question": " ".join(["is"] * question), "context": " ".join(["the"] * context)}
-        row = {"id": "q", **texts, "answers": {"text": ["the"], "answer_start": [0]}}
-        return len(run_qa.make_windows(rows_of([row]), build_tokenizer(64), arguments(), ""))
-
-    assert (windows(9, 4), windows(9, 6)) == (1, 3)  # room for 4
-    with pytest.raises(ValueError, match=r"Question 'q' has 10 tokens\..* 16 that leaves 3 .* doc_stride=3\. Give"):
-        windows(10, 4)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -106,23 +57,6 @@ def test_perfect_logits_give_the_right_answers(side: str) -> None:
     chosen = {key: answers.choose_answer(found, data_args.rules) for key, found in candidates.items()}
     assert chosen == {row["id"]: "".join(row["answers"]["text"][:1]) for row in questions}
     assert 0 < sum(not text for text in chosen.values()) < 40
-
-
-def test_masked_loss_does_not_depend_on_padding() -> None:
-    class Model:
-        def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SimpleNamespace:
-            scores = input_ids.float()
-            return SimpleNamespace(start_logits=scores, end_logits=-scores)
-
-    def loss(length: int) -> float:
-        row = [1, 3, 2, *([9] * (length - 3))]
-        mask = [1, 1, 1, *([0] * (length - 3))]
-        inputs = {"input_ids": torch.tensor([row]), "attention_mask": torch.tensor([mask])}
-        inputs |= {"start_positions": torch.tensor([1]), "end_positions": torch.tensor([2])}
-        return float(run_qa.PaddingMaskedTrainer.compute_loss(None, Model(), inputs))
-
-    own = -torch.tensor([1.0, 3.0, 2.0]).log_softmax(0)[1] - torch.tensor([-1.0, -3.0, -2.0]).log_softmax(0)[2]
-    assert loss(3) == loss(7) == pytest.approx(float(own) / 2)
 
 
 def test_user_errors() -> None:

@@ -1,9 +1,7 @@
 """The recipes' parts that need no process group: generated data, metrics, columns and arguments."""
 
 import importlib
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,26 +34,6 @@ def test_metrics_equal_those_of_sklearn_and_scipy():
     assert result["spearmanr"] == pytest.approx(stats.spearmanr(predictions, references)[0])
 
 
-@pytest.mark.parametrize("is_reachable", [True, False])
-def test_tasks_use_evaluate_where_it_is_reachable(is_reachable, monkeypatch, caplog):
-    def load(*names):
-        if not is_reachable:
-            raise ConnectionError("no route")
-        return SimpleNamespace(compute=lambda **given: {"names": names, **given})
-
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setitem(sys.modules, "evaluate", SimpleNamespace(load=load))
-    metric = metrics.load_metric("mrpc", is_regression=False)
-    predictions, references = np.array([1, 1, 0, 1]), np.array([1, 0, 0, 1])
-    if is_reachable:
-        expected = {"names": ("glue", "mrpc"), "predictions": predictions, "references": references}
-        assert metric(predictions, references) == expected  # the same arrays
-    else:
-        assert "evaluate.load('glue', 'mrpc') failed (no route)" in caplog.text
-        assert metric is metrics.paraphrase_metrics
-    assert metrics.load_metric(None, is_regression=False) is metrics.accuracy_metrics  # data of one's own
-
-
 # ---------------------------------------------------------------- what recipes share
 
 run_glue = pytest.importorskip("run_glue")
@@ -64,18 +42,6 @@ common = pytest.importorskip("common")
 
 def parse(arguments):
     return common.parse_arguments(arguments, run_glue.DataTrainingArguments)
-
-
-def test_mixed_precision_pads_to_a_multiple_of_8(tmp_path, monkeypatch):
-    """Also where the launcher asks for it."""
-
-    def multiple(**options):
-        args = run_glue.PipeTransformerTrainingArguments(str(tmp_path), report_to="none", **options)
-        return common.padding_multiple(args)
-
-    assert (multiple(), multiple(bf16=True)) == (None, 8)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    assert multiple() == 8
 
 
 def test_adapters_and_new_heads_are_trained():
@@ -159,12 +125,3 @@ def test_configs_are_read_by_their_recipe(name, tmp_path):
         _, _, training_args = common.parse_arguments(given, recipe.DataTrainingArguments, kind)
     assert training_args.do_train and training_args.do_eval
     assert RECIPES[name] in (CONFIGS / f"{name}.yaml").read_text()  # the command in its first lines
-
-
-@pytest.mark.parametrize("name", ["run_clm", "run_image_classification"])
-def test_recipes_without_predictions_refuse_to_predict(name, tmp_path):
-    data = ["--generated_data", "10"] if name == "run_clm" else []
-    with pytest.raises(ValueError, match="do_predict"):
-        importlib.import_module(name).main(
-            [*data, "--output_dir", str(tmp_path), "--do_predict", "--report_to", "none"]
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from distributed import run_ranks
 from model_zoo import MODELS, REFUSED, ZooModel
@@ -21,18 +20,6 @@ RUN = Run(samples=16, epochs=1)
 Refusal = tuple[type[BaseException], str]
 
 
-def refusals(rank: int, world_size: int, attempts: dict[str, Callable[[int], Any]]) -> dict[str, Refusal | None]:
-    """What each attempt raises on this process, one after the other."""
-    found: dict[str, Refusal | None] = {}
-    for name, attempt in attempts.items():
-        try:
-            attempt(rank)
-            found[name] = None
-        except Exception as error:
-            found[name] = type(error), str(error)
-    return found
-
-
 def refused_by_all(names: str, world_size: int, kind: type[BaseException] = ValueError) -> dict[str, str]:
     """The messages, which must be the same on every process; of attempts in a table of this module."""
     first, *others = run_ranks(attempt_all, world_size, names, timeout=250)
@@ -43,7 +30,15 @@ def refused_by_all(names: str, world_size: int, kind: type[BaseException] = Valu
 
 
 def attempt_all(rank: int, world_size: int, table: str) -> dict[str, Refusal | None]:
-    return refusals(rank, world_size, globals()[table])
+    """What each attempt raises on this process, one after the other."""
+    found: dict[str, Refusal | None] = {}
+    for name, attempt in globals()[table].items():
+        try:
+            attempt(rank)
+            found[name] = None
+        except Exception as error:
+            found[name] = type(error), str(error)
+    return found
 
 
 # ------------------------------------------------------------------------------------------ arguments
@@ -54,14 +49,10 @@ def building(stages: Any, **options: Any) -> Callable[[int], Any]:
 EXCLUDING: dict[str, dict[str, Any]] = {
     "fsdp": {"fsdp": "shard_grad_op"},
     "fsdp's offload": {"fsdp": True, "fsdp_config": {"cpu_offload": True}},
-    "fsdp's gathered parameters": {"fsdp": True, "fsdp_config": {"fsdp_reshard_after_forward": False}},
     "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 1}}},
     "compile": {"torch_compile": True},
-    "compile's backend": {"torch_compile_backend": "inductor"},
-    "compile's mode": {"torch_compile_mode": "default"},
     "batch size": {"auto_find_batch_size": True},
     "full evaluation": {"bf16_full_eval": True},
-    "full evaluation in fp16": {"fp16_full_eval": True},
     "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "rebalanced batches": {"train_sampling_strategy": "batch_rebalance"},
     "optimizer": {"optim": "lomo"},
@@ -70,12 +61,8 @@ EXCLUDING: dict[str, dict[str, Any]] = {
 }
 BUILDING = {
     **{name: building(2, **options) for name, options in EXCLUDING.items()},
-    **{f"stages {size}": building(size) for size in (0, -2, "half", 1.5)},
-    **{f"micro-batches {number}": building(2, num_microbatches=number) for number in (0, -1, "many")},
-    "zigzag": building(2, pipeline_schedule="zigzag"),
     "three": building(3),
-    # the stock Trainer's own way to leave at SIGTERM
-    **{f"jit {stages}": building(stages, enable_jit_checkpoint=True) for stages in (1, 2)},
+    "jit": building(1, enable_jit_checkpoint=True),  # the stock Trainer's own way to leave at SIGTERM
 }
 
 
@@ -84,12 +71,7 @@ def test_arguments() -> None:
     for name, options in EXCLUDING.items():
         what, _, how = messages[name].partition(" cannot be combined with pipeline_parallel_size=2: ")
         assert next(iter(options)) in what.replace(" ", "_") and how
-    for name, message in messages.items():
-        assert "pipeline_parallel_size" in message or not name.startswith("stages")
-        assert "num_microbatches" in message or not name.startswith("micro-batches")
-        words = ("enable_jit_checkpoint=True", "Unset it", "SIGTERM")
-        assert all(word in message for word in words) or not name.startswith("jit")
-    assert "zigzag" in messages["zigzag"] and "1f1b" in messages["zigzag"]
+    assert all(word in messages["jit"] for word in ("enable_jit_checkpoint=True", "Unset it", "SIGTERM"))
     assert all(word in messages["three"] for word in ("pipeline_parallel_size=3", "2 processes", "1, 2"))
 
 
@@ -211,23 +193,22 @@ def test_models_and_data() -> None:
     assert not any(missing.values()), messages
 
 
-CUTTING = {name: (lambda rank, name=name: train_on(REFUSED[name], 2)) for name in REFUSED}
-
-
 def all_hidden_states(rank: int) -> None:
     model = RUN.build_model()
     model.config.output_hidden_states = True
     pipeline_trainer(RUN, 2, model=model).predict(TrainingData(RUN.kind, 8))
 
 
-CUTTING["output_hidden_states"] = all_hidden_states
+CUTTING = {
+    "bart-layerdrop": lambda rank: train_on(REFUSED["bart-layerdrop"], 2),
+    "output_hidden_states": all_hidden_states,
+}
 
 
 def test_models_that_cannot_be_cut() -> None:
     messages = refused_by_all("CUTTING", 2, UnsupportedModelError)
     assert "output_hidden_states" in messages["output_hidden_states"]
-    for name in REFUSED:
-        assert type(REFUSED[name].build()).__name__ in messages[name] and "Set " in messages[name]
+    assert "BartForConditionalGeneration" in messages["bart-layerdrop"] and "Set " in messages["bart-layerdrop"]
 
 
 MORE_STAGES = {"convnext": lambda rank: train_on(MODELS["convnext"], WORLD)}
@@ -236,13 +217,3 @@ MORE_STAGES = {"convnext": lambda rank: train_on(MODELS["convnext"], WORLD)}
 def test_more_stages_than_units() -> None:
     (message,) = refused_by_all("MORE_STAGES", WORLD).values()
     assert "pipeline_parallel_size is 4" in message and "3 units" in message
-
-
-def coupled(rank: int, world_size: int) -> None:
-    for name in ("clip", "resnet"):
-        train_on(MODELS[name], 2)
-
-
-@pytest.mark.slow
-def test_losses_that_couple_the_rows_are_trained_on_whole_batches() -> None:
-    run_ranks(coupled, 2)

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from training_runs import Run, pipeline_trainer
 
 from hf_pipetransformer.cache.file_store import FileStore
-from hf_pipetransformer.cache.sharing import current_file, node_name
 from hf_pipetransformer.model.checkpoint_files import weight_files
 from hf_pipetransformer.records import model_card
 from hf_pipetransformer.records.files import EVENTS, METRICS
@@ -90,20 +89,6 @@ def test_a_training_with_a_full_store_leaves_the_users_folders(tmp_path: Path) -
     assert_there(before, tmp_path)
     run_ranks(filling, 1, str(tmp_path), 6, True)
     assert_there(before, tmp_path)
-
-
-def test_a_folder_that_the_user_has_made_is_no_store(tmp_path: Path) -> None:
-    """Though it has the very name."""
-    folder = current_file(tmp_path, "out", [node_name()]).parent
-    before = have_folders(folder)
-    store = FileStore(folder)
-    assert "has not created it" in str(store.why_refused())
-    assert store.why_unwritable() is None  # that is not the trouble
-    with pytest.raises(OSError, match="needed for files of hf_pipetransformer"):
-        store.writer(3, "abc")
-    assert not store.evict(1e10) and store.generations() == [] and store.nbytes() == 0
-    store.remove()
-    assert_there(before, folder)
 
 
 # ------------------------------------------------------------------------------------ checkpoints
@@ -318,13 +303,3 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert precious.read_text() == "mine"
     names = {"README.md", report.FILE_NAME, EVENTS, METRICS}
     assert {path.name for path in folder.iterdir()} == names
-
-
-# ------------------------------------------------------------------------------------ what is no damage
-def test_states_of_others_are_no_damage(checkpoint: Path) -> None:
-    """Of the user's callbacks with the names of ours, in a checkpoint of the stock Trainer."""
-    (checkpoint / MANIFEST).unlink()
-    state = json.loads((checkpoint / STATE).read_text())
-    for states in (None, {}, {"LayerFreezeCallback": {"mine": 1}}, {"PipelineState": [1]}):
-        (checkpoint / STATE).write_text(json.dumps({**state, "stateful_callbacks": states}))
-        assert validate(checkpoint) is None

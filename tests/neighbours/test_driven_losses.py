@@ -38,17 +38,6 @@ class Contrasts:
         return F.cross_entropy(scores / 0.5, torch.arange(len(scores)).flip(0))
 
 
-class ContrastsOnce:
-    """The same of one call, which DDP allows in all cases."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs["labels"]
-        scores = F.normalize(model(**{n: v for n, v in inputs.items() if n != "labels"}).logits, dim=-1)
-        return F.cross_entropy(scores @ scores.T / 0.5 - 1e4 * torch.eye(len(scores)), labels.argsort())
-
-
 class FreezesByHand(TrainerCallback):
     """Freezes the embeddings and the first layers."""
 
@@ -61,7 +50,6 @@ class FreezesByHand(TrainerCallback):
 RUN = Run(trainer=Contrasts, samples=3 * ROWS, accumulation=1, epochs=3)
 FREEZING = {"freeze_policy": "schedule", "freeze_schedule": {0: FROZEN}}
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
     "accumulated": {"gradient_accumulation_steps": 3},
     "bf16": {"bf16": True},
     "lazy": {},
@@ -76,26 +64,25 @@ def model_of(case: str, folder: str) -> nn.Module:
     )
 
 
-def stock(rank: int, world_size: int, folder: str, cases: tuple[str, ...], run: Run = RUN) -> list[Outcome]:
+def stock(rank: int, world_size: int, folder: str, cases: tuple[str, ...]) -> list[Outcome]:
     outcomes = []
     for case in cases:
         options = {name: value for name, value in CASES[case].items() if not name.startswith(("freeze", "activation"))}
         arguments = TrainingArguments(
-            f"{folder}/stock", use_cpu=True, per_device_train_batch_size=ROWS, **{**run.common_options(), **options}
+            f"{folder}/stock", use_cpu=True, per_device_train_batch_size=ROWS, **{**RUN.common_options(), **options}
         )
-        trainer = trainer_of(Trainer, arguments, run, model_of("plain", folder))
+        trainer = trainer_of(Trainer, arguments, RUN, model_of("plain", folder))
         if case == "frozen, cached":
             trainer.add_callback(FreezesByHand())
         outcomes.append(outcome_of(trainer))
     return outcomes
 
 
-def ours(rank: int, world_size: int, folder: str, cases: tuple[str, ...], run: Run = RUN) -> list[Outcome]:
-    outcomes = []
+def ours(rank: int, world_size: int, folder: str, cases: tuple[str, ...]) -> list[Outcome]:
+    outcomes, stages = [], 2
     for case in cases:
-        stages = 2
         options = dict(CASES[case])
-        in_step = replace(run, per_device=ROWS // stages, accumulation=options.pop("gradient_accumulation_steps", 1))
+        in_step = replace(RUN, per_device=ROWS // stages, accumulation=options.pop("gradient_accumulation_steps", 1))
         trainer = pipeline_trainer(in_step, stages, f"{folder}/{rank}", model_of(case, folder), **options)
         if case == "scaled":
             scale_gradients(trainer, growth_interval=2)
@@ -114,7 +101,7 @@ def folder(tmp_path: Path) -> str:
 
 
 def test_each_equals_one_process(folder: str) -> None:
-    cases = tuple(CASES)[1:]
+    cases = tuple(CASES)
     expected = stock(0, 1, folder, cases)
     found = run_ranks(ours, 2, folder, cases, timeout=200)
     for number, case in enumerate(cases):
@@ -123,13 +110,3 @@ def test_each_equals_one_process(folder: str) -> None:
         else:
             assert_same_training([found[0][number]], expected[number], tolerance=1e-4)  # norms of 20 and more
     assert found[0][-1].notes["hits"] == [0.0, 1.0], "the second epoch reads what the first one has stored"
-
-
-@pytest.mark.slow
-def test_replicas_equal_ddp(folder: str) -> None:
-    run = replace(RUN, trainer=ContrastsOnce, samples=4 * ROWS)
-    expected = run_ranks(stock, 2, folder, ("plain",), run)[0][0]
-    found = run_ranks(ours, 4, folder, ("plain",), run)
-    assert_same_training(
-        [outcomes[0] for outcomes in found], expected, tolerance=1e-4
-    )  # norms are of the order of 100
