@@ -254,8 +254,10 @@ WAVE = {
     "num_conv_pos_embedding_groups": 2,
     "classifier_proj_size": 8,
 }
-DEBERTA = {**ENCODER, "relative_attention": True, "pos_att_type": "c2p|p2c"}
-DEBERTA_V2 = {**DEBERTA, "norm_rel_ebd": "layer_norm", "position_buckets": 8, "share_att_key": True}
+DEBERTA_V2 = {
+    **{**ENCODER, "relative_attention": True, "pos_att_type": "c2p|p2c"},
+    **{"norm_rel_ebd": "layer_norm", "position_buckets": 8, "share_att_key": True},
+}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -316,15 +318,7 @@ _encoder(
     max_position_embeddings=40,
 )
 _encoder("albert", "AlbertForSequenceClassification", **ENCODER, embedding_size=8)
-_encoder(
-    "albert-2-groups",
-    "AlbertForSequenceClassification",
-    **ENCODER,
-    embedding_size=8,
-    num_hidden_groups=2,
-)
 _encoder("electra", "ElectraForSequenceClassification", **ENCODER, embedding_size=8)
-_encoder("deberta", "DebertaForSequenceClassification", **DEBERTA)
 _encoder("deberta-v2", "DebertaV2ForSequenceClassification", **DEBERTA_V2)
 _encoder(
     "modernbert",
@@ -337,7 +331,6 @@ _encoder(
     local_attention=4,
     global_attn_every_n_layers=2,
 )
-_encoder("mpnet", "MPNetForSequenceClassification")
 _encoder(
     "xlnet",
     "XLNetForSequenceClassification",
@@ -348,27 +341,10 @@ _encoder(
     d_inner=24,
     pad_token_id=PAD,
 )
-_encoder("longformer", "LongformerForSequenceClassification", **ENCODER, attention_window=4)
-_encoder(
-    "mobilebert",
-    "MobileBertForSequenceClassification",
-    **{**ENCODER, "intermediate_size": 16},
-    embedding_size=8,
-    intra_bottleneck_size=8,
-    true_hidden_size=8,
-)
 
 # Decoders
 _decoder("gpt2", "GPT2LMHeadModel", **GPT2)
 _decoder("gpt2-classification", "GPT2ForSequenceClassification", text_classification, **GPT2)
-_decoder(
-    "opt",
-    "OPTForCausalLM",
-    **_without(DECODER, "intermediate_size", "num_key_value_heads"),
-    ffn_dim=24,
-    word_embed_proj_dim=8,
-    do_layer_norm_before=True,
-)
 _decoder("llama", "LlamaForCausalLM")
 _decoder("llama-tied", "LlamaForCausalLM", **DECODER, tie_word_embeddings=True)
 _decoder("llama-classification", "LlamaForSequenceClassification", text_classification)
@@ -383,20 +359,7 @@ _decoder(
     output_router_logits=True,
     router_aux_loss_coef=0.5,  # large, so that it shows
 )
-_decoder("bloom", "BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=16, n_layer=4, n_head=2)
 _decoder("mamba", "MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=4)
-_decoder(
-    "jamba",
-    "JambaForCausalLM",
-    **_without(DECODER, "max_position_embeddings"),
-    attn_layer_period=2,
-    attn_layer_offset=1,
-    expert_layer_period=2,
-    expert_layer_offset=1,
-    num_experts=2,
-    mamba_d_state=4,
-    use_mamba_kernels=False,
-)
 
 # Encoder-decoders
 _add("t5", "T5ForConditionalGeneration", token_labels, **T5)

@@ -25,10 +25,9 @@ from training_runs import (
     pipeline,
     pipeline_trainer,
     reference,
-    reference_trainer,
     scale_gradients,
 )
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import (
     PipeTransformerTrainer,
@@ -73,86 +72,10 @@ SHORT_STREAM = Run(samples=74, streamed=True).with_options(max_steps=6)
 """Two passes of steps with 32, 32 and 10 samples: the last step of each has one micro-batch of 16 at most, not two."""
 
 
-@pytest.mark.parametrize(("world_size", "stages"), [(1, 1), (2, 2)])
-def test_the_last_step_of_a_stream_has_its_own_samples_only(world_size: int, stages: int) -> None:
+def test_the_last_step_of_a_stream_has_its_own_samples_only() -> None:
     """It has fewer micro-batches than are accumulated; the stock Trainer adds them to the next pass's first step."""
-    run = replace(SHORT_STREAM, per_device=16 // world_size)
-    outcomes = run_ranks(pipeline, world_size, run, stages)
+    outcomes = run_ranks(pipeline, 2, replace(SHORT_STREAM, per_device=8), 2)
     assert_same_training(outcomes, run_ranks(reference, 1, SHORT_STREAM)[0])
-
-
-# ------------------------------------------------------------------------------------------ models and losses
-
-
-IMAGE, IMAGE_BEGINS, IMAGE_ENDS = 60, 61, 62
-
-
-def qwen2_vl() -> torch.nn.Module:
-    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
-    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
-    rotary = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-    torch.manual_seed(0)
-    return Qwen2VLForConditionalGeneration(
-        Qwen2VLConfig(
-            text_config={**text, "pad_token_id": 0, "rope_parameters": rotary},
-            vision_config=vision,
-            image_token_id=IMAGE,
-            vision_start_token_id=IMAGE_BEGINS,
-            vision_end_token_id=IMAGE_ENDS,
-            video_token_id=59,
-        )
-    )
-
-
-class ImagesAndText(PadCollator):
-    """Each sample has an image of other size; the patches of all of them are in one tensor."""
-
-    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        sizes = [((2, 2), (4, 2), (2, 4), (4, 4))[sample["idx"] % 4] for sample in samples]
-        with_images = [
-            {
-                name: [IMAGE_BEGINS, *[IMAGE] * (h * w // 4), IMAGE_ENDS, *sample[name]]
-                for name in ("input_ids", "labels")
-            }
-            for sample, (h, w) in zip(samples, sizes, strict=True)
-        ]
-        batch = super().__call__(with_images)
-        patches = [
-            torch.randn(h * w, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(sample["idx"]))
-            for sample, (h, w) in zip(samples, sizes, strict=True)
-        ]
-        return {
-            **batch,
-            "labels": batch["labels"].masked_fill(batch["input_ids"] >= IMAGE, -100),
-            "pixel_values": torch.cat(patches),
-            "image_grid_thw": torch.tensor([(1, h, w) for h, w in sizes]),
-            "mm_token_type_ids": batch["input_ids"].eq(IMAGE).int(),
-        }
-
-
-IMAGES = Run("causal-lm", samples=12, epochs=1, accumulation=1).with_options(
-    remove_unused_columns=False, per_device_eval_batch_size=1, eval_strategy="epoch"
-)
-
-
-def train_images(rank: int, world_size: int) -> Outcome:
-    """The stock Trainer in one process, and a pipeline in two."""
-    make: Any = reference_trainer if world_size == 1 else partial(pipeline_trainer, stages=2)
-    trainer = make(replace(IMAGES, per_device=world_size), model=qwen2_vl())
-    trainer.eval_dataset = IMAGES.data(2)
-    trainer.data_collator = ImagesAndText("causal-lm")
-    return outcome_of(trainer)
-
-
-@pytest.mark.slow
-def test_images_in_flat_patches_are_trained_in_one_micro_batch() -> None:
-    """Qwen2-VL's patches have no entry for each sample, so nothing may be cut: not by the probes before the first step
-    either."""
-    (alone,) = run_ranks(train_images, 1)
-    outcomes = run_ranks(train_images, 2)
-    assert_same_training(outcomes, alone)
-    assert outcomes[0].metrics["eval_loss"] == pytest.approx(alone.metrics["eval_loss"])
 
 
 # ------------------------------------------------------------------------------------------ what is said of a freeze
@@ -213,19 +136,10 @@ def test_an_overflow_skips_the_step_on_a_stage_without_gradients() -> None:
 
 
 def full_eval(rank: int, world_size: int, cls: type, arguments_cls: type) -> Outcome:
-    run = Run("causal-lm", samples=32, epochs=1, accumulation=2)
-    arguments = arguments_cls(
-        "out",
-        use_cpu=True,
-        bf16_full_eval=True,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        **run.common_options(),
-    )
-    trainer = cls(
-        model=run.build_model(), args=arguments, train_dataset=run.data(32), data_collator=PadCollator("causal-lm")
-    )
-    return outcome_of(trainer)
+    run = Run("causal-lm", samples=32, epochs=1).with_options(use_cpu=True, bf16_full_eval=True)
+    rows = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    arguments = arguments_cls("out", **rows, **run.common_options())
+    return outcome_of(cls(run.build_model(), arguments, PadCollator("causal-lm"), train_dataset=run.data(32)))
 
 
 @pytest.mark.slow
@@ -289,12 +203,12 @@ def collate_with_types(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]
 
 def predictions(rank: int, stages: int, cache: str, folder: str) -> list[Any]:
     """What a model predicts for samples without labels, in each epoch."""
+    found: list[Any] = []
 
     class Predicts(TrainerCallback):
         def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
             found.append(trainer.predict(WithoutLabels("text-classification", 8)).predictions)
 
-    found: list[Any] = []
     run = Run(samples=16, epochs=3, accumulation=1, per_device=8 // stages, trainer=KeepsTypesBack)
     options = {"freeze_policy": "schedule", "freeze_schedule": {0: 2}, "elastic": False, "use_cpu": True}
     trainer = pipeline_trainer(run, stages, folder, activation_cache=cache, **options)
@@ -335,13 +249,15 @@ def cached_layers(rank: int, world_size: int, folder: str, cache: str, resumes: 
 
     run = Run(samples=32, per_device=4, accumulation=1, epochs=4)
     freezing = {"freeze_policy": "schedule", "freeze_schedule": {1: 2}, "elastic": False}
-    trainer = pipeline_trainer(run, 2, folder, activation_cache=cache, save_strategy="steps", save_steps=1, **freezing)
+    where = {"activation_cache": cache, "activation_cache_dir": f"{folder}/cache" if cache == "on" else None}
+    trainer = pipeline_trainer(run, 2, folder, save_strategy="steps", save_steps=1, **freezing, **where)
     trainer.add_callback(Look())
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-11" if resumes else None)
     return seen
 
 
-def test_a_job_that_goes_on_without_its_cache_has_a_layout_without_cached_layers(tmp_path: Path) -> None:
+def test_a_job_that_goes_on_counts_layers_as_cached_where_it_has_its_cache_only(tmp_path: Path) -> None:
     first = run_ranks(cached_layers, 2, str(tmp_path), "on", False)[0]
     assert first[10] == 2, first
+    assert run_ranks(cached_layers, 2, str(tmp_path), "on", True)[0] == [2] * 5
     assert run_ranks(cached_layers, 2, str(tmp_path), "off", True)[0] == [0] * 5

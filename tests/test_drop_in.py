@@ -224,24 +224,3 @@ def test_a_freeze_callback_may_come_between_two_trainings() -> None:
     for outcomes in run_ranks(frozen_the_second_time, 2, replace(run, per_device=32)):
         for outcome, wanted in zip(outcomes, expected, strict=True):
             assert_same_training([outcome], wanted)
-
-
-def cut_anew(rank: int, world_size: int) -> list[list[Outcome]]:
-    """Trained twice, in one stage and then in two, or the other way round."""
-    found = []
-    for stages, then in ((2, 1), (1, 2)):
-        trainer = pipeline_trainer(replace(RUN, per_device=32), stages)
-        first = outcome_of(trainer)
-        trainer.args.pipeline_parallel_size = then
-        found.append([first, outcome_of(trainer)])
-    return found
-
-
-@pytest.mark.slow
-def test_the_optimizers_state_goes_to_where_the_next_training_wants_it() -> None:
-    trainer = reference_trainer(RUN)
-    expected = [outcome_of(trainer), outcome_of(trainer)]
-    for found in run_ranks(cut_anew, 2):
-        for outcomes in found:
-            for outcome, wanted in zip(outcomes, expected, strict=True):
-                assert_same_training([outcome], wanted)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -109,50 +107,3 @@ def test_changes_of_flags_that_are_refused_everywhere() -> None:
     for one, two, within in run_ranks(changes_of_flags, 2, timeout=100):
         assert "freeze policy has frozen" in one and "freeze policy has frozen" in two
         assert "outside a callback" in within
-
-
-# ------------------------------------------------------------------------------------------ buffers
-class Masked(nn.Module):
-    """Multiplies by random buffers, of which one is not saved with the model."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.register_buffer("saved", torch.rand(size) + 0.5)
-        self.register_buffer("unsaved", torch.rand(size) + 0.5, persistent=False)
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return values * self.saved * self.unsaved
-
-
-class ChangesMask(TrainerCallback):
-    """As pruning does: from weights, where they are."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        if state.global_step == 2:
-            layer = model.bert.encoder.layer[0]
-            if not getattr(layer.output.dense.bias, "is_elsewhere", False):
-                layer.output.dropout.saved.copy_(1 + layer.output.dense.bias.detach().sign() / 2)
-
-
-def masked(rank: int, world_size: int) -> list[tuple[Outcome, dict[str, torch.Tensor]]]:
-    """In one process, or in one stage and in two."""
-    found = []
-    for stages in (1, 2) if world_size > 1 else (1,):
-        run = Run(samples=48, accumulation=1, epochs=2, keywords={"callbacks": [ChangesMask()]})
-        model = run.build_model()
-        torch.manual_seed(rank)  # no common seed
-        model.bert.encoder.layer[0].output.dropout = Masked(16)
-        model.dropout = Masked(16)
-        make: Any = reference_trainer if world_size == 1 else partial(pipeline_trainer, stages=stages)
-        trainer = make(replace(run, per_device=2 * world_size), model=model)
-        found.append((outcome_of(trainer), {name: buffer.clone() for name, buffer in model.named_buffers()}))
-    return found
-
-
-def test_buffers_are_those_of_one_process() -> None:
-    """Random ones are process 0's at the start, and in the end the stage's that runs their module."""
-    ((wanted, wanted_buffers),) = run_ranks(masked, 1)[0]
-    for outcome, buffers in chain.from_iterable(run_ranks(masked, 2)):
-        assert_same_training([outcome], wanted)
-        assert buffers.keys() == wanted_buffers.keys()
-        assert all(torch.equal(buffers[name], value) for name, value in wanted_buffers.items())

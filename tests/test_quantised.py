@@ -94,25 +94,6 @@ def test_frozen_layers_and_their_cache(tmp_path: Path) -> None:
     assert wanted.losses != expected("torchao").losses  # freezing makes a difference
 
 
-def resumed(rank: int, world_size: int, folder: str) -> tuple[Outcome, list[Outcome]]:
-    """What was trained in two stages, and what resumes its checkpoint in two and in one."""
-    whole, others = trained(rank, world_size, "torchao", 2, folder, save_strategy="steps", save_steps=8), []
-    for stages in (2, 1):
-        trainer = pipeline_trainer(RUN, stages, folder, build("torchao"))
-        others.append(outcome_of(trainer, f"{folder}/checkpoint-8"))
-        others[-1].weights = {n: p for n, p in others[-1].weights.items() if type(p) is torch.Tensor}
-    return whole, others
-
-
-@pytest.mark.slow
-def test_resumes_from_an_adapter_on_a_quantised_base(tmp_path: Path) -> None:
-    require_torchao()
-    for whole, others in run_ranks(resumed, WORLD, str(tmp_path)):
-        assert_as_one_process([whole], "torchao")
-        assert_same_training(others, whole)
-    assert (tmp_path / "checkpoint-8" / "adapter_model.safetensors").is_file()
-
-
 # ------------------------------------------------------------------------------------------ bitsandbytes' kind
 class Int8Params(nn.Parameter):
     """A weight whose scales are an attribute."""

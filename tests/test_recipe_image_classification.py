@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from distributed import run_ranks
 from PIL import Image as PILImage
@@ -14,38 +13,9 @@ from PIL import Image as PILImage
 pytest.importorskip("datasets")
 pytest.importorskip("sklearn")
 
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
+from datasets import ClassLabel, Dataset, Features, Image, Value
 
 import run_image_classification as recipe
-
-
-def save_images(folder: Path, **number_of: int) -> None:
-    """So many images of each class, of the shade that is the length of the class's name."""
-    for label, number in number_of.items():
-        (folder / label).mkdir(parents=True)
-        for i in range(number):
-            PILImage.new("L", (4, 4), len(label)).save(folder / label / f"{i}.png")
-
-
-def load_folders(tmp_path: Path, train: Path, validation: Path) -> DatasetDict:
-    arguments = recipe.DataTrainingArguments(train_dir=str(train), validation_dir=str(validation))
-    return recipe.load_images(arguments, seed=0, cache_dir=str(tmp_path / "cache"))
-
-
-def test_folders_of_different_depth_and_classes(tmp_path: Path) -> None:
-    save_images(tmp_path / "train", black=1, white=1)
-    save_images(tmp_path / "more" / "val", grey=1, white=2)
-    save_images(tmp_path / "one", white=1)
-    splits = load_folders(tmp_path, tmp_path / "train", tmp_path / "more" / "val")
-    for split in splits.values():
-        names = split.features["label"].names
-        assert names == ["black", "grey", "white"]
-        assert [len(names[row["label"]]) for row in split] == [np.asarray(row["image"])[0, 0] for row in split]
-    splits = load_folders(tmp_path, tmp_path / "train", tmp_path / "one")
-    assert splits["validation"].features["label"].names == ["black", "white"]
-    assert splits["validation"]["label"][:] == [1]
-    with pytest.raises(ValueError, match="label_column=None is no column of ClassLabel"):
-        load_folders(tmp_path, tmp_path / "train", tmp_path / "one" / "white")
 
 
 def test_user_errors() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import runpy
 import sys
 from pathlib import Path
@@ -21,23 +20,6 @@ def start(recipe: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.importorskip(neighbour)
     monkeypatch.setattr(sys, "argv", [str(recipe), *arguments])
     runpy.run_path(str(recipe), run_name="__main__")
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_help_begins_with_the_recipes_own_fields(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    titles = ["model", "data", "pipeline, freezing and the cache", "help", "all other training arguments"]
-    for option in ("--help", "--help_all"):
-        start(recipe, option, monkeypatch=monkeypatch)
-        shown = capsys.readouterr().out
-        shows_all = option == "--help_all"
-        assert re.findall(r"^(\w[\w, .]+):$", shown, re.MULTILINE) == titles[: 5 if shows_all else 4]
-        of_data = "generated_data" if recipe.stem == "run_frozen" else "max_train_samples"
-        places = [shown.index(f"  --{name} ") for name in ("model_name_or_path", of_data, "freeze_alpha")]
-        assert places == sorted(places)
-        assert shown.count("--freeze_alpha ") == 1 and "--freeze-alpha" not in shown
-        assert shown.count("--learning_rate ") == shows_all
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from user_code import kit, runner
 
@@ -60,7 +62,7 @@ def test_what_is_easily_missed():
 
 def test_a_training_that_differs_or_breaks_off_is_noticed():
     """The comparison itself."""
-    case = kit.Case("c", "", "loss", lambda _: None, ("K2",), "exact", "reason", False, 1e-5, False)
+    case = replace(kit.CASES[IN_SHORT[0]], expect="exact", because="reason", tolerance=1e-5)
     same, other, refused, hang = (
         runner.Outcome(losses=[1.0, 0.5], steps=2),
         runner.Outcome(losses=[1.0, 0.501], steps=2),
