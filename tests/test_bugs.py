@@ -25,7 +25,6 @@ from training_runs import (
     pipeline,
     pipeline_trainer,
     reference,
-    scale_gradients,
 )
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -95,44 +94,6 @@ def test_a_freeze_names_its_layers_and_what_stops_outside_of_them(caplog: pytest
     )
     assert second[0] == logging.WARNING
     assert "(bert.encoder.layer.2), whose parameters were all frozen already" in second[1]
-
-
-# ------------------------------------------------------------------------------------------ around a step
-def scaled_with_an_idle_stage(rank: int, world_size: int) -> tuple[list[bool], list[float]]:
-    """fp16's scaler on the CPU, embeddings and two layers frozen: stage 0 has no gradient at all."""
-    model = RUN.build_model()
-    for part in (model.bert.embeddings, *model.bert.encoder.layer[:2]):
-        part.requires_grad_(False)
-    trainer = pipeline_trainer(Run(epochs=1, accumulation=1), 2, model=model)
-    scaler = scale_gradients(trainer)
-    skipped: list[bool] = []
-    scales: list[float] = []
-
-    class Watch(TrainerCallback):
-        def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            skipped.append(trainer.accelerator.optimizer_step_was_skipped)
-            scales.append(scaler.get_scale())
-
-    step = trainer.training_step
-
-    def overflowing(*args: Any) -> Any:
-        loss = step(*args)
-        if trainer.state.global_step == 1 and rank == 0:  # the last stage
-            here = [p for p in model.parameters() if not getattr(p, "is_elsewhere", False)]
-            next(p for p in here if p.grad is not None).grad.view(-1)[0] = float("inf")
-        return loss
-
-    trainer.training_step = overflowing
-    trainer.add_callback(Watch())
-    trainer.train()
-    return skipped, scales
-
-
-def test_an_overflow_skips_the_step_on_a_stage_without_gradients() -> None:
-    first, second = run_ranks(scaled_with_an_idle_stage, 2)
-    assert first == second
-    skipped, scales = first
-    assert skipped[:3] == [False, True, False] and scales[0] == 1024.0 and scales[1] == 512.0
 
 
 def full_eval(rank: int, world_size: int, cls: type, arguments_cls: type) -> Outcome:

@@ -13,9 +13,9 @@ from cached_runs import EPOCH_START, SHRINK, cached, expected_of
 from cached_runs import RUNS as CACHED_RUNS
 from distributed import run_ranks, run_ranks_expecting_error
 from selection import slow
-from test_trainer import resume_plainly
 from training_runs import (
     WORLD,
+    MeasureMemory,
     Outcome,
     Run,
     StopAfter,
@@ -100,65 +100,31 @@ def test_equals_one_process_with_an_optimizer_of_the_users_own() -> None:
 
 
 # ------------------------------------------------------------------------------------------ checkpoints
-def train_some(rank: int, world_size: int, run: Run, stages: int, sharding: str, folder: str) -> None:
-    trainer = pipeline_trainer(run, stages, folder, save_strategy="steps", save_steps=2, replica_sharding=sharding)
-    trainer.add_callback(StopAfter(4))
-    trainer.train()
+def train_some(rank: int, world_size: int, folder: str, resumes: bool) -> Outcome:
+    """On one process by the stock Trainer."""
+    run = MODELS["llama-tied"].with_options(save_strategy="steps", save_steps=2)
+    sharded = {"stages": 2, "replica_sharding": "optimizer"}
+    trainer: Any = (reference_trainer if world_size == 1 else partial(pipeline_trainer, **sharded))(run, folder=folder)
+    if not resumes:
+        trainer.add_callback(StopAfter(4))
+    return outcome_of(trainer, resume_from_checkpoint=f"{folder}/checkpoint-4" if resumes else None)
 
 
-def train_some_plainly(rank: int, world_size: int, run: Run, folder: str) -> None:
-    trainer = reference_trainer(run.with_options(save_strategy="steps", save_steps=2), folder)
-    trainer.add_callback(StopAfter(4))
-    trainer.train()
-
-
-def resume(rank: int, world_size: int, run: Run, stages: int, sharding: str, folder: str) -> Outcome:
-    trainer = pipeline_trainer(run, stages, folder, replica_sharding=sharding)
-    return outcome_of(trainer, resume_from_checkpoint=f"{folder}/checkpoint-4")
-
-
-STOCK = (0, "stock")
-SHARDED = (2, "optimizer")
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(STOCK, SHARDED), *slow(((1, "optimizer"), STOCK))],
-)
-def test_resumes_across_kinds(before: tuple[int, str], after: tuple[int, str], tmp_path: Path) -> None:
-    """Interrupted between two batches, on any layout with or without sharding, and by the stock Trainer."""
-    run, folder = MODELS["llama-tied"], str(tmp_path)
-    if before == STOCK:
-        run_ranks(train_some_plainly, 1, run, folder)
-    else:
-        run_ranks(train_some, WORLD, run, *before, folder)
-    if after == STOCK:
-        outcomes = run_ranks(resume_plainly, 1, run, folder)
-    else:
-        outcomes = run_ranks(resume, WORLD, run, *after, folder)
-    assert_same_training(outcomes, expected("llama-tied"))
+@pytest.mark.parametrize(("before", "after"), [(1, WORLD), *slow((WORLD, 1))])
+def test_resumes_what_the_stock_trainer_has_saved_and_the_other_way_round(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    """Interrupted between two batches."""
+    run_ranks(train_some, before, str(tmp_path), False)
+    assert_same_training(run_ranks(train_some, after, str(tmp_path), True), expected("llama-tied"))
 
 
 # ------------------------------------------------------------------------------------------ memory
 def held_bytes(rank: int, world_size: int) -> dict[str, int]:
-    seen: dict[str, int] = {}
-
-    class Measure(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any, **_: Any) -> None:
-            tensors = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()]
-            seen["optimizer"] = storage_bytes(tensors)
-            assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors), "no view of what others have"
-
     trainer = pipeline_trainer(Run("causal-lm", model="llama"), 1, replica_sharding="optimizer")
-    trainer.add_callback(Measure())
+    trainer.add_callback(measure := MeasureMemory())
     trainer.train()
-    seen["whole"] = sum(p.nbytes for p in trainer.model.parameters())
-    return seen
-
-
-def storage_bytes(tensors: list[torch.Tensor]) -> int:
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return {**measure.held[-1], "whole": sum(p.nbytes for p in trainer.model.parameters())}
 
 
 def test_a_replica_holds_its_part_only() -> None:
@@ -169,9 +135,16 @@ def test_a_replica_holds_its_part_only() -> None:
 
 
 # ------------------------------------------------------------------------------------------ a gradient scaler
-def scaled(rank: int, world_size: int) -> tuple[list[bool], list[float], dict[str, torch.Tensor]]:
-    """fp16's scaler on the CPU; in the second step an element that the last replica updates overflows."""
-    trainer = pipeline_trainer(Run(epochs=1, accumulation=1), 1, replica_sharding="optimizer")
+def scaled(rank: int, world_size: int, stages: int) -> tuple[list[bool], list[float], dict[str, torch.Tensor]]:
+    """fp16's scaler on the CPU; in the second step an element that the last replica, or stage, updates overflows.
+
+    With two stages, the first one has nothing to train, and no gradient at all.
+    """
+    run = Run(epochs=1, accumulation=1)
+    model = run.build_model()
+    for part in (model.bert.embeddings, *model.bert.encoder.layer[:2]) if stages > 1 else ():
+        part.requires_grad_(False)
+    trainer = pipeline_trainer(run, stages, model=model, replica_sharding="optimizer" if stages == 1 else "none")
     scale_gradients(trainer)
     skipped: list[bool] = []
     norms: list[float] = []
@@ -188,8 +161,8 @@ def scaled(rank: int, world_size: int) -> tuple[list[bool], list[float], dict[st
     def overflowing(*args: Any) -> Any:
         loss = step(*args)
         if trainer.state.global_step == 1:
-            [*_, last] = having_gradients(trainer)
-            last.grad.view(-1)[-1] = float("inf")
+            for last in having_gradients(trainer)[-1:]:
+                last.grad.view(-1)[-1] = float("inf")
         return loss
 
     trainer.training_step = overflowing
@@ -199,11 +172,13 @@ def scaled(rank: int, world_size: int) -> tuple[list[bool], list[float], dict[st
 
 
 def having_gradients(trainer: Any) -> list[torch.Tensor]:
-    return [parameter for parameter in trainer.model.parameters() if parameter.grad is not None]
+    here = [p for p in trainer.model.parameters() if not getattr(p, "is_elsewhere", False)]
+    return [parameter for parameter in here if parameter.grad is not None]
 
 
-def test_an_overflow_in_one_part_skips_the_step_on_all_replicas() -> None:
-    (skipped, norms, weights), *others = run_ranks(scaled, 2)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_overflow_in_one_part_skips_the_step_on_all_processes(stages: int) -> None:
+    (skipped, norms, weights), *others = run_ranks(scaled, 2, stages)
     assert skipped[:3] == [False, True, False]
     assert all(norm <= 1.001 for norm, skip in zip(norms, skipped, strict=True) if not skip), "unscaled and clipped"
     for theirs, _, their_weights in others:
