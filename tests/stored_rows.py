@@ -6,7 +6,6 @@ import hashlib
 import multiprocessing
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,10 +28,6 @@ def payload_of(number: int, nbytes: int = 200) -> np.ndarray:
 
 def open_writer(store: FileStore) -> FileWriter:
     return store.writer(3, FINGERPRINT)
-
-
-def folder_of(store: FileStore) -> Path:
-    return store.folder / f"003-{FINGERPRINT}"
 
 
 def put(writer: FileWriter, numbers: Sequence[int], nbytes: int = 200) -> int:

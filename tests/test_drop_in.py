@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from distributed import run_ranks
 from torch.utils.data import DataLoader
 from training_runs import (
@@ -20,7 +19,6 @@ from training_runs import (
     reference,
     reference_trainer,
 )
-from transformers import TrainerCallback
 
 from hf_pipetransformer import LayerFreezeCallback
 
@@ -32,13 +30,6 @@ def alone(run: Run, folder: str = "pipeline") -> Any:
     return pipeline_trainer(replace(run, per_device=64), 1, folder, use_cpu=True)
 
 
-class MakesItsOptimizer:
-    def create_optimizer(self, model=None):  # type: ignore[no-untyped-def]
-        if self.optimizer is None:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        return self.optimizer
-
-
 class GivesBatches:
     """Its evaluation has batches, and no data set."""
 
@@ -47,23 +38,14 @@ class GivesBatches:
         return [self.data_collator(samples[start : start + 4]) for start in (0, 4, 8)]
 
 
-MADE_BEFORE = (None, MakesItsOptimizer)
-
-
-def made_before(rank: int, world_size: int) -> list[Outcome]:
-    outcomes = []
-    for mixin in MADE_BEFORE:
-        trainer = pipeline_trainer(replace(RUN, per_device=32, trainer=mixin), 2)
-        trainer.create_optimizer()
-        outcomes.append(outcome_of(trainer))
-    return outcomes
+def made_before(rank: int, world_size: int) -> Outcome:
+    trainer = pipeline_trainer(replace(RUN, per_device=32), 2)
+    trainer.create_optimizer()
+    return outcome_of(trainer)
 
 
 def test_stages_adopt_an_optimizer_over_the_whole_model() -> None:
-    expected = [reference(0, 1, replace(RUN, trainer=mixin)) for mixin in MADE_BEFORE]
-    for outcomes in run_ranks(made_before, 2):
-        for outcome, wanted in zip(outcomes, expected, strict=True):
-            assert_same_training([outcome], wanted)
+    assert_same_training(run_ranks(made_before, 2), reference(0, 1, RUN))
 
 
 # ------------------------------------------------------------------------------------------ evaluation, loaders
@@ -108,28 +90,8 @@ def test_a_training_loader_of_the_users_own_does_with_one_stage(tmp_path: Path) 
         assert_same_training([outcome], expected)
 
 
-def with_unequal_loaders(rank: int, world_size: int) -> list[str]:
-    """The refusals of loaders with a length, and of loaders without one."""
-
-    class Unequal(ShardsItself):
-        def get_train_dataloader(self):  # type: ignore[no-untyped-def]
-            return list(super().get_train_dataloader())[: 4 - rank]
-
-    class UnequalStreams(Unequal):
-        def get_train_dataloader(self):  # type: ignore[no-untyped-def]
-            return Stream(super().get_train_dataloader())
-
-    messages = []
-    for mixin in (Unequal, UnequalStreams):
-        trainer = pipeline_trainer(replace(OF_ITS_OWN, trainer=mixin).with_options(max_steps=20), 1)
-        with pytest.raises(ValueError) as caught:
-            trainer.train()
-        messages.append(str(caught.value))
-    return messages
-
-
 class Stream:
-    """Batches without a length."""
+    """Batches without a length, on one process less than on the other."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
@@ -138,10 +100,26 @@ class Stream:
         return iter(self.batches)
 
 
+class Unequal(ShardsItself):
+    wrap: Any = list
+
+    def get_train_dataloader(self):  # type: ignore[no-untyped-def]
+        return self.wrap(list(super().get_train_dataloader())[: 4 - self.args.process_index])
+
+
+class UnequalStreams(Unequal):
+    wrap = Stream
+
+
+def with_unequal_loaders(rank: int, world_size: int) -> None:
+    for mixin, when in ((Unequal, ":"), (UnequalStreams, " at step 4:")):
+        trainer = pipeline_trainer(replace(OF_ITS_OWN, trainer=mixin).with_options(max_steps=20), 1)
+        with pytest.raises(ValueError, match=f"have different numbers of batches{when} process 0 has"):
+            trainer.train()
+
+
 def test_loaders_of_different_lengths_are_refused_by_all_processes() -> None:
-    for messages in run_ranks(with_unequal_loaders, 2):
-        for message, when in zip(messages, (":", " at step 4:"), strict=True):
-            assert f"have different numbers of batches{when} process 0 has" in message
+    run_ranks(with_unequal_loaders, 2)
 
 
 GROUPED = replace(RUN, samples=300, epochs=2).with_options(train_sampling_strategy="group_by_length")
@@ -170,57 +148,36 @@ def test_arguments_that_are_set_later_do_what_they_do_in_the_stock_trainer() -> 
     assert_same_training(outcomes[1:], outcomes[0])
 
 
-def averaging_later(rank: int, world_size: int) -> list[Outcome]:
-    outcomes = []
-    for stages in (1, 2):
-        run = Run(kind="causal-lm", samples=40, epochs=1, accumulation=1, per_device=32)
-        trainer = pipeline_trainer(run, stages)
-        trainer.args.average_tokens_across_devices = True
-        outcomes.append(outcome_of(trainer))
-    return outcomes
+def averaging_later(rank: int, world_size: int) -> Outcome:
+    trainer = pipeline_trainer(replace(RUN, kind="causal-lm", per_device=32), 2)
+    trainer.args.average_tokens_across_devices = True
+    return outcome_of(trainer)
 
 
 def test_averaging_tokens_set_later_does_not_double_the_loss() -> None:
-    expected = reference(0, 1, Run(kind="causal-lm", samples=40, epochs=1, accumulation=1, per_device=16))
-    for outcomes in run_ranks(averaging_later, 2):
-        assert_same_training(outcomes, expected)
+    assert_same_training(run_ranks(averaging_later, 2), reference(0, 1, replace(RUN, kind="causal-lm")))
 
 
 # ------------------------------------------------------------------------------------------ trained twice
-FROZEN = 2
-
-
-class FreezeByHand(TrainerCallback):
-    """Bert's bottom layers, from the second epoch on."""
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if round(state.epoch) == 1:
-            bert = kwargs["model"].bert
-            for module in (bert.embeddings, *bert.encoder.layer[:FROZEN]):
-                module.requires_grad_(False)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        kwargs["model"].requires_grad_(True)
-
-
 def schedule() -> LayerFreezeCallback:
-    return LayerFreezeCallback({"name": "schedule", "schedule": {1: FROZEN}})
+    """Freezes Bert's bottom layers, from the second epoch on."""
+    return LayerFreezeCallback({"name": "schedule", "schedule": {1: 2}})
 
 
-def train_twice(trainer: Any, callback: TrainerCallback) -> list[Outcome]:
+def train_twice(trainer: Any) -> list[Outcome]:
     """The callback comes between; the optimizer's state stays, as under the stock Trainer."""
     first = outcome_of(trainer)
-    trainer.add_callback(callback)
+    trainer.add_callback(schedule())
     return [first, outcome_of(trainer)]
 
 
-def frozen_the_second_time(rank: int, world_size: int, run: Run) -> list[Outcome]:
-    return train_twice(pipeline_trainer(run, 2, activation_cache="on", use_cpu=True), schedule())
+def frozen_the_second_time(rank: int, world_size: int) -> list[Outcome]:
+    run = replace(RUN, samples=128, epochs=2, per_device=32)
+    return train_twice(pipeline_trainer(run, 2, activation_cache="on", use_cpu=True))
 
 
 def test_a_freeze_callback_may_come_between_two_trainings() -> None:
-    run = replace(RUN, samples=128, epochs=2)
-    expected = train_twice(reference_trainer(run), FreezeByHand())
-    for outcomes in run_ranks(frozen_the_second_time, 2, replace(run, per_device=32)):
+    expected = train_twice(reference_trainer(replace(RUN, samples=128, epochs=2)))
+    for outcomes in run_ranks(frozen_the_second_time, 2):
         for outcome, wanted in zip(outcomes, expected, strict=True):
             assert_same_training([outcome], wanted)

@@ -76,13 +76,9 @@ def test_a_callback_alone_cannot_freeze_a_sharded_model(tmp_path: Path) -> None:
         assert type(error) is ValueError and "FSDP" in str(error) and "PipeTransformerTrainer" in str(error)
 
 
-def save_unsharded(rank: int, world_size: int, folder: str) -> None:
-    sharded_trainer(1, folder, max_steps=8, save_strategy="steps", save_steps=8).train()
-
-
 def test_a_checkpoint_of_another_layout_is_refused(tmp_path: Path) -> None:
     """FSDP keeps weights and optimizer state in files of its own."""
-    run_ranks(save_unsharded, 1, str(tmp_path))
+    run_ranks(train, 1, str(tmp_path), max_steps=8, save_strategy="steps", save_steps=8, **SCHEDULE)
     for error in run_ranks_expecting_error(train, 2, str(tmp_path), True):
         assert type(error) is ValueError and "replica_sharding='optimizer'" in str(error)
 

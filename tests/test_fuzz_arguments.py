@@ -17,14 +17,7 @@ from distributed import launch_ranks, run_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from training_data import Kind
-from training_runs import (
-    Outcome,
-    Run,
-    assert_same_training,
-    freezing_reference,
-    outcome_of,
-    pipeline_trainer,
-)
+from training_runs import Outcome, Run, assert_same_training, freezing_reference, outcome_of, pipeline_trainer
 from transformers import TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainingArguments, training_args

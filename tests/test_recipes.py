@@ -1,11 +1,16 @@
 """The recipes' parts that need no process group: generated data, metrics, columns and arguments."""
 
 import importlib
+import json
+import re
+import runpy
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import transformers
+from selection import slow
 
 import metrics
 
@@ -125,3 +130,33 @@ def test_configs_are_read_by_their_recipe(name, tmp_path):
         _, _, training_args = common.parse_arguments(given, recipe.DataTrainingArguments, kind)
     assert training_args.do_train and training_args.do_eval
     assert RECIPES[name] in (CONFIGS / f"{name}.yaml").read_text()  # the command in its first lines
+
+
+SCRIPTS = sorted(CONFIGS.parent.glob("run_*.py"))
+
+
+@pytest.mark.parametrize("recipe", SCRIPTS, ids=lambda path: path.stem)
+def test_an_error_is_written_where_the_launcher_reads_it(recipe, tmp_path, monkeypatch):
+    pytest.importorskip(
+        {"run_trl": "trl", "run_sentence_embeddings": "sentence_transformers"}.get(recipe.stem, "torch")
+    )
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    data = [] if recipe.stem == "run_image_classification" else ["--generated_data", "8"]
+    wrong = [*data, "--freeze_policy", "alpha", "--freeze_alpha", "2", "--output_dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [str(recipe), *wrong])
+    with pytest.raises(ValueError, match="freeze_alpha=2"):
+        runpy.run_path(str(recipe), run_name="__main__")
+    assert "freeze_alpha=2" in json.loads(file.read_text())["message"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["head", *slow("speech", "image-text", "captioning")])
+def test_what_is_frozen_is_read(kind, tmp_path, caplog):
+    """The recipe for what is frozen already: 24 samples in batches of 8, of which one is compared in each epoch."""
+    caplog.set_level("INFO", "hf_pipetransformer")
+    options = f"--kind {kind} --generated_data 24 --output_dir {tmp_path} --num_train_epochs 3 --do_train --use_cpu"
+    caching = "--eval_frozen_modules True --activation_cache on --report_to none --save_strategy no --log_level info"
+    rows = "--per_device_train_batch_size 8"
+    results = importlib.import_module("run_frozen").main([*options.split(), *caching.split(), *rows.split()])
+    assert results["train_loss"] > 0
+    assert re.findall(r"was read for (\d+) of", caplog.text)[:1] == [str((3 - 1) * (24 - 8))]

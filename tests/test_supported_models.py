@@ -10,18 +10,14 @@ import pytest
 import torch
 
 from tests.supported_models import __main__ as script
-from tests.supported_models import page, trial
-from tests.supported_models.trial import Candidate, Finding
+from tests.supported_models import trial
+from tests.supported_models.trial import Candidate
 
 ROOT = Path(__file__).parent.parent
 
 
 def candidate(name: str) -> Candidate:
     return next(c for c in script.candidates() if c.name == name)
-
-
-def finding(name: str, result: str, reason: str = "") -> Finding:
-    return Finding(name, "bert", "masked lm", result, reason)
 
 
 def test_each_outcome_is_found() -> None:
@@ -47,22 +43,6 @@ def test_a_cut_that_gives_something_else_is_failing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(trial, "cut_step", with_another_weight)
     found = trial.examine(candidate("BertForSequenceClassification"))
     assert found.result == "failing" and "output 0 differs by" in found.reason
-
-
-def test_a_page_is_brought_up_to_date_by_some_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "table.md"
-    reason = "BertForX cannot be trained as a pipeline: it <is> so. Set pipeline_parallel_size=1."
-    before = [finding("BertForMaskedLM", "refused", reason), finding("RobertaForMaskedLM", "supported")]
-    before[1].conditions = ["layerdrop=0.0", "num_microbatches=1"]
-    page.write_page(before, path, 0, ["MODEL_MAPPING"])
-    kept = page.read_page(path.read_text(), script.candidates())
-    assert kept["RobertaForMaskedLM"].conditions == before[1].conditions
-    assert (kept["BertForMaskedLM"].result, kept["BertForMaskedLM"].reason) == ("refused", "it <is> so.")
-    monkeypatch.setattr(
-        script, "examine_in_process", lambda family, *_: [finding(c.name, "supported") for c in family]
-    )
-    script.main(["BertForMaskedLM", "--table", str(path)])
-    assert {f.result for f in page.read_page(path.read_text(), script.candidates()).values()} == {"supported"}
 
 
 def test_the_readme_has_the_numbers_of_the_page() -> None:

@@ -21,13 +21,7 @@ from hf_pipetransformer.records import model_card
 from hf_pipetransformer.records.files import EVENTS, METRICS
 from hf_pipetransformer.records.history import read_trainings
 from hf_pipetransformer.report import report
-from hf_pipetransformer.resilience.checkpoint_folders import (
-    MANIFEST,
-    SAVING,
-    STATE,
-    latest_valid,
-    rotate,
-)
+from hf_pipetransformer.resilience.checkpoint_folders import MANIFEST, SAVING, STATE, latest_valid
 
 RUN = Run(epochs=4, samples=48).with_options(save_strategy="steps", save_steps=3, save_total_limit=1)
 FOLDERS = (
@@ -97,18 +91,6 @@ def test_the_users_folder_of_the_very_name_is_refused(tmp_path: Path) -> None:
     assert_there(before, tmp_path / SAVING)
 
 
-def test_rotation_leaves_what_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / STATE).write_text("{}")
-    (tmp_path / "checkpoint-2").symlink_to(tmp_path / "mine")
-    for name, file in (("checkpoint-1", "notes.txt"), ("checkpoint-3", STATE), ("checkpoint-4", STATE)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text("{}")
-    rotate(tmp_path, 1, tmp_path / "checkpoint-4", None)
-    assert {path.name for path in tmp_path.iterdir()} == {"mine", "checkpoint-1", "checkpoint-2", "checkpoint-4"}
-    assert (tmp_path / "mine" / STATE).exists()
-
-
 def saving(rank: int, world_size: int, folder: str) -> None:
     pipeline_trainer(RUN, 2, folder).train()
 
@@ -152,7 +134,6 @@ def freezing(state: dict[str, Any]) -> dict[str, Any]:
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "stateful_callbacks is": lambda s: s.update(stateful_callbacks=[1]),
     "PipelineState.attributes is missing": lambda s: s["stateful_callbacks"].update(PipelineState={"args": {}}),
-    "memory.step is": lambda s: pipeline_state(s)["memory"].update(step="8"),
     "memory.layout.stages is 0": lambda s: pipeline_state(s)["memory"]["layout"].update(stages=0),
     "memory.num_decisions is missing": lambda s: freezing(s)["memory"].pop("num_decisions"),
 }
@@ -160,7 +141,6 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 FOREIGN: dict[str, Callable[[dict[str, Any]], Any]] = {
     "layout is no layout": lambda s: pipeline_state(s)["memory"]["layout"].update(stages=3),
-    "num_frozen=99": lambda s: freezing(s)["memory"].update(num_frozen=99),
     "gradients of 2 layers": lambda s: freezing(s)["memory"].update(observed=[[1.0, 1.0], [1, 1]]),
 }
 """Of another training: there is nothing wrong with the file."""

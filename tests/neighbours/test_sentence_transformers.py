@@ -20,14 +20,7 @@ from distributed import run_ranks
 from model_zoo import without_dropout
 from torch import nn
 from training_runs import StopAfter
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertModel,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-)
+from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast, TrainerCallback
 
 from hf_pipetransformer import LayerFreezeCallback, PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.cache import writing
@@ -46,13 +39,6 @@ FREEZING = {"freeze_policy": "schedule", "freeze_schedule": {1: FROZEN}, "activa
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a tiny BERT without dropout, "body", and the same with a head, "cross-encoder"."""
-    folder = tmp_path_factory.mktemp("models")
-    save_bert(str(folder / "body"), BertModel)
-    save_bert(str(folder / "cross-encoder"), BertForSequenceClassification)
-    return str(folder)
-
-
-def save_bert(folder: str, model_class: type[PreTrainedModel]) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -60,11 +46,15 @@ def save_bert(folder: str, model_class: type[PreTrainedModel]) -> None:
     vocabulary = {word: i for i, word in enumerate([*special, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=special[1]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=24, **names).save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("models")
     sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
     config = BertConfig(vocab_size=len(vocabulary), max_position_embeddings=24, num_labels=1, **sizes)
-    torch.manual_seed(0)
-    without_dropout(model_class(config)).save_pretrained(folder)
+    for name, model_class in {"body": BertModel, "cross-encoder": BertForSequenceClassification}.items():
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=24, **names)
+        fast.save_pretrained(folder / name)
+        torch.manual_seed(0)
+        without_dropout(model_class(config)).save_pretrained(folder / name)
+    return str(folder)
 
 
 def sentence_transformer(models: str) -> Any:
@@ -197,86 +187,51 @@ def values_of(trainer: Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def train_all(
-    rank: int, world_size: int, models: str, folder: str, kinds: tuple[str, ...]
-) -> dict[str, dict[str, list[float]]]:
-    """The losses of each way to train, and the cache hits of the last one, for each kind of loss."""
+def equal_in_each_way(rank: int, world_size: int, models: str, folder: str, kind: str) -> None:
+    """The losses of each way to train, and the cache hits of the last one."""
     writing.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine
-    found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
-    for kind in kinds:
-        for way in ("stock", "ours", "by hand", "callback", "frozen"):
-            trainer = make_trainer(kind, way, models, f"{folder}/{kind}/{rank}", world_size)
-            trainer.train()
-            found[kind][way] = values_of(trainer, "loss")
-        found[kind]["hits"] = values_of(trainer, "cache_hit_rate")
-    return found
-
-
-def assert_all_the_same(everything: dict[str, dict[str, list[float]]]) -> None:
-    for kind, found in everything.items():
-        assert found["ours"] == pytest.approx(found["stock"], abs=1e-4), kind
-        assert found["callback"] == pytest.approx(found["by hand"], abs=1e-4), kind
-        assert found["frozen"] == pytest.approx(found["by hand"], abs=1e-4), kind
-        assert found["by hand"][-1] != pytest.approx(found["stock"][-1], abs=1e-4), kind
-        # A text that stands in two batches of an epoch may be read in the second, if it is written by then.
-        at_most = 0.5 if kind == "duplicates" else 0.0
-        assert found["hits"][0] <= at_most and found["hits"][-1] == 1.0, kind
+    found = {}
+    for way in ("stock", "ours", "by hand", "callback", "frozen"):
+        trainer = make_trainer(kind, way, models, f"{folder}/{kind}/{rank}", world_size)
+        trainer.train()
+        found[way] = values_of(trainer, "loss")
+    assert found["ours"] == pytest.approx(found["stock"], abs=1e-4)
+    assert found["callback"] == pytest.approx(found["by hand"], abs=1e-4)
+    assert found["frozen"] == pytest.approx(found["by hand"], abs=1e-4)
+    assert found["by hand"][-1] != pytest.approx(found["stock"][-1], abs=1e-4)
+    hits = values_of(trainer, "cache_hit_rate")
+    assert (hits[0], hits[-1]) == (0.0, 1.0)
 
 
 def test_losses_are_those_of_the_stock_trainer(models: str, tmp_path: Path) -> None:
-    """With freezing and a warm cache, too. "cached" calls the model in its backward."""
-    kinds = ("cached", "duplicates")
-    assert_all_the_same(run_ranks(train_all, 2, models, str(tmp_path), kinds, timeout=250)[0])
+    """With freezing and a warm cache, too. "cached" calls the model in its backward.
 
-
-def test_losses_are_those_of_the_stock_trainer_on_one_process(models: str, tmp_path: Path) -> None:
-    """Without a launcher, under which the stock trainer of version 6.2 fails in DDP with a cross-encoder."""
-    assert_all_the_same(train_all(0, 1, models, str(tmp_path), ("softmax", "cross-encoder")))
-
-
-@dataclass
-class Found:
-    losses: list[float]
-    norms: list[float]
-    weights: dict[str, torch.Tensor]
+    The other one without a launcher, under which the stock trainer of version 6.2 fails in DDP with a cross-encoder.
+    """
+    run_ranks(equal_in_each_way, 2, models, str(tmp_path), "cached", timeout=250)
+    equal_in_each_way(0, 1, models, str(tmp_path), "cross-encoder")
 
 
 STAGED = ("triplet", "cached", "softmax", "cross-encoder")
-
-
-def train_each(
-    rank: int, world_size: int, models: str, folder: str, kinds: tuple[str, ...], stages: int, **options: Any
-) -> dict[str, Found]:
-    """Each kind of loss over several stages, or by the stock trainer in this process."""
-    found = {}
-    for kind in kinds:
-        way = "ours" if stages > 1 else "stock"
-        options = {"num_train_epochs": 1, "per_device_train_batch_size": ROWS // world_size, **options}
-        if stages > 1:
-            options["pipeline_parallel_size"] = stages
-        trainer = make_trainer(kind, way, models, f"{folder}/{kind}/{rank}", world_size, **options)
-        trainer.train()
-        weights = {**dict(trainer.model.named_parameters()), **dict(trainer.loss.named_parameters(prefix="loss"))}
-        found[kind] = Found(
-            values_of(trainer, "loss"),
-            values_of(trainer, "grad_norm"),
-            {name: weight.detach().clone() for name, weight in weights.items()},
-        )
-    return found
-
-
 REFUSED = [
     ("duplicates", {}, "NoDuplicatesBatchSampler.*pipeline_parallel_size=1"),
     ("softmax", {"loss_reduction": "mean"}, r"one has shape \(3, 48\).*Leave loss_reduction out"),
 ]
 
 
-def in_two_stages(rank: int, world_size: int, models: str, folder: str) -> dict[str, Found]:
-    found = train_each(rank, world_size, models, folder, STAGED, 2)
-    for kind, options, message in REFUSED:
-        trainer = make_trainer(
-            kind, "ours", models, f"{folder}/{rank}", world_size, pipeline_parallel_size=2, **options
-        )
+def staged(rank: int, world_size: int, models: str, folder: str) -> dict[str, tuple[Any, ...]]:
+    """Losses, norms and weights of each kind of loss over two stages, or by the stock trainer in this process."""
+    found = {}
+    way, stages = ("ours", {"pipeline_parallel_size": 2}) if world_size > 1 else ("stock", {})
+    for kind in STAGED:
+        options = {"num_train_epochs": 1, "per_device_train_batch_size": ROWS // world_size, **stages}
+        trainer = make_trainer(kind, way, models, f"{folder}/{kind}/{rank}", world_size, **options)
+        trainer.train()
+        weights = {**dict(trainer.model.named_parameters()), **dict(trainer.loss.named_parameters(prefix="loss"))}
+        weights = {name: weight.detach().clone() for name, weight in weights.items()}
+        found[kind] = values_of(trainer, "loss"), values_of(trainer, "grad_norm"), weights
+    for kind, options, message in REFUSED if world_size > 1 else ():
+        trainer = make_trainer(kind, way, models, f"{folder}/{rank}", world_size, **stages, **options)
         with pytest.raises(ValueError, match=message):
             trainer.train()
     return found
@@ -284,12 +239,11 @@ def in_two_stages(rank: int, world_size: int, models: str, folder: str) -> dict[
 
 def test_two_stages_equal_one_process(models: str, tmp_path: Path) -> None:
     """Each column of the data set is a call of the model. The classifier of "softmax" belongs to the loss."""
-    expected = train_each(0, 1, models, str(tmp_path / "stock"), STAGED, 1)
-    for found in run_ranks(in_two_stages, 2, models, str(tmp_path), timeout=290):
+    expected = staged(0, 1, models, str(tmp_path / "stock"))
+    for found in run_ranks(staged, 2, models, str(tmp_path), timeout=290):
         for kind in STAGED:
-            torch.testing.assert_close(found[kind].losses, expected[kind].losses, rtol=0, atol=1e-5)
-            torch.testing.assert_close(found[kind].norms, expected[kind].norms, rtol=0, atol=1e-4)
-            torch.testing.assert_close(found[kind].weights, expected[kind].weights, rtol=0, atol=1e-5)
+            for mine, wanted, most in zip(found[kind], expected[kind], (1e-5, 1e-4, 1e-5), strict=True):
+                torch.testing.assert_close(mine, wanted, rtol=0, atol=most)
 
 
 def test_an_interrupted_training_resumes(models: str, tmp_path: Path) -> None:
