@@ -52,9 +52,8 @@ def test_inspect_lists_units_stages_and_shared_parameters() -> None:
 
 
 def test_inspect_takes_folder_file_and_architecture(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("bert", num_hidden_layers=3, hidden_size=32, num_attention_heads=2)
-    config.architectures = ["BertForTokenClassification"]
-    config.save_pretrained(tmp_path)
+    architectures = ["BertForTokenClassification"]
+    AutoConfig.for_model("bert", num_hidden_layers=3, architectures=architectures).save_pretrained(tmp_path)
     for name in (str(tmp_path), str(tmp_path / "config.json")):
         report = inspect_json(name)
         assert (report["model"], len(report["units"])) == ("BertForTokenClassification", 3)
@@ -92,19 +91,16 @@ def test_name_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("We couldn't connect to the Hub.\nMore lines.")
 
     monkeypatch.setattr(placeholder_model.AutoConfig, "from_pretrained", not_found)
-    result = run("inspect", "no/such-model")
-    assert result.exit_code == 2
-    assert "unknown model 'no/such-model': it is not a folder, a config.json or one of the " in result.stderr
-    assert "could not be loaded from the Hugging Face Hub (We couldn't connect to the Hub)" in " ".join(
-        result.stderr.split()
-    )
-    result = run("inspect", "brt")
-    assert result.exit_code == 2 and "Model types of a similar name: bert" in " ".join(result.stderr.split())
+    for name, told in {
+        "no/such-model": "could not be loaded from the Hugging Face Hub (We couldn't connect to the Hub)",
+        "brt": "Model types of a similar name: bert",
+    }.items():
+        result = run("inspect", name)
+        assert result.exit_code == 2 and told in " ".join(result.stderr.split())
 
 
 def test_inspect_says_that_batches_are_not_divided_with_batch_normalisation() -> None:
     """So no plan with more than one micro-batch is shown."""
-    assert inspect_json("bert", "--stages", "2")["single_micro_batch"] is None
     text = " ".join(run("inspect", "regnet", "--stages", "2").stdout.split())
     assert "the statistics of the whole batch" in text and "the batch of a pipeline is not divided" in text
     assert "with 1 micro-batch;" in text

@@ -7,10 +7,8 @@ import importlib
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -48,29 +46,6 @@ def test_links_lead_somewhere(page):
         if not file.exists() or (fragment and file.suffix == ".md" and fragment not in anchors(file)):
             broken.append(target)
     assert not broken
-
-
-class _NavLoader(yaml.SafeLoader):
-    """Reads mkdocs.yml, whose functions by name mean nothing here."""
-
-
-_NavLoader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
-
-
-def pages_in(nav: Any) -> list[str]:
-    """The pages of a navigation, in order."""
-    if isinstance(nav, str):
-        return [nav]
-    values = nav.values() if isinstance(nav, dict) else nav
-    return [page for value in values for page in pages_in(value)]
-
-
-def test_each_page_is_in_the_navigation_once():
-    """That there is a page for each entry is what `mkdocs build --strict` checks."""
-    listed = pages_in(yaml.load((ROOT / "mkdocs.yml").read_text(), _NavLoader)["nav"])
-    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
-    assert not pages - set(listed)
-    assert len(listed) == len(set(listed))
 
 
 PATHS = {

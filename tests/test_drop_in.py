@@ -30,14 +30,6 @@ def alone(run: Run, folder: str = "pipeline") -> Any:
     return pipeline_trainer(replace(run, per_device=64), 1, folder, use_cpu=True)
 
 
-class GivesBatches:
-    """Its evaluation has batches, and no data set."""
-
-    def get_eval_dataloader(self, eval_dataset=None):  # type: ignore[no-untyped-def]
-        samples = [self.eval_dataset[index] for index in range(12)]
-        return [self.data_collator(samples[start : start + 4]) for start in (0, 4, 8)]
-
-
 def made_before(rank: int, world_size: int) -> Outcome:
     trainer = pipeline_trainer(replace(RUN, per_device=32), 2)
     trainer.create_optimizer()
@@ -49,15 +41,6 @@ def test_stages_adopt_an_optimizer_over_the_whole_model() -> None:
 
 
 # ------------------------------------------------------------------------------------------ evaluation, loaders
-def evaluated_in_batches(rank: int, world_size: int) -> float:
-    run = replace(RUN, trainer=GivesBatches).with_options(remove_unused_columns=False)
-    trainer = pipeline_trainer(run, 2) if world_size > 1 else alone(run)
-    return trainer.evaluate()["eval_loss"]
-
-
-def test_stages_evaluate_batches_that_have_no_dataset() -> None:
-    expected = evaluated_in_batches(0, 1)
-    assert run_ranks(evaluated_in_batches, 2) == [pytest.approx(expected, abs=1e-5)] * 2
 
 
 class ShardsItself:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from torch import nn
-from training_data import PadCollator, TrainingData
+from training_data import PadCollator
 from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference
 from transformers import Trainer, TrainingArguments
 
@@ -42,18 +42,9 @@ def example(code: str, **names: Any) -> dict[str, Any]:
 
 def test_a_freeze_policy(tmp_path: Path) -> None:
     run = Run(samples=16)
-    args = PipeTransformerTrainingArguments(
-        str(tmp_path),
-        max_steps=4,
-        freeze_strategy="steps",
-        freeze_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    model = run.build_model()
-    data = TrainingData(run.kind, run.samples)
-    trainer = example(POLICY, model=model, args=args, dataset=data)["trainer"]
+    options: dict[str, Any] = {"max_steps": 4, "freeze_strategy": "steps", "freeze_steps": 1, "report_to": []}
+    args = PipeTransformerTrainingArguments(str(tmp_path), use_cpu=True, **options)
+    trainer = example(POLICY, model=run.build_model(), args=args, dataset=run.data(16))["trainer"]
     trainer.data_collator = PadCollator(run.kind)
     trainer.train()
     logged = [entry["num_frozen_layers"] for entry in trainer.state.log_history if "num_frozen_layers" in entry]

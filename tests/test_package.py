@@ -1,8 +1,9 @@
-"""What is published: a wheel and a source distribution, built and installed without a network."""
+"""What is published: the wheel, built and installed without a network; the oldest versions; accelerate_configs/."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -11,7 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from distributed import patient
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import hf_pipetransformer
 
@@ -70,3 +75,61 @@ def test_the_wheel_has_the_package_and_nothing_else_is_installed_and_runs(tmp_pa
     (entry,) = [point for point in found.entry_points if point.group == "console_scripts"]
     assert (entry.name, entry.value) == ("hf-pipetransformer", "hf_pipetransformer.cli:app")
     assert found.metadata["License-Expression"] == "Apache-2.0"
+
+
+# ------------------------------------------------------------------------------------------ the oldest versions
+TESTED = ("recipes", "report", "test")
+"""The extras that tests need."""
+
+
+def bounds() -> dict[str, Version]:
+    """Of each dependency the oldest version that is admitted."""
+    lines = [*PROJECT["dependencies"], *(line for extra in TESTED for line in PROJECT["optional-dependencies"][extra])]
+    found = {}
+    for requirement in map(Requirement, lines):
+        if canonicalize_name(requirement.name) != canonicalize_name(PROJECT["name"]):
+            (found[canonicalize_name(requirement.name)],) = [
+                Version(part.version) for part in requirement.specifier if part.operator == ">="
+            ]
+    return found
+
+
+def test_the_constraints_are_the_lower_bounds() -> None:
+    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert {canonicalize_name(name): Version(version) for name, version in pins.items()} == bounds()
+
+
+def test_the_readme_says_what_is_needed() -> None:
+    (said,) = re.findall(r"^Requires (.*)\. Without", (ROOT / "README.md").read_text(), re.MULTILINE)
+    for name in ("torch", "transformers", "accelerate"):
+        assert f"{name} ≥ {bounds()[name]}" in said
+    assert f"Python ≥ {PROJECT['requires-python'].removeprefix('>=')}" in said
+
+
+# ------------------------------------------------------------------------------------------ accelerate_configs/
+FILES = ROOT / "accelerate_configs"
+SAID = {  # in docs/launching.md: processes, machines, type, mixed precision
+    "cpu_2": (2, 1, "MULTI_GPU", "no"),
+    "cpu_4": (4, 1, "MULTI_GPU", "no"),
+    "gpu_1": (1, 1, "NO", "bf16"),
+    "gpu_1node": (8, 1, "MULTI_GPU", "bf16"),
+    "gpu_multinode": (16, 2, "MULTI_GPU", "bf16"),
+}
+
+
+def test_both_tables_name_the_files() -> None:
+    for page in (ROOT / "docs" / "launching.md", ROOT / "recipes" / "README.md"):
+        rows = [line for line in page.read_text().splitlines() if re.match(r"\| `(cpu|gpu)_", line)]
+        assert [name for row in rows for name in re.findall(r"`(\w+)\.yaml`", row)] == list(SAID)
+    assert {path.stem for path in FILES.iterdir()} == set(SAID)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_files_say_what_the_table_says(name: str) -> None:
+    """Read as `accelerate launch` does, which refuses names that it does not know."""
+    config = load_config_from_file(str(FILES / f"{name}.yaml"))
+    assert isinstance(config, ClusterConfig) and not config.use_cpu  # that would start one process
+    said = (config.num_processes, config.num_machines, config.distributed_type.value, config.mixed_precision)
+    assert said == SAID[name]
+    assert (config.main_process_ip is not None) == (config.num_machines > 1)

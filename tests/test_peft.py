@@ -11,7 +11,6 @@ import torch
 from distributed import run_ranks
 from selection import slow
 from torch import nn
-from training_data import PadCollator
 from training_runs import (
     Outcome,
     Run,
@@ -23,9 +22,7 @@ from training_runs import (
     pipeline_trainer,
     weights_of,
 )
-from transformers import Trainer, TrainerCallback, TrainingArguments
-
-from hf_pipetransformer import LayerFreezeCallback
+from transformers import TrainerCallback
 
 peft = pytest.importorskip("peft")
 
@@ -129,19 +126,12 @@ def test_adapters_freeze_with_their_layers() -> None:
         assert sum(entry.get("cache_hit_rate", 0) + entry.get("cache_older_hit_rate", 0) for entry in log) > 0
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
-def test_a_prompt_that_would_stop_with_the_first_layer_is_refused_by_name(is_plain: bool) -> None:
+def test_a_prompt_that_would_stop_with_the_first_layer_is_refused_by_name() -> None:
     """Frozen by hand, the base model's layers (which are frozen anyway) leave the prompt and the head to train."""
     run = Run(samples=16, epochs=2)
     config = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=4)
     model = peft.get_peft_model(run.build_model(), config).train()
-    if is_plain:
-        callback = LayerFreezeCallback({"name": "schedule", "schedule": {1: 2}})
-        arguments = TrainingArguments("plain", use_cpu=True, **run.common_options())
-        data = {"train_dataset": run.data(16), "data_collator": PadCollator(run.kind)}
-        trainer = Trainer(model, arguments, callbacks=[callback], **data)
-    else:
-        options = {"freeze_policy": "schedule", "freeze_schedule": {1: 2}}
-        trainer = pipeline_trainer(run, 1, model=model, use_cpu=True, **options)
+    options = {"freeze_policy": "schedule", "freeze_schedule": {1: 2}}
+    trainer = pipeline_trainer(run, 1, model=model, use_cpu=True, **options)
     with pytest.raises(ValueError, match=r"'prompt_encoder\.default\.embedding\.weight'.*freeze_policy='none'"):
         trainer.train()

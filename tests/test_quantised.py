@@ -12,9 +12,15 @@ import torch
 from distributed import run_ranks, run_ranks_expecting_error
 from quantised import Int8Linear, stand_in_model, torchao_model
 from torch import nn
-from training_data import PadCollator
-from training_runs import Outcome, Run, assert_same_training, at_each_step, outcome_of, pipeline_trainer
-from transformers import Trainer, TrainingArguments
+from training_runs import (
+    Outcome,
+    Run,
+    assert_same_training,
+    at_each_step,
+    outcome_of,
+    pipeline_trainer,
+    reference_trainer,
+)
 
 from hf_pipetransformer import UnsupportedModelError
 from hf_pipetransformer.model import placeholders
@@ -23,12 +29,6 @@ Base = Literal["stand-in", "torchao"]
 WORLD = 2
 RUN = Run("causal-lm", model="llama", epochs=4, samples=64, accumulation=1, per_device=8)
 FREEZING = {"freeze_policy": "schedule", "freeze_schedule": {1: 2}}
-
-
-def require_torchao() -> None:
-    """Skip the test, in its own process, without the libraries."""
-    pytest.importorskip("peft")
-    pytest.importorskip("torchao")
 
 
 def build(base: Base) -> nn.Module:
@@ -44,12 +44,7 @@ def build(base: Base) -> nn.Module:
 @cache
 def expected(base: Base) -> Outcome:
     """In this process: the stock Trainer's DDP, also that of one process, cannot send torchao's weights."""
-    arguments = TrainingArguments(
-        "stock", use_cpu=True, per_device_train_batch_size=WORLD * RUN.per_device, **RUN.common_options()
-    )
-    return outcome_of(
-        Trainer(build(base), arguments, PadCollator(RUN.kind), train_dataset=RUN.data(RUN.samples))  # type: ignore[arg-type]
-    )
+    return outcome_of(reference_trainer(replace(RUN, per_device=4), model=build(base)))
 
 
 def bytes_of(model: nn.Module) -> int:
@@ -86,7 +81,8 @@ def test_equals_one_process(tmp_path: Path) -> None:
 
 def test_frozen_layers_and_their_cache(tmp_path: Path) -> None:
     """Against one process without the cache."""
-    require_torchao()
+    pytest.importorskip("peft")
+    pytest.importorskip("torchao")
     (wanted,) = run_ranks(trained, 1, "torchao", 1, str(tmp_path / "one"), activation_cache="off", **FREEZING)
     outcomes = run_ranks(trained, WORLD, "torchao", 2, str(tmp_path), activation_cache="on", **FREEZING)
     assert_same_training(outcomes, wanted)

@@ -23,23 +23,6 @@ def dataset(**columns):
     return Dataset.from_dict(columns)
 
 
-def test_only_an_empty_cell_of_csv_is_none(tmp_path):
-    path = tmp_path / "train.csv"
-    path.write_text("text,label\nN/A,None\nNULL,NA\n", encoding="utf-8")
-    data_args = run_glue.DataTrainingArguments(train_file=str(path))
-    data = run_glue.load_task_data(data_args, seed=0, cache_dir=str(tmp_path / "cache"))
-    assert list(data.splits["train"]["text"]) == ["N/A", "NULL"]
-    assert data.label_names == ("NA", "None")
-    path.write_text("text,label\na,yes\n,no\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="Row 1 of the train data has no text"):
-        run_glue.load_task_data(data_args, seed=0, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match="No column of text"):
-        run_glue.find_text_columns(dataset(idx=["a"], label=["no"]))
-    path.write_text("text,label\na,0.5\nb,nan\n", encoding="utf-8")  # no class, in a column of numbers
-    with pytest.raises(ValueError, match="Row 1 of the train data has no label"):
-        run_glue.load_task_data(data_args, seed=0, cache_dir=str(tmp_path / "cache"))
-
-
 def checkpoint(folder, *names):
     """A model that has learnt these labels, in this order."""
     id2label = dict(enumerate(names))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import transformers
 from selection import slow
 
 import metrics
@@ -49,23 +48,7 @@ def parse(arguments):
     return common.parse_arguments(arguments, run_glue.DataTrainingArguments)
 
 
-def test_adapters_and_new_heads_are_trained():
-    """A head may have two layers."""
-    pytest.importorskip("peft")
-    sizes = {"n_layers": 1, "dim": 16, "n_heads": 2, "hidden_dim": 32, "vocab_size": 9}
-    model_args = common.ModelArguments(model_type="distilbert", lora_rank=2)
-    model_class = transformers.AutoModelForSequenceClassification
-    model = common.load_model(model_class, model_args, common.load_config(model_args, sizes))
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    adapters = {name for name in trained if "lora_" in name}
-    assert len(adapters) == 2 * 6
-    assert {name.split(".")[2] for name in trained - adapters} == {"pre_classifier", "classifier"}
-    for bad, message in (({"lora_rank": 0}, "lora_rank=0"), ({"lora_target_modules": ["q"]}, "needs lora_rank")):
-        with pytest.raises(ValueError, match=message):
-            common.ModelArguments(**bad)
-
-
-def test_exactly_one_source_of_data():
+def test_user_errors():
     with pytest.raises(ValueError, match="got none"):
         run_glue.DataTrainingArguments()
     with pytest.raises(ValueError, match="task_name, generated_data"):
@@ -73,6 +56,9 @@ def test_exactly_one_source_of_data():
     with pytest.raises(ValueError, match="is not one of"):
         run_glue.DataTrainingArguments(task_name="sst9")
     assert run_glue.DataTrainingArguments(task_name="SST2").task_name == "sst2"
+    for bad, message in (({"lora_rank": 0}, "lora_rank=0"), ({"lora_target_modules": ["q"]}, "needs lora_rank")):
+        with pytest.raises(ValueError, match=message):
+            common.ModelArguments(**bad)
     with pytest.raises(ValueError, match="must all end in"):
         common.file_format({"train": "a.csv", "test": "b.jsonl"}, run_glue.FILE_FORMATS)
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from model_zoo import REFUSED
 from torch import nn
 from training_data import PadCollator, TrainingData
-from training_runs import WORLD, Run, pipeline_trainer
+from training_runs import WORLD, Run, pipeline_trainer, with_layerdrop
 from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
 
@@ -178,16 +177,16 @@ def all_hidden_states(rank: int) -> None:
 
 
 def skipping_layers(rank: int) -> None:
-    pipeline_trainer(Run("seq2seq", samples=16), 2, model=REFUSED["bart-layerdrop"].build()).train()
+    pipeline_trainer(Run("seq2seq", samples=16), 2, model=with_layerdrop()).train()
 
 
-CUTTING = {"bart-layerdrop": skipping_layers, "output_hidden_states": all_hidden_states}
+CUTTING = {"layerdrop": skipping_layers, "output_hidden_states": all_hidden_states}
 
 
 def test_models_that_cannot_be_cut() -> None:
     messages = refused_by_all("CUTTING", 2, UnsupportedModelError)
     assert "output_hidden_states" in messages["output_hidden_states"]
-    assert "BartForConditionalGeneration" in messages["bart-layerdrop"] and "Set " in messages["bart-layerdrop"]
+    assert "BartForConditionalGeneration" in messages["layerdrop"] and "Set " in messages["layerdrop"]
 
 
 def with_three_layers(rank: int) -> None:

@@ -29,8 +29,6 @@ from training_runs import (
 )
 from transformers import TrainerCallback
 
-from hf_pipetransformer import PipeTransformerTrainingArguments
-
 MODELS = {
     "bert": Run("text-classification"),
     "llama-tied": Run("causal-lm"),
@@ -201,17 +199,3 @@ def with_schedule_free(rank: int, world_size: int) -> None:
 def test_an_optimizer_that_changes_all_weights_is_refused() -> None:
     errors = run_ranks_expecting_error(with_schedule_free, 2)
     assert all(type(error) is ValueError and "replica_sharding='optimizer'" in str(error) for error in errors)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"replica_sharding": "full"}, "FSDP is fsdp='full_shard' with fsdp_config={'version': 2}"),
-        ({"replica_sharding": "full", "pipeline_parallel_size": 2}, "more memory than replica_sharding='optimizer'"),
-        ({"replica_sharding": "optimizer", "auto_find_batch_size": True}, "stock Trainer"),
-    ],
-)
-def test_refused_by_name(options: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="replica_sharding") as caught:
-        PipeTransformerTrainingArguments(str(tmp_path), **options)
-    assert words in str(caught.value)

@@ -85,6 +85,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**SLICED, "label_smoothing_factor": 0.1}, "label_smoothing_factor=0"),
     ({**SLICED, "activation_cache": "on"}, "whole samples"),
     ({**SLICED, "full_determinism": True}, "measured times"),
+    ({"replica_sharding": "full"}, r"replica_sharding.*FSDP is fsdp='full_shard' with fsdp_config={'version': 2}"),
+    ({"replica_sharding": "full", "pipeline_parallel_size": 2}, "more memory than replica_sharding='optimizer'"),
+    ({"replica_sharding": "optimizer", "auto_find_batch_size": True}, "replica_sharding.*stock Trainer"),
     ({"freeze_polcy": "alpha"}, r"no field 'freeze_polcy'\. Did you mean 'freeze_policy'\?"),
 ]
 
