@@ -20,6 +20,7 @@ import logging
 import random
 import socket
 import statistics
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -83,6 +84,14 @@ def free_port():
         return probe.getsockname()[1]
 
 
+@pytest.fixture
+def four_processes(monkeypatch):
+    """As if a launcher had started four. Only our arguments shall see it: transformers would wait for the others."""
+    from hf_pipetransformer import training_args
+
+    monkeypatch.setattr(training_args, "os", SimpleNamespace(environ={**os.environ, "WORLD_SIZE": "4"}))
+
+
 @pytest.fixture(autouse=True)
 def _no_distributed_state():
     """Accelerate keeps its state in class attributes; one test's must not reach the next."""
@@ -101,8 +110,6 @@ FEWEST_KILLS = 20
 """Below so many (a selection of the tests) nothing is asked of all of them together."""
 MOST_SECONDS_UNTIL_ENDED = 5.0
 """Median, from a kill to the end of the last peer: 3.2 were seen, two of them without a sign of life."""
-MOST_SECONDS_AFTER_NOTICE = 10.0
-"""The worst, from when a process that stands still is to be noticed to the end of the last peer."""
 MOST_SECONDS_TO_RECOVER = 15.0
 """Median, from a kill to the first new step, without imports. The aim is 2 s with a core for each process.
 
@@ -129,7 +136,6 @@ def _times(config):
     kills = [row for row in faults if row["fault"].startswith("kill")]
     ended = [row["seconds_until_all_ended"] for row in kills if "restarts" not in row]  # a launcher adds its own
     recovered = [row.get("without_imports", row["seconds_to_recover"]) for row in kills]
-    told = [row["seconds_until_all_ended"] - row["seconds_to_notice"] for row in faults if "seconds_to_notice" in row]
     times = []
     if len(ended) >= FEWEST_KILLS:
         until_step = "from a kill to the first new step, without imports"
@@ -137,8 +143,6 @@ def _times(config):
             ("median from a kill to the end of all", statistics.median(ended), MOST_SECONDS_UNTIL_ENDED),
             (f"median {until_step}", statistics.median(recovered), MOST_SECONDS_TO_RECOVER),
         ]
-    if told:
-        times.append(("worst from a stop or hang to the end of all, but for", max(told), MOST_SECONDS_AFTER_NOTICE))
     return [(what, seconds, bound * slowness()) for what, seconds, bound in times]
 
 

@@ -30,10 +30,7 @@ def example(code: str, **names: Any) -> dict[str, Any]:
         code: the example.
         names: that it uses, beside the package's and torch's.
     """
-    known = (
-        *(FreezePolicy, FreezeDecision, PipeTransformerTrainer, PipeTransformerTrainingArguments),
-        *(Schedule, Work),
-    )
+    known = (FreezePolicy, FreezeDecision, PipeTransformerTrainer, PipeTransformerTrainingArguments, Schedule, Work)
     space: dict[str, Any] = {"torch": torch, "nn": nn, "SCHEDULES": SCHEDULES, "__name__": __name__}
     space |= {**{one.__name__: one for one in known}, **names}
     exec(compile(code, "CONTRIBUTING.md", "exec"), space)

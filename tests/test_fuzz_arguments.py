@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import random
 import re
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from distributed import launch_ranks, run_ranks
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from training_data import Kind
 from training_runs import Outcome, Run, assert_same_training, freezing_reference, outcome_of, pipeline_trainer
 from transformers import TrainingArguments
@@ -150,13 +146,6 @@ def make(**options: Any) -> PipeTransformerTrainingArguments:
     return PipeTransformerTrainingArguments(**{"output_dir": "out", "report_to": [], "use_cpu": True, **options})
 
 
-@pytest.fixture
-def four_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a launcher had started four, which only our arguments see."""
-    environment = {**training_args.os.environ, "WORLD_SIZE": "4"}
-    monkeypatch.setattr(training_args, "os", SimpleNamespace(environ=environment))
-
-
 def test_every_field_is_drawn() -> None:
     assert own_fields() == set(FIELDS)
 
@@ -172,56 +161,6 @@ def test_each_value_by_itself(name: str) -> None:
     for value in values.senseless:
         with pytest.raises(ValueError, match=name):
             make(**{**values.company, name: value})
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=4,
-)
-"""What a configuration file may hold."""
-
-
-@st.composite
-def combinations(draw: st.DrawFn) -> dict[str, Any]:
-    """Sensible values of any fields, and of up to two of them whatever a configuration file may hold, or its text."""
-
-    def some(names: list[str]) -> list[str]:
-        return draw(st.lists(st.sampled_from(names), unique=True, max_size=6))
-
-    options = {name: draw(st.sampled_from(STOCK[name])) for name in some(list(STOCK))}
-    options |= {name: draw(st.sampled_from(FIELDS[name].sensible)) for name in some(list(FIELDS))}
-    for name in draw(st.lists(st.sampled_from(list(FIELDS)), max_size=2)):
-        anything = st.sampled_from(FIELDS[name].senseless) | JSON | JSON.map(json.dumps)
-        options |= {**FIELDS[name].company, name: draw(anything)}
-    return options
-
-
-@pytest.mark.usefixtures("four_processes")
-@pytest.mark.slow
-def test_combinations_are_accepted_or_refused_by_name() -> None:
-    """Accepted ones survive the way to a file and back."""
-    counts: Counter[str] = Counter()
-
-    @settings(
-        max_examples=800, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
-    @given(combinations())
-    def check(options: dict[str, Any]) -> None:
-        counts["examples"] += 1
-        try:
-            arguments = make(**options)
-        except ValueError as error:
-            counts["refused"] += 1
-            assert is_named(error, options), (options, error)
-            return
-        counts["accepted"] += 1
-        again = make(**json.loads(arguments.to_json_string()))
-        assert again.to_json_string() == arguments.to_json_string()
-
-    check()
-    print(dict(counts))
-    assert min(counts["refused"], counts["accepted"]) > counts["examples"] / 10
 
 
 TOLERANCE = 1e-5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shlex
@@ -16,7 +15,6 @@ import pytest
 import yaml
 from distributed import run_ranks
 from transformers import BertConfig, BertForSequenceClassification
-from transformers.utils import logging as transformers_logging
 from typer.testing import CliRunner
 
 from hf_pipetransformer.cli import app
@@ -82,29 +80,6 @@ def test_the_commands_of_the_first_ten_minutes(model: Path, tmp_path: Path, monk
     assert "FROZEN" in (tmp_path / "outputs" / "frozen" / "report.html").read_text().upper()
     (prediction,) = blocks(page, "python")
     exec(compile(prediction, "predict.py", "exec"), {})
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
-
-
-def example(rank: int, world_size: int, code: str, folder: str) -> None:
-    logging.getLogger("hf_pipetransformer").setLevel(logging.NOTSET)  # as in any script (`distributed`)
-    transformers_logging.set_verbosity_warning()  # the default; the tests' is "error"
-    os.chdir(folder)
-    exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
-
-
-@pytest.mark.slow
-def test_the_example_prints_what_the_readme_shows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """But for measured numbers, and for what follows from them."""
-    (code,) = blocks(ROOT / "README.md", "python")
-    (output,) = blocks(ROOT / "README.md", "console")
-    run_ranks(example, 2, code, str(tmp_path), timeout=240)
-    printed = "".join(capfd.readouterr())
-    for line in output.splitlines():  # up to what is measured
-        fixed = re.split(r", \d of them cached| in \d+\.\d", line)[0]
-        assert printed.count(fixed) == 1, fixed  # rank 0 alone prints it
 
 
 @pytest.mark.slow

@@ -115,21 +115,15 @@ def test_a_step_begins_behind_the_random_states_of_the_checkpoint() -> None:
     assert loads < source.index("callback_handler.on_step_begin(") < source.index("self.training_step(")
 
 
-@pytest.mark.parametrize("method", ["backward_one_chunk", "backward_weight_one_chunk", "clear_runtime_states"])
+STAGE_METHODS = ["backward_one_chunk", "backward_weight_one_chunk", "clear_runtime_states"]
+if schedule._Stage is not PipelineStage:  # torch's own stage is used from torch 2.13 on
+    STAGE_METHODS += ["_prepare_forward_infra", "_create_grad_send_info", "_get_init_p2p_neighbors_ops"]
+    STAGE_METHODS += ["get_bwd_send_ops", "get_bwd_recv_ops", "set_local_fwd_input", "set_local_bwd_input"]
+
+
+@pytest.mark.parametrize("method", STAGE_METHODS)
 def test_pipeline_stage_methods(method: str) -> None:
     assert hasattr(PipelineStage, method), f"torch {torch.__version__} has no PipelineStage.{method} any more"
-
-
-OF_OLDER_STAGES = (
-    *("_prepare_forward_infra", "_create_grad_send_info", "_get_init_p2p_neighbors_ops"),
-    *("get_bwd_send_ops", "get_bwd_recv_ops", "set_local_fwd_input", "set_local_bwd_input"),
-)
-
-
-@pytest.mark.skipif(schedule._Stage is PipelineStage, reason="torch's own stage is used from torch 2.13 on")
-@pytest.mark.parametrize("method", OF_OLDER_STAGES)
-def test_methods_of_an_older_pipeline_stage(method: str) -> None:
-    assert hasattr(PipelineStage, method), f"torch {torch.__version__} has no PipelineStage.{method}"
 
 
 def test_backward_of_a_stage() -> None:

@@ -33,7 +33,6 @@ MODELS = {
     "bert": Run("text-classification"),
     "llama-tied": Run("causal-lm"),
     "adafactor": Run("causal-lm").with_options(optim="adafactor"),  # needs whole matrices
-    "deberta": Run(model="deberta-v2"),  # embeddings that all stages share
     "no-accumulation-no-clipping": Run(accumulation=1).with_options(max_grad_norm=0.0),
 }
 
@@ -48,7 +47,6 @@ Case = tuple[str, int, dict[str, Any]]
 """Name of a run, stages, further arguments."""
 OTHERS: list[Case] = [
     ("adafactor", 2, {}),
-    ("deberta", 2, {}),
     ("no-accumulation-no-clipping", 1, {}),
     ("llama-tied", 2, {"token_slices": 2}),  # without DDP: gradients are averaged after the step
 ]

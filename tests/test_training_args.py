@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from training_runs import Run, pipeline_trainer
 from transformers import HfArgumentParser
 
@@ -27,20 +25,6 @@ def make(tmp_path: Path, **fields: Any) -> PipeTransformerTrainingArguments:
 
 def pipeline_fields(args: PipeTransformerTrainingArguments) -> tuple[Any, ...]:
     return args.pipeline_parallel_size, args.pipeline_schedule, args.num_microbatches, args.token_slices
-
-
-@pytest.fixture
-def four_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a launcher had started four. Only our arguments shall see it: transformers would wait for the others."""
-    monkeypatch.setattr(training_args, "os", SimpleNamespace(environ={**os.environ, "WORLD_SIZE": "4"}))
-
-
-def test_defaults(tmp_path: Path) -> None:
-    args = make(tmp_path)
-    assert pipeline_fields(args) == (1, "1f1b", "auto", "off")
-    assert not args.uses_pipeline
-    assert args.use_cpu is not torch.accelerator.is_available()
-    assert args.average_tokens_across_devices is False
 
 
 @pytest.mark.usefixtures("four_processes")

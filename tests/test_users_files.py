@@ -123,25 +123,21 @@ def checkpoint(trained: Path, tmp_path: Path) -> Path:
     return tmp_path / "checkpoint-8"
 
 
-def pipeline_state(state: dict[str, Any]) -> dict[str, Any]:
-    return state["stateful_callbacks"]["PipelineState"]["attributes"]
-
-
-def freezing(state: dict[str, Any]) -> dict[str, Any]:
-    return state["stateful_callbacks"]["LayerFreezeCallback"]["attributes"]
+def memory(state: dict[str, Any], name: str = "PipelineState") -> dict[str, Any]:
+    return state["stateful_callbacks"][name]["attributes"]["memory"]
 
 
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "stateful_callbacks is": lambda s: s.update(stateful_callbacks=[1]),
     "PipelineState.attributes is missing": lambda s: s["stateful_callbacks"].update(PipelineState={"args": {}}),
-    "memory.layout.stages is 0": lambda s: pipeline_state(s)["memory"]["layout"].update(stages=0),
-    "memory.num_decisions is missing": lambda s: freezing(s)["memory"].pop("num_decisions"),
+    "memory.layout.stages is 0": lambda s: memory(s)["layout"].update(stages=0),
+    "memory.num_decisions is missing": lambda s: memory(s, "LayerFreezeCallback").pop("num_decisions"),
 }
 
 
 FOREIGN: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "layout is no layout": lambda s: pipeline_state(s)["memory"]["layout"].update(stages=3),
-    "gradients of 2 layers": lambda s: freezing(s)["memory"].update(observed=[[1.0, 1.0], [1, 1]]),
+    "layout is no layout": lambda s: memory(s)["layout"].update(stages=3),
+    "gradients of 2 layers": lambda s: memory(s, "LayerFreezeCallback").update(observed=[[1.0, 1.0], [1, 1]]),
 }
 """Of another training: there is nothing wrong with the file."""
 
