@@ -30,16 +30,6 @@ def alone(run: Run, folder: str = "pipeline") -> Any:
     return pipeline_trainer(replace(run, per_device=64), 1, folder, use_cpu=True)
 
 
-def made_before(rank: int, world_size: int) -> Outcome:
-    trainer = pipeline_trainer(replace(RUN, per_device=32), 2)
-    trainer.create_optimizer()
-    return outcome_of(trainer)
-
-
-def test_stages_adopt_an_optimizer_over_the_whole_model() -> None:
-    assert_same_training(run_ranks(made_before, 2), reference(0, 1, RUN))
-
-
 # ------------------------------------------------------------------------------------------ evaluation, loaders
 
 

@@ -29,6 +29,8 @@ WORLD = 2
 LORA = {
     "bert": (Run(epochs=3), {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]}),
     "llama": (Run("causal-lm", model="llama", epochs=3), {"task_type": "CAUSAL_LM"}),
+    # nothing to train in the first stage
+    "upper-layers": (Run(epochs=3), {"task_type": "SEQ_CLS", "target_modules": ["query"], "layers_to_transform": [3]}),
 }
 FREEZE_AT = {3: 1, 6: 2}  # steps done -> frozen layers
 
@@ -88,6 +90,24 @@ def test_resumes_from_an_adapter_checkpoint_in_another_layout(tmp_path: Path) ->
     for outcomes in run_ranks(interrupted, WORLD, "llama", str(tmp_path)):
         assert_same_training(outcomes, expected("llama"))
     assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").is_file()
+
+
+def best_of_upper_layers(rank: int, world_size: int, folder: str) -> tuple[Outcome, Any]:
+    """The worst model is loaded, so that it is not the last one."""
+    each: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = pipeline_trainer(LORA["upper-layers"][0], 2, folder, model=build("upper-layers"), **each, **best)
+    return outcome_of(trainer), trainer.state.best_model_checkpoint
+
+
+@pytest.mark.slow
+def test_the_best_adapter_is_loaded_at_the_end(tmp_path: Path) -> None:
+    for outcome, best in run_ranks(best_of_upper_layers, WORLD, str(tmp_path)):
+        assert outcome.losses == pytest.approx(expected("upper-layers").losses, abs=1e-4)
+        base = LORA["upper-layers"][0].build_model()
+        loaded = peft.PeftModel.from_pretrained(base, best, is_trainable=True)
+        assert not best.endswith("checkpoint-8")
+        assert largest_difference(weights_of(loaded), outcome.weights)[0] == 0.0
 
 
 # ------------------------------------------------------------------------------------------ freezing

@@ -77,24 +77,6 @@ def test_elastic_training_with_cached_layers_equals_one_process() -> None:
         assert epochs[-1]["cache_hit_rate"] + epochs[-1]["cache_older_hit_rate"] > 0.9
 
 
-def with_an_optimizer_of_the_users_own(rank: int, world_size: int) -> Outcome:
-    sharded = {"stages": 2, "replica_sharding": "optimizer"}
-    make: Any = reference_trainer if world_size == 1 else partial(pipeline_trainer, **sharded)
-    trainer = make(Run())
-    groups = [
-        {"params": [p for p in trainer.model.parameters() if p.dim() > 1], "weight_decay": 0.05},
-        {"params": [p for p in trainer.model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    trainer.optimizer = torch.optim.AdamW(groups, lr=3e-3, eps=1e-4, fused=True)
-    return outcome_of(trainer)
-
-
-@pytest.mark.slow
-def test_equals_one_process_with_an_optimizer_of_the_users_own() -> None:
-    (expected,) = run_ranks(with_an_optimizer_of_the_users_own, 1)
-    assert_same_training(run_ranks(with_an_optimizer_of_the_users_own, WORLD), expected)
-
-
 # ------------------------------------------------------------------------------------------ checkpoints
 def train_some(rank: int, world_size: int, folder: str, resumes: bool) -> Outcome:
     """On one process by the stock Trainer."""
