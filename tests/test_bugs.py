@@ -56,9 +56,7 @@ def test_the_last_step_of_a_stream_has_its_own_samples_only() -> None:
     assert_same_training(run_ranks(short_stream, 2), run_ranks(short_stream, 1)[0])
 
 
-# ------------------------------------------------------------------------------------------ what is said of a freeze
-
-
+# ------------------------------------------------------------------------------------------ with one stage
 def full_eval(rank: int, world_size: int, cls: type, arguments_cls: type) -> Outcome:
     run = Run("causal-lm", samples=32, epochs=1).with_options(use_cpu=True, bf16_full_eval=True)
     rows = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}

@@ -30,9 +30,7 @@ def alone(run: Run, folder: str = "pipeline") -> Any:
     return pipeline_trainer(replace(run, per_device=64), 1, folder, use_cpu=True)
 
 
-# ------------------------------------------------------------------------------------------ evaluation, loaders
-
-
+# ------------------------------------------------------------------------------------------ loaders
 class ShardsItself:
     """Each process reads a part of the samples that it has chosen itself, as Ray Data's loaders do."""
 

@@ -110,6 +110,3 @@ def test_classes_from_end_to_end(tmp_path):
     assert alone["eval_accuracy"] == pytest.approx(
         np.mean([p == "good" for p, r in zip(predictions, references, strict=True) if r == "good"])
     )
-
-
-# ---------------------------------------------------------------- GLUE's tasks, as they are on the hub
