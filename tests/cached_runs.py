@@ -7,12 +7,7 @@ from typing import Any
 
 from distributed import run_ranks
 from test_elastic_pipeline import reference, stages_by_frozen
-from training_runs import (
-    Outcome,
-    Run,
-    outcome_of,
-    pipeline_trainer,
-)
+from training_runs import Outcome, Run, outcome_of, pipeline_trainer
 
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache import writing
@@ -24,9 +19,6 @@ SHRINK = {0: 4, 1: 2, 2: 2, 3: 1}
 """Frozen layers -> stages."""
 RUNS = {
     "bert": Run(epochs=6),
-    "llama": Run("causal-lm", model="llama", epochs=6),
-    "gpt2-tied": Run("causal-lm", model="gpt2", epochs=6),
-    "vit": Run("image-classification", epochs=6),
     "streamed": Run(epochs=6, streamed=True).with_options(max_steps=18),
 }
 

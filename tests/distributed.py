@@ -124,23 +124,10 @@ class RankOutcome:
     log: str = ""
 
 
-def run_ranks(
-    fn: Callable,
-    world_size: int,
-    *args: Any,
-    timeout: float = 120,
-    env: Mapping[str, str] | None = None,
-    **kwargs: Any,
-) -> list:
+def run_ranks(fn: Callable, world_size: int, *args: Any, **options: Any) -> list:
     """Returns `fn(rank, world_size, *args, **kwargs)` of every rank, in the order of ranks.
 
-    Args:
-        fn: A function at the top level of an importable module.
-        world_size: Number of processes.
-        *args: Further arguments for `fn`, picklable.
-        timeout: Seconds of a quiet machine until all ranks are killed and the call fails.
-        env: Additions to the environment of every rank.
-        **kwargs: Keyword arguments for `fn`, picklable.
+    It takes the arguments of `launch_ranks`.
 
     Raises:
         BaseException: What the first failing rank raised, of the same type, with its traceback as the cause. Errors
@@ -148,27 +135,20 @@ def run_ranks(
         RankTimeoutError: A rank did not end in time.
         RankDiedError: A rank was killed.
     """
-    outcomes = launch_ranks(fn, world_size, *args, timeout=timeout, seconds_after_error=5, env=env, **kwargs)
+    outcomes = launch_ranks(fn, world_size, *args, seconds_after_error=5, **options)
     failures = sorted((o for o in outcomes if o.error is not None), key=lambda o: (_weight(o.error), o.finished_s))
     if failures:
         raise failures[0].error
     return [outcome.value for outcome in outcomes]
 
 
-def run_ranks_expecting_error(
-    fn: Callable,
-    world_size: int,
-    *args: Any,
-    timeout: float = 120,
-    env: Mapping[str, str] | None = None,
-    **kwargs: Any,
-) -> list[BaseException]:
-    """Returns what every rank raised; takes the arguments of `run_ranks`.
+def run_ranks_expecting_error(fn: Callable, world_size: int, *args: Any, **options: Any) -> list[BaseException]:
+    """Returns what every rank raised; takes the arguments of `launch_ranks`.
 
     Raises:
         AssertionError: A rank returned, hung or died instead of raising.
     """
-    outcomes = launch_ranks(fn, world_size, *args, timeout=timeout, env=env, **kwargs)
+    outcomes = launch_ranks(fn, world_size, *args, **options)
     for outcome in outcomes:
         if outcome.error is None:
             raise AssertionError(f"rank {outcome.rank} raised nothing and returned {outcome.value!r}")
@@ -189,7 +169,13 @@ def launch_ranks(
     """Runs `fn` like `run_ranks`, and returns how each rank ended instead of raising.
 
     Args:
+        fn: A function at the top level of an importable module.
+        world_size: Number of processes.
+        *args: Further arguments for `fn`, picklable.
+        timeout: Seconds of a quiet machine until all ranks are killed and the call fails.
         seconds_after_error: Once a rank has failed, how long the others may go on; None: until the timeout.
+        env: Additions to the environment of every rank.
+        **kwargs: Keyword arguments for `fn`, picklable.
     """
     call = pickle.dumps((fn, args, kwargs))
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,7 +1,6 @@
 """Tiny instances of many transformers architectures, all deterministic in training mode.
 
-`MODELS` maps a name to a `ZooModel` that the library must run at every cut; `REFUSED` maps a name to a
-`RefusedModel` that it must decline, with the reason.
+`MODELS` maps a name to a `ZooModel` that the library must run at every cut.
 
     model = MODELS["bert-classification"].build()
     loss = model(**MODELS["bert-classification"].batch(rows=3)).loss
@@ -35,7 +34,7 @@ class ZooModel:
     """A recipe for one tiny model and for batches that it can read.
 
     Args:
-        name: Key of the model in `MODELS` or `REFUSED`.
+        name: Key of the model in `MODELS`.
         make_model: Builds the model from the current random state.
         make_batch: Builds a batch of the given number of rows from the given generator.
     """
@@ -46,27 +45,13 @@ class ZooModel:
 
     def build(self, seed: int = 0) -> hf.PreTrainedModel:
         """Returns a new model in training mode; equal seeds give equal weights. Keeps the global random state."""
-        return without_dropout(self._make(seed)).train()
-
-    def _make(self, seed: int) -> hf.PreTrainedModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return with_large_weights(self.make_model())
+            return without_dropout(with_large_weights(self.make_model())).train()
 
     def batch(self, rows: int = 3, seed: int = 1) -> Batch:
         """Returns the keyword arguments of one forward with a loss."""
         return self.make_batch(rows, torch.Generator().manual_seed(seed))
-
-
-@dataclasses.dataclass(frozen=True)
-class RefusedModel(ZooModel):
-    """A model that the library must refuse; `reason` says why in one sentence."""
-
-    reason: str
-
-    def build(self, seed: int = 0) -> hf.PreTrainedModel:
-        """Returns a new model in training mode that keeps what it must be refused for."""
-        return self._make(seed).train()
 
 
 def with_large_weights(model: nn.Module) -> nn.Module:
@@ -254,8 +239,10 @@ WAVE = {
     "num_conv_pos_embedding_groups": 2,
     "classifier_proj_size": 8,
 }
-DEBERTA = {**ENCODER, "relative_attention": True, "pos_att_type": "c2p|p2c"}
-DEBERTA_V2 = {**DEBERTA, "norm_rel_ebd": "layer_norm", "position_buckets": 8, "share_att_key": True}
+DEBERTA_V2 = {
+    **{**ENCODER, "relative_attention": True, "pos_att_type": "c2p|p2c"},
+    **{"norm_rel_ebd": "layer_norm", "position_buckets": 8, "share_att_key": True},
+}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -268,7 +255,6 @@ def _without(sizes: dict, *names: str) -> dict:
 # ---------------------------------------------------------------------------------------------------------
 
 MODELS: dict[str, ZooModel] = {}
-REFUSED: dict[str, RefusedModel] = {}
 
 
 def _maker(model_class: str, sizes: dict) -> Callable[[], hf.PreTrainedModel]:
@@ -293,10 +279,6 @@ def _decoder(name: str, model_class: str, make_batch: BatchMaker = token_labels,
     _add(name, model_class, make_batch, **(sizes or DECODER))
 
 
-def _refuse(name: str, model_class: str, make_batch: BatchMaker, reason: str, **sizes) -> None:
-    REFUSED[name] = RefusedModel(name, _maker(model_class, sizes), make_batch, reason)
-
-
 # Encoders: every head on BERT, then one head on every architecture.
 _encoder("bert-classification", "BertForSequenceClassification")
 _encoder("bert-question-answering", "BertForQuestionAnswering", question_answering)
@@ -305,26 +287,8 @@ _encoder("bert-multiple-choice", "BertForMultipleChoice", multiple_choice)
 _encoder("bert-pretraining", "BertForPreTraining", pretraining)
 _encoder("bert-tokens", "BertForTokenClassification", token_labels, **ENCODER, num_labels=VOCABULARY)
 _encoder("roberta", "RobertaForSequenceClassification")
-_encoder(
-    "distilbert",
-    "DistilBertForSequenceClassification",
-    vocab_size=VOCABULARY,
-    dim=16,
-    n_layers=4,
-    n_heads=2,
-    hidden_dim=24,
-    max_position_embeddings=40,
-)
 _encoder("albert", "AlbertForSequenceClassification", **ENCODER, embedding_size=8)
-_encoder(
-    "albert-2-groups",
-    "AlbertForSequenceClassification",
-    **ENCODER,
-    embedding_size=8,
-    num_hidden_groups=2,
-)
 _encoder("electra", "ElectraForSequenceClassification", **ENCODER, embedding_size=8)
-_encoder("deberta", "DebertaForSequenceClassification", **DEBERTA)
 _encoder("deberta-v2", "DebertaV2ForSequenceClassification", **DEBERTA_V2)
 _encoder(
     "modernbert",
@@ -337,7 +301,6 @@ _encoder(
     local_attention=4,
     global_attn_every_n_layers=2,
 )
-_encoder("mpnet", "MPNetForSequenceClassification")
 _encoder(
     "xlnet",
     "XLNetForSequenceClassification",
@@ -348,27 +311,10 @@ _encoder(
     d_inner=24,
     pad_token_id=PAD,
 )
-_encoder("longformer", "LongformerForSequenceClassification", **ENCODER, attention_window=4)
-_encoder(
-    "mobilebert",
-    "MobileBertForSequenceClassification",
-    **{**ENCODER, "intermediate_size": 16},
-    embedding_size=8,
-    intra_bottleneck_size=8,
-    true_hidden_size=8,
-)
 
 # Decoders
 _decoder("gpt2", "GPT2LMHeadModel", **GPT2)
 _decoder("gpt2-classification", "GPT2ForSequenceClassification", text_classification, **GPT2)
-_decoder(
-    "opt",
-    "OPTForCausalLM",
-    **_without(DECODER, "intermediate_size", "num_key_value_heads"),
-    ffn_dim=24,
-    word_embed_proj_dim=8,
-    do_layer_norm_before=True,
-)
 _decoder("llama", "LlamaForCausalLM")
 _decoder("llama-tied", "LlamaForCausalLM", **DECODER, tie_word_embeddings=True)
 _decoder("llama-classification", "LlamaForSequenceClassification", text_classification)
@@ -383,20 +329,7 @@ _decoder(
     output_router_logits=True,
     router_aux_loss_coef=0.5,  # large, so that it shows
 )
-_decoder("bloom", "BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=16, n_layer=4, n_head=2)
 _decoder("mamba", "MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=4)
-_decoder(
-    "jamba",
-    "JambaForCausalLM",
-    **_without(DECODER, "max_position_embeddings"),
-    attn_layer_period=2,
-    attn_layer_offset=1,
-    expert_layer_period=2,
-    expert_layer_offset=1,
-    num_experts=2,
-    mamba_d_state=4,
-    use_mamba_kernels=False,
-)
 
 # Encoder-decoders
 _add("t5", "T5ForConditionalGeneration", token_labels, **T5)
@@ -524,16 +457,4 @@ _add(
     text_config=SHORT_TEXT,
     vision_config=SHORT_VISION,
     projection_dim=8,
-)
-
-# Refused
-_refuse(
-    "bart-layerdrop",
-    "BartForConditionalGeneration",
-    token_labels,
-    "each process would draw other layers to skip",
-    **ENCODER_DECODER,
-    max_position_embeddings=40,
-    encoder_layerdrop=0.5,
-    decoder_layerdrop=0.5,
 )

@@ -3,38 +3,69 @@ Trainer does."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import pytest
 import torch
 from distributed import RankDiedError, RankTimeoutError, launch_ranks, run_ranks
-from selection import slow
 from torch import nn
-from training_data import Kind, PadCollator, TrainingData
-from training_runs import Outcome, Run, outcome_of
-from transformers import Trainer, TrainingArguments
+from training_data import TrainingData
+from training_runs import WORLD, Outcome, Run, outcome_of, pipeline_trainer, reference_trainer
 
-from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.errors import PeerFailedError
 from hf_pipetransformer.resilience.watchdog import EXIT_CODE
 
-PROCESSES = 2
 SECONDS = 60
 LATE = 22
 """A sample behind those that are looked at before the first step."""
 MARK = 61  # a token of no other sample
 LENGTH = 50  # tokens, where the models have 40 positions
 
-How = Literal["marked", "raises", "long"]
+RUN = Run(epochs=1, accumulation=1, per_device=2).with_options(train_sampling_strategy="sequential", use_cpu=True)
+
+
+class NanLoss:
+    """Of a user's Trainer whose loss of the marked sample is NaN."""
+
+    factor = float("nan")
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *positional, **keywords)  # type: ignore[misc]
+        return loss * self.factor if (inputs["input_ids"] == MARK).any() and model.training else loss
+
+
+class InfiniteLoss(NanLoss):
+    factor = float("inf")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training with something bad in it.
+
+    Attributes:
+        samples: in the training set.
+        at: index of the bad one.
+        how: it is bad.
+        trainer: a mixin with a user's overrides.
+        evaluated: samples in the evaluation set.
+        options: of the arguments.
+    """
+
+    samples: int = 12
+    at: int | None = None
+    how: Literal["marked", "raises", "long"] = "marked"
+    trainer: type | None = None
+    evaluated: int = 4
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 class BadData(TrainingData):
     """Samples of which one is marked, cannot be read, or is too long."""
 
     def __init__(self, case: Case) -> None:
-        super().__init__(case.kind, case.samples)
-        self.at, self.how, self.tokens = case.at, case.how, case.tokens
+        super().__init__(RUN.kind, case.samples)
+        self.at, self.how = case.at, case.how
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = super().__getitem__(index)
@@ -43,118 +74,95 @@ class BadData(TrainingData):
         if self.how == "raises":
             raise LookupError(f"row {index} cannot be read")
         words = sample["input_ids"]
-        words = [MARK, *words[1:]] if self.how == "marked" else (words * self.tokens)[: self.tokens]
-        return {**sample, "input_ids": words, **({"labels": words} if self.kind == "causal-lm" else {})}
+        words = [MARK, *words[1:]] if self.how == "marked" else (words * LENGTH)[:LENGTH]
+        return {**sample, "input_ids": words}
 
 
-class NanLoss:
-    """Of a user's Trainer whose loss of the marked sample is NaN."""
-
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
-        loss = super().compute_loss(model, inputs, *positional, **keywords)  # type: ignore[misc]
-        return loss * float("nan") if (inputs["input_ids"] == MARK).any() and model.training else loss
-
-
-class InfiniteGradient:
-    """Of a user's Trainer whose loss of the marked sample has an infinite gradient in one number."""
-
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
-        loss = super().compute_loss(model, inputs, *positional, **keywords)  # type: ignore[misc]
-        if (inputs["input_ids"] == MARK).any() and model.training:
-            return loss + _Steep.apply(self.model.classifier.bias)  # type: ignore[attr-defined]
-        return loss
-
-
-class _Steep(torch.autograd.Function):
-    """Zero, and infinitely steep in the first number."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
-        ctx.shape = values.shape
-        return values.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        steep = gradient.new_zeros(ctx.shape)
-        steep[0] = gradient * float("inf")
-        return steep
-
-
-@dataclass(frozen=True)
-class Case:
-    """A training with something bad in it.
-
-    Attributes:
-        kind: of model and samples.
-        model: by its name in the zoo; None: the kind's own.
-        samples: in the training set.
-        at: index of the bad one.
-        how: it is bad.
-        tokens: of the bad one, if it is long.
-        trainer: a mixin with a user's overrides.
-        evaluated: samples in the evaluation set.
-        options: of the arguments.
-    """
-
-    kind: Kind = "text-classification"
-    model: str | None = None
-    samples: int = 12
-    at: int | None = None
-    how: How = "marked"
-    tokens: int = LENGTH
-    trainer: type | None = None
-    evaluated: int = 4
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-def train(rank: int, world_size: int, case: Case, stages: int | None, processes: int = PROCESSES) -> Outcome:
-    """Run the case in pipelines of `stages`; None: with the stock Trainer, and the global batch of `processes`."""
-    rows = 2 if stages is not None else 2 * processes
-    options = {
-        **{"per_device_train_batch_size": rows, "num_train_epochs": 1, "train_sampling_strategy": "sequential"},
-        **{"report_to": [], "disable_tqdm": True, "use_cpu": True, "learning_rate": 3e-3, "adam_epsilon": 1e-4},
-        **{"logging_steps": 1, "logging_nan_inf_filter": False, "save_strategy": "no", "seed": 42},
-        **case.options,
-    }
-    arguments: Any
-    cls: type[Trainer] = Trainer if stages is None else PipeTransformerTrainer
-    if stages is None:
-        arguments = TrainingArguments("stock", **options)
+def train(rank: int, world_size: int, case: Case) -> Outcome:
+    """Run the case in two stages; in one process with the stock Trainer, and the same global batch."""
+    run = replace(RUN.with_options(**case.options), trainer=case.trainer)
+    if world_size == 1:
+        trainer: Any = reference_trainer(replace(run, per_device=2 * run.per_device // WORLD))
     else:
-        arguments = PipeTransformerTrainingArguments("own", pipeline_parallel_size=stages, **options)
-    if case.trainer is not None:
-        cls = type(case.trainer.__name__, (case.trainer, cls), {})
-    trainer = cls(
-        model=Run(case.kind, case.model).build_model(),
-        args=arguments,
-        train_dataset=BadData(case),
-        eval_dataset=TrainingData(case.kind, case.evaluated, seed=9),
-        data_collator=PadCollator(case.kind),
-    )
+        trainer = pipeline_trainer(run, 2)
+    trainer.train_dataset, trainer.eval_dataset = BadData(case), TrainingData(RUN.kind, case.evaluated, seed=9)
     outcome = outcome_of(trainer)
     outcome.metrics = trainer.evaluate()
     outcome.notes["predictions"] = torch.from_numpy(trainer.predict(trainer.eval_dataset).predictions)
     return outcome
 
 
-def train_all(rank: int, world_size: int, names: list[str], stages: int | None, processes: int) -> list[Outcome]:
-    return [train(rank, world_size, CASES[name], stages, processes) for name in names]
+def train_all(rank: int, world_size: int) -> list[Outcome]:
+    return [train(rank, world_size, case) for case in CASES.values()]
 
 
-def errors_in_turn(rank: int, world_size: int, names: list[str], stages: int | None) -> list[tuple[type, str]]:
-    """What each of the cases raises on this process."""
-    found = []
-    for name in names:
-        with pytest.raises(Exception) as caught:
-            train(rank, world_size, REFUSED[name], stages)
-        found.append((caught.type, str(caught.value)))
-    return found
+# ---------------------------------------------------------------------------------------------------------
+# As the stock Trainer does
+# ---------------------------------------------------------------------------------------------------------
+CASES = {
+    "one sample": Case(samples=1, options={"num_train_epochs": 2}),
+    "three samples": Case(samples=3, options={"num_train_epochs": 2}),
+    "one to evaluate": Case(evaluated=1),
+    "no whole batch": Case(samples=3, evaluated=16, options={"dataloader_drop_last": True, "max_steps": 2}),
+    "NaN": Case(at=5, trainer=NanLoss, options={"max_grad_norm": 1.0}),
+    "infinite at the end": Case(at=9, trainer=InfiniteLoss, options={"max_grad_norm": 0.0}),
+}
+STEPS = {"one sample": 2, "three samples": 2, "no whole batch": 0}
 
 
-def errors_of(case: Case, stages: int) -> list[BaseException]:
+def test_as_the_stock_trainer() -> None:
+    """Losses, weights and predictions of every process, NaN and infinities included; training goes on after them."""
+    (wanted,) = run_ranks(train_all, 1, timeout=2 * SECONDS)
+    everyone = run_ranks(train_all, 2, timeout=4 * SECONDS)
+    for number, (name, case) in enumerate(CASES.items()):
+        print(name)
+        expected = wanted[number]
+        assert expected.steps == STEPS.get(name, 3)
+        assert case.trainer is None or not all(w.isfinite().all() for w in expected.weights.values())
+        assert expected.notes["predictions"].shape[0] == case.evaluated
+        for outcome in (found[number] for found in everyone):
+            torch.testing.assert_close(outcome.weights, everyone[0][number].weights, rtol=0, atol=0, equal_nan=True)
+            assert outcome.steps == expected.steps
+            for mine, wanted_one in (
+                (outcome.losses, expected.losses),
+                (outcome.gradient_norms, expected.gradient_norms),
+                (outcome.weights, expected.weights),
+                (outcome.notes["predictions"], expected.notes["predictions"]),
+                (outcome.metrics["eval_loss"], expected.metrics["eval_loss"]),
+            ):
+                torch.testing.assert_close(mine, wanted_one, rtol=0, atol=1e-4, equal_nan=True)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Errors
+# ---------------------------------------------------------------------------------------------------------
+REFUSED: dict[str, tuple[Case, type[Exception], str]] = {
+    "less than a batch": (Case(samples=3, options={"dataloader_drop_last": True}), ValueError, "max_steps"),
+    "none": (Case(samples=0, options={"train_sampling_strategy": "random"}), ValueError, "empty"),
+    "long": (Case(at=0, how="long"), ValueError, "samples of 50 tokens"),
+    "unreadable by a worker": (
+        *(Case(at=0, how="raises", options={"dataloader_num_workers": 1}), LookupError, "row 0 cannot be read"),
+    ),
+}
+
+
+def errors_in_turn(rank: int, world_size: int) -> None:
+    for name, (case, kind, words) in REFUSED.items():
+        if world_size > 1 or name == "less than a batch":  # which the stock Trainer refuses, too
+            with pytest.raises(kind, match=words) as caught:
+                train(rank, world_size, case)
+            assert caught.type is kind
+
+
+def test_before_the_first_step_everybody_sees_it() -> None:
+    for world_size in (2, 1):
+        run_ranks(errors_in_turn, world_size, timeout=3 * SECONDS)
+
+
+def errors_of(case: Case) -> list[BaseException]:
     """What each process raised, or has said before it left because it could not raise it."""
     errors: list[BaseException] = []
-    for outcome in launch_ranks(train, PROCESSES, case, stages, timeout=SECONDS):
+    for outcome in launch_ranks(train, 2, case, timeout=SECONDS):
         if outcome.exitcode == EXIT_CODE:
             errors.append(PeerFailedError(outcome.log))
             continue
@@ -163,110 +171,13 @@ def errors_of(case: Case, stages: int) -> list[BaseException]:
     return errors
 
 
-def assert_one_failed(errors: list[BaseException], kind: type[BaseException], *words: str) -> None:
-    """One process raised it, and the other one says so, in one line."""
-    own, told = sorted(errors, key=lambda error: isinstance(error, PeerFailedError))
-    assert type(own) is kind and isinstance(told, PeerFailedError), errors
-    assert all(word in str(own) and word in str(told) for word in words), errors
-
-
-both = pytest.mark.parametrize("stages", [*slow(1), 2])
-
-
-# ---------------------------------------------------------------------------------------------------------
-# As the stock Trainer does
-# ---------------------------------------------------------------------------------------------------------
-def not_finite(trainer: type, at: int, max_grad_norm: float) -> Case:
-    return Case(at=at, trainer=trainer, options={"max_grad_norm": max_grad_norm})
-
-
-CASES = {
-    "one sample": Case(samples=1, options={"num_train_epochs": 2}),
-    "three samples": Case(samples=3, options={"num_train_epochs": 2}),
-    "one to evaluate": Case(evaluated=1),
-    "no whole batch": Case(samples=3, evaluated=16, options={"dataloader_drop_last": True, "max_steps": 2}),
-    "NaN": not_finite(NanLoss, 5, 1.0),
-    "NaN at the end": not_finite(NanLoss, 9, 0.0),
-    "infinite": not_finite(InfiniteGradient, 5, 0.0),
-    "infinite at the end": not_finite(InfiniteGradient, 9, 1.0),
-}
-STEPS = {"one sample": 2, "three samples": 2, "no whole batch": 0}
-
-
-@pytest.mark.parametrize(
-    ("stages", "processes", "names"),
-    [(2, 2, list(CASES)), *slow((1, 2, list(CASES)), (2, 4, ["three samples"]))],
-    ids=["K=2", "K=1", "fewer than processes"],
-)
-def test_as_the_stock_trainer(stages: int, processes: int, names: list[str]) -> None:
-    """Losses, weights and predictions of every process, NaN and infinities included; training goes on after them."""
-    (wanted,) = run_ranks(train_all, 1, names, None, processes, timeout=2 * SECONDS)
-    everyone = run_ranks(train_all, processes, names, stages, processes, timeout=4 * SECONDS)
-    for number, name in enumerate(names):
-        print(name)
-        expected, outcomes = wanted[number], [found[number] for found in everyone]
-        assert expected.steps == STEPS.get(name, 3)
-        assert CASES[name].trainer is None or not all(w.isfinite().all() for w in expected.weights.values())
-        assert expected.notes["predictions"].shape[0] == CASES[name].evaluated
-        for outcome in outcomes:
-            torch.testing.assert_close(outcome.weights, outcomes[0].weights, rtol=0, atol=0, equal_nan=True)
-            assert outcome.steps == expected.steps
-            for found, value in (
-                (outcome.losses, expected.losses),
-                (outcome.gradient_norms, expected.gradient_norms),
-                (outcome.weights, expected.weights),
-                (outcome.notes["predictions"], expected.notes["predictions"]),
-                (outcome.metrics["eval_loss"], expected.metrics["eval_loss"]),
-            ):
-                torch.testing.assert_close(found, value, rtol=0, atol=1e-4, equal_nan=True)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Errors
-# ---------------------------------------------------------------------------------------------------------
-REFUSED = {
-    "less than a batch": Case(samples=3, options={"dataloader_drop_last": True}),  # by the stock Trainer, too
-    "none": Case(samples=0, options={"train_sampling_strategy": "random"}),
-    "none in order": Case(samples=0, options={"train_sampling_strategy": "sequential"}),
-    "long": Case(at=0, how="long"),
-    "unreadable": Case(at=0, how="raises"),
-    "unreadable by a worker": Case(at=0, how="raises", options={"dataloader_num_workers": 1}),
-}
-ERRORS: dict[str, tuple[type[Exception], str]] = {
-    "less than a batch": (ValueError, "max_steps"),
-    "none": (ValueError, "empty"),
-    "none in order": (ValueError, "empty"),
-    "long": (ValueError, "samples of 50 tokens"),
-    "unreadable": (LookupError, "row 0 cannot be read"),
-    "unreadable by a worker": (LookupError, "row 0 cannot be read"),
-}
-
-
-@both
-def test_before_the_first_step_everybody_sees_it(stages: int) -> None:
-    names = list(REFUSED)
-    first, second = run_ranks(errors_in_turn, PROCESSES, names, stages, timeout=3 * SECONDS)
-    for name, (kind, text), other in zip(names, first, second, strict=True):
-        expected, words = ERRORS[name]
-        assert kind is other[0] is expected and words in text and words in other[1], name
-    ((stock, text),) = run_ranks(errors_in_turn, 1, names[:1], None)[0]
-    assert stock is ValueError and "max_steps" in text
-
-
-@both
-def test_longer_than_the_model_allows_later(stages: int) -> None:
-    """Those that run the row see it: one of two replicas; all stages, as each looks positions up."""
-    errors = errors_of(Case(samples=24, at=LATE, how="long"), stages)
-    assert_one_failed(errors, ValueError, "samples of 50 tokens", "at most 40")
-
-
-@pytest.mark.slow
-def test_longer_than_the_model_allows_where_slices_are_timed_on_it() -> None:
-    case = Case("causal-lm", "gpt2", 24, at=LATE, how="long", tokens=400, options={"token_slices": "auto"})
-    assert_one_failed(errors_of(case, 2), ValueError, "samples of 400 tokens, but GPT2LMHeadModel supports at most 40")
+def test_later_one_process_sees_it_and_the_other_one_says_so_in_one_line() -> None:
+    own, told = sorted(errors_of(Case(samples=24, at=LATE, how="long")), key=lambda e: isinstance(e, PeerFailedError))
+    assert type(own) is ValueError and isinstance(told, PeerFailedError)
+    assert all(words in str(e) for e in (own, told) for words in ("samples of 50 tokens", "at most 40"))
 
 
 def test_unreadable_later() -> None:
     """By a worker; the stages of one pipeline read the same rows."""
-    for error in errors_of(Case(samples=24, at=LATE, how="raises", options={"dataloader_num_workers": 1}), 2):
+    for error in errors_of(Case(samples=24, at=LATE, how="raises", options={"dataloader_num_workers": 1})):
         assert type(error) is LookupError and f"row {LATE} cannot be read" in str(error)

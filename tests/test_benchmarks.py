@@ -3,64 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
-import math
-import os
 import re
-import subprocess
-import sys
-import textwrap
-from argparse import Namespace
 from pathlib import Path
 
-import loss_curves
 import pytest
-from distributed import patient
-
-from harness import Ratio, StepClock, summary_of, take_turns
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path for path in (ROOT / "benchmarks").rglob("*.py") if "def main()" in path.read_text())
-
-
-def test_a_ratio_is_one_of_the_same_turn_and_disturbed_ones_do_not_count() -> None:
-    turns = [
-        {"base": {"ms": 10.0, "others": 0.0}, "case": {"ms": 20.0, "others": 0.0}},
-        {"base": {"ms": 100.0, "others": 0.0}, "case": {"ms": 300.0, "others": 0.0}},  # a slower machine
-        {"base": {"ms": 10.0, "others": 0.0}, "case": {"ms": 990.0, "others": 1.5}},  # other programs ran
-    ]
-    slower, faster = Ratio("slower", "ms", "base"), Ratio("faster", "ms", lambda name: "base", is_speed_up=True)
-    found = summary_of(turns, [slower, faster], max_others=0.1)["case"]
-    assert found["slower"] == {"median": 2.5, "turns": [2.0, 3.0, 99.0], "is_disturbed": [False, False, True]}
-    assert found["faster"]["median"] == pytest.approx((1 / 2 + 1 / 3) / 2)
-    assert found["ms"] == 300.0
-    assert summary_of(turns, [slower], max_others=math.inf)["case"]["slower"]["median"] == 3.0
-
-
-def test_a_case_without_a_base_has_no_ratio() -> None:
-    turns = [{"one": {"ms": 1.0}, "other": {"mib": 5.0}}]
-    ratios = [Ratio("a", "ms", lambda name: None), Ratio("b", "ms", "one")]
-    found = summary_of(turns, ratios, max_others=1.0)
-    assert "a" not in found["one"] and "b" in found["one"] and "b" not in found["other"]
-
-
-def test_cases_take_turns() -> None:
-    order: list[str] = []
-
-    def case(name: str) -> dict[str, float]:
-        order.append(name)
-        return {"number": len(order)}
-
-    turns = take_turns({"a": lambda: case("a"), "b": lambda: case("b")}, Namespace(turns=2))
-    assert order == ["a", "b", "a", "b"]
-    assert [turn["b"]["number"] for turn in turns] == [2, 4] and "others" in turns[0]["a"]
-
-
-def test_first_steps_do_not_count() -> None:
-    clock = StepClock()
-    clock.wall = [0.0, 10.0, 11.0, 12.0, 30.0, 31.0]
-    assert clock.step_ms(2) == 1000.0
-    assert clock.step_ms(1, slice(1, 4)) == 1000.0
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -80,30 +29,3 @@ def test_the_page_names_benchmarks_that_exist() -> None:
     files = {str(path.relative_to(ROOT)) for path in SCRIPTS}
     assert {name if name.endswith(".py") else name.replace(".", "/") + ".py" for name in named} <= files
     assert len(page.splitlines()) <= 250
-
-
-ONE_CURVE = """
-    import loss_curves
-    loss_curves.LAYOUTS = {"K = 2": loss_curves.LAYOUTS["K = 2"]}
-    loss_curves.main()
-"""
-
-
-@pytest.mark.slow
-def test_processes_are_started_and_results_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script, out = tmp_path / "curves.py", str(tmp_path / "results.json")
-    script.write_text(textwrap.dedent(ONE_CURVE))
-    mine = {name: value for name, value in os.environ.items() if name != "RANK"}
-    environment = {**mine, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])}
-    command = [sys.executable, str(script), "--processes", "2", "--out", out]
-    subprocess.run(command, env=environment, check=True, timeout=patient(280), capture_output=True)
-    results = json.loads(Path(out).read_text())
-    assert results["processes"] == 2 and results["versions"]["torch"]
-    (lines,) = results["curves"].values()
-    assert lines[-1].startswith("weights ") and len(lines) == 1 + 2 * 12, "losses, norms"
-    monkeypatch.setattr(sys, "argv", ["loss_curves.py", "--compare", out, out])
-    with pytest.raises(SystemExit) as end:
-        loss_curves.main()
-    assert end.value.code == 0 and "identical" in capsys.readouterr().out

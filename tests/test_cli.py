@@ -11,10 +11,7 @@ import pytest
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-import hf_pipetransformer
-from hf_pipetransformer import __version__
 from hf_pipetransformer.cli import app
-from hf_pipetransformer.forecast import placeholder_model
 
 ROOT = Path(__file__).parent.parent  # for processes of their own: the package need not be installed
 
@@ -31,47 +28,23 @@ def inspect_json(*arguments: str) -> dict[str, Any]:
 
 
 # model type -> class by default, number of units, parameters in millions
-FAMILIES = {
-    "gpt2": ("GPT2LMHeadModel", 12, 124),
-    "t5": ("T5ForConditionalGeneration", 12, 61),
-    "vit": ("ViTForImageClassification", 12, 86),
-}
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_inspect_default_configurations(model_type: str) -> None:
-    name, num_units, millions = FAMILIES[model_type]
-    report = inspect_json(model_type)
-    assert (report["model"], len(report["units"])) == (name, num_units)
-    assert round(report["parameters"] / 1e6) == millions
+def test_inspect_lists_units_stages_and_shared_parameters() -> None:
+    report = inspect_json("gpt2")
+    assert (report["model"], len(report["units"])) == ("GPT2LMHeadModel", 12)
+    assert round(report["parameters"] / 1e6) == 124
     assert all(unit["parameters"] > 0 and unit["forward_flops_per_sample"] > 0 for unit in report["units"])
-    assert list(report["stages"]) == [str(k) for k in (1, 2, 4, 8) if k <= num_units]
-    for stages in report["stages"].values():
-        assert stages[0]["first_unit"] == 0
-        assert stages[-1]["last_unit"] == num_units - 1
-
-
-def test_inspect_prints_tables() -> None:
-    result = run("inspect", "bert", "--stages", "1,2,16")
-    assert result.exit_code == 0
-    assert "BertForSequenceClassification: 109,483,778 parameters, 417.6 MiB, 12 units" in result.stdout
-    assert re.search(r"^ *11  bert.encoder.layer.11 ", result.stdout, re.MULTILINE)
-    assert re.search(r"^ *1-10  bert.encoder.layer.1 ... 10  +7,087,872 ", result.stdout, re.MULTILINE)  # all alike
-    assert "no shared parameters" in result.stdout
-    assert "2 stages × 1 pipeline = 2 ranks" in result.stdout
-    assert "16 stages" not in result.stdout
-
-
-def test_inspect_lists_shared_parameters() -> None:
-    assert inspect_json("gpt2", "--stages", "2")["shared_parameters"] == {"transformer.wte.weight": [0, 11]}
+    assert list(report["stages"]) == ["1", "2", "4", "8"]
+    assert all((s[0]["first_unit"], s[-1]["last_unit"]) == (0, 11) for s in report["stages"].values())
+    assert report["shared_parameters"] == {"transformer.wte.weight": [0, 11]}
     albert = run("inspect", "albert").stdout
     assert "16 parameters in albert.encoder.albert_layer_groups.0.albert_layers.0  0-11" in albert
 
 
 def test_inspect_takes_folder_file_and_architecture(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("bert", num_hidden_layers=3, hidden_size=32, num_attention_heads=2)
-    config.architectures = ["BertForTokenClassification"]
-    config.save_pretrained(tmp_path)
+    architectures = ["BertForTokenClassification"]
+    AutoConfig.for_model("bert", num_hidden_layers=3, architectures=architectures).save_pretrained(tmp_path)
     for name in (str(tmp_path), str(tmp_path / "config.json")):
         report = inspect_json(name)
         assert (report["model"], len(report["units"])) == ("BertForTokenClassification", 3)
@@ -86,10 +59,13 @@ def test_inspect_takes_folder_file_and_architecture(tmp_path: Path) -> None:
         (["bert", "--task", "ctc"], 2, "no ctc model for BertConfig"),
         (["bert", "--task", "cooking"], 2, "--task is 'cooking', but must be one of auto"),
         (["bert", "--stages", "2,x"], 2, "--stages is '2,x', but must be"),
-        (["bert", "--stages", "0"], 2, "--stages is '0', but must be"),
+        (["no/such-model"], 2, "unknown model .*could not be loaded from the Hugging Face Hub"),
+        (["brt"], 2, "Model types of a similar name: bert"),
         (["wav2vec2"], 1, "Wav2Vec2ForSequenceClassification cannot be trained as a pipeline: layerdrop=0.1"),
         (["bert", "--seq", "1000"], 1, "bert cannot be inspected: seq is 1000, but .* has 512 positions"),
         (["encodec"], 1, "encodec cannot be inspected: No dummy batch"),
+        # its default configuration does not fit its own front end
+        (["glmasr_encoder"], 1, r"fails on a small batch \(RuntimeError: .*Pass another --task, or a folder"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], exit_code: int, message: str, tmp_path: Path) -> None:
@@ -99,53 +75,8 @@ def test_errors_are_one_line(arguments: list[str], exit_code: int, message: str,
     assert result.stdout == ""
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
-    assert re.search(message, lines[0])
+    assert re.search(message, " ".join(result.stderr.split()))
     assert "Traceback" not in result.output
-
-
-def test_a_family_of_several_classes_for_a_task_is_inspected() -> None:
-    """Its Auto class chooses by `architectures`, which a default configuration lacks."""
-    levit = AutoConfig.for_model("levit")
-    assert placeholder_model.model_class(levit).__name__ == "LevitForImageClassification"
-
-
-@pytest.mark.parametrize("command_line", [["inspect"], ["plan", "--devices", "2", "--batch", "8", "--epochs", "2"]])
-def test_a_class_that_fails_ends_in_one_line(command_line: list[str]) -> None:
-    """Its default configuration does not fit its own front end."""
-    result = run(command_line[0], "glmasr_encoder", *command_line[1:])
-    assert result.exit_code == 1 and result.stdout == ""
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert "fails on a small batch (RuntimeError: " in line and "Pass another --task, or a folder" in line
-
-
-def test_name_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_found(name: str) -> None:
-        raise OSError("We couldn't connect to the Hub.\nMore lines.")
-
-    monkeypatch.setattr(placeholder_model.AutoConfig, "from_pretrained", not_found)
-    result = run("inspect", "no/such-model")
-    assert result.exit_code == 2
-    assert "unknown model 'no/such-model': it is not a folder, a config.json or one of the " in result.stderr
-    assert "one of the 0" not in result.stderr
-    assert "could not be loaded from the Hugging Face Hub (We couldn't connect to the Hub)" in " ".join(
-        result.stderr.split()
-    )
-    result = run("inspect", "brt")
-    assert result.exit_code == 2 and "Model types of a similar name: bert" in " ".join(result.stderr.split())
-
-
-def test_inspect_counts_a_sample_of_the_length_that_is_asked_for() -> None:
-    short, long = (inspect_json("bert", "--seq", str(tokens))["units"][1] for tokens in (64, 128))
-    assert long["boundary_bytes_per_sample"] == 2 * short["boundary_bytes_per_sample"] == 128 * 768 * 4
-    assert long["forward_flops_per_sample"] > 2 * short["forward_flops_per_sample"]  # attention
-
-
-def test_inspect_says_that_batches_are_not_divided_with_batch_normalisation() -> None:
-    """So no plan with more than one micro-batch is shown."""
-    assert inspect_json("bert", "--stages", "2")["single_micro_batch"] is None
-    text = " ".join(run("inspect", "regnet", "--stages", "2").stdout.split())
-    assert "the statistics of the whole batch" in text and "the batch of a pipeline is not divided" in text
-    assert "with 1 micro-batch;" in text
 
 
 def test_help_and_version_need_no_torch() -> None:
@@ -158,16 +89,3 @@ def test_help_and_version_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "[0, 0, 0] []\n"
-
-
-def test_exported_names_exist() -> None:
-    for name in hf_pipetransformer.__all__:
-        assert getattr(hf_pipetransformer, name) is not None and name in dir(hf_pipetransformer)
-    with pytest.raises(AttributeError, match="has no attribute 'Pipe'"):
-        hf_pipetransformer.Pipe  # noqa: B018
-
-
-def test_version() -> None:
-    result = run("version")
-    assert result.exit_code == 0
-    assert result.stdout.strip() == __version__

@@ -7,18 +7,13 @@ import importlib
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-
-from hf_pipetransformer.freezing.policies import AlphaPolicy, FreezeDecision
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "hf_pipetransformer"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "recipes").glob("*.md")])
-SHARES = {"1/5": 1 / 5, "1/4": 1 / 4, "1/3": 1 / 3, "2/5": 2 / 5, "1/2": 1 / 2}
 
 
 def text_of(name: str) -> str:
@@ -51,29 +46,6 @@ def test_links_lead_somewhere(page):
         if not file.exists() or (fragment and file.suffix == ".md" and fragment not in anchors(file)):
             broken.append(target)
     assert not broken
-
-
-class _NavLoader(yaml.SafeLoader):
-    """Reads mkdocs.yml, whose functions by name mean nothing here."""
-
-
-_NavLoader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
-
-
-def pages_in(nav: Any) -> list[str]:
-    """The pages of a navigation, in order."""
-    if isinstance(nav, str):
-        return [nav]
-    values = nav.values() if isinstance(nav, dict) else nav
-    return [page for value in values for page in pages_in(value)]
-
-
-def test_each_page_is_in_the_navigation_once():
-    """That there is a page for each entry is what `mkdocs build --strict` checks."""
-    listed = pages_in(yaml.load((ROOT / "mkdocs.yml").read_text(), _NavLoader)["nav"])
-    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
-    assert not pages - set(listed)
-    assert len(listed) == len(set(listed))
 
 
 PATHS = {
@@ -129,6 +101,8 @@ def is_in_the_source(fragment: str) -> bool:
 
 
 MESSAGES = re.findall(r"^### `(.*)`$", text_of("troubleshooting.md"), re.MULTILINE)
+REFUSED_BY_THE_CACHE = text_of("cache.md").split("| tried | refused as |\n|---|---|\n")[1].split("\n\n")[0]
+MESSAGES_OF_THE_CACHE = re.findall(r"^\| .* \| `(.*)` \|$", REFUSED_BY_THE_CACHE, re.MULTILINE)
 # in the source the field and its value are one placeholder
 REMEDY = "Call it on every process, not on the main process alone"
 WRITTEN_OUT = {
@@ -142,54 +116,10 @@ WRITTEN_OUT = {
 
 
 def test_every_heading_of_troubleshooting_is_a_message():
-    assert len(MESSAGES) > 40
+    assert len(MESSAGES) > 40 and len(MESSAGES_OF_THE_CACHE) == len(REFUSED_BY_THE_CACHE.splitlines()) > 8
     assert len(MESSAGES) == len(re.findall(r"^### ", text_of("troubleshooting.md"), re.MULTILINE))
 
 
-@pytest.mark.parametrize("message", MESSAGES)
+@pytest.mark.parametrize("message", [*MESSAGES, *MESSAGES_OF_THE_CACHE])
 def test_messages_still_occur_in_the_source(message):
-    assert is_in_the_source(WRITTEN_OUT.get(message, message))
-
-
-def test_what_the_cache_page_says_is_refused_is_in_the_source():
-    table = text_of("cache.md").split("| tried | refused as |\n|---|---|\n")[1].split("\n\n")[0]
-    rows = re.findall(r"^\| .* \| `(.*)` \|$", table, re.MULTILINE)
-    assert len(rows) == len(table.splitlines()) > 8
-    assert not [row for row in rows if not is_in_the_source(row.replace("'…'", "…"))]
-
-
-def frozen(share: float, num_layers: int, epoch: int) -> int:
-    decision = FreezeDecision(epoch - 1, num_layers, 0, epoch - 1.0, epoch - 1, None, num_layers)
-    return AlphaPolicy(share).num_frozen(decision)
-
-
-def bound(share: float, num_layers: int, epochs: int, cached: bool) -> float:
-    """Of the speed-up: a layer costs 3 where it trains, 1 where it is frozen, 0 where it was frozen before."""
-    cost = 0
-    for epoch in range(1, epochs + 1):
-        f = frozen(share, num_layers, epoch)
-        before = frozen(share, num_layers, epoch - 1) if cached and epoch > 1 else 0
-        cost += 3 * (num_layers - f) + (f - before)
-    return 3 * num_layers * epochs / cost
-
-
-@pytest.mark.parametrize("num_layers", [6, 12, 24])
-def test_frozen_layers_of_each_epoch(num_layers):
-    page = text_of("choosing_alpha.md")
-    table = page.split(f"| L = {num_layers}, epoch |")[1].split("\n\n")[0]
-    rows = re.findall(r"^\| α = (\S+) \| (.*) \|$", table, re.MULTILINE)
-    assert [share for share, _ in rows] == list(SHARES)
-    for share, numbers in rows:
-        expected = [frozen(SHARES[share], num_layers, epoch) for epoch in range(1, 11)]
-        assert [int(number) for number in numbers.split("|")] == expected
-
-
-def test_bounds_of_the_speed_up():
-    rows = re.findall(r"^\| (\d+), (\S+) \| (.*) \|$", text_of("choosing_alpha.md"), re.MULTILINE)
-    assert len(rows) == 10
-    for epochs, share, cells in rows:
-        expected = [
-            " / ".join(f"{bound(SHARES[share], L, int(epochs), cached):.2f}" for cached in (False, True))
-            for L in (6, 12, 24)
-        ]
-        assert [cell.strip() for cell in cells.split("|")] == expected
+    assert is_in_the_source(WRITTEN_OUT.get(message, message.replace("'…'", "…")))

@@ -11,14 +11,13 @@ import pytest
 import torch
 from distributed import run_ranks
 from torch import nn
-from training_data import PadCollator, TrainingData
+from training_data import PadCollator
 from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import FreezePolicy, PipeTransformerTrainer, PipeTransformerTrainingArguments
 from hf_pipetransformer.freezing.policies import FreezeDecision
 from hf_pipetransformer.planning.schedules import SCHEDULES, Schedule, Work
-from hf_pipetransformer.planning.timeline import simulate
 
 PAGE = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
 POLICY, SCHEDULE, LAYERS = re.findall(r"^```python\n(.*?)(?:^args = .*?)?^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -31,10 +30,7 @@ def example(code: str, **names: Any) -> dict[str, Any]:
         code: the example.
         names: that it uses, beside the package's and torch's.
     """
-    known = (
-        *(FreezePolicy, FreezeDecision, PipeTransformerTrainer, PipeTransformerTrainingArguments),
-        *(Schedule, Work),
-    )
+    known = (FreezePolicy, FreezeDecision, PipeTransformerTrainer, PipeTransformerTrainingArguments, Schedule, Work)
     space: dict[str, Any] = {"torch": torch, "nn": nn, "SCHEDULES": SCHEDULES, "__name__": __name__}
     space |= {**{one.__name__: one for one in known}, **names}
     exec(compile(code, "CONTRIBUTING.md", "exec"), space)
@@ -43,18 +39,9 @@ def example(code: str, **names: Any) -> dict[str, Any]:
 
 def test_a_freeze_policy(tmp_path: Path) -> None:
     run = Run(samples=16)
-    args = PipeTransformerTrainingArguments(
-        str(tmp_path),
-        max_steps=4,
-        freeze_strategy="steps",
-        freeze_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    model = run.build_model()
-    data = TrainingData(run.kind, run.samples)
-    trainer = example(POLICY, model=model, args=args, dataset=data)["trainer"]
+    options: dict[str, Any] = {"max_steps": 4, "freeze_strategy": "steps", "freeze_steps": 1, "report_to": []}
+    args = PipeTransformerTrainingArguments(str(tmp_path), use_cpu=True, **options)
+    trainer = example(POLICY, model=run.build_model(), args=args, dataset=run.data(16))["trainer"]
     trainer.data_collator = PadCollator(run.kind)
     trainer.train()
     logged = [entry["num_frozen_layers"] for entry in trainer.state.log_history if "num_frozen_layers" in entry]
@@ -80,25 +67,12 @@ def test_a_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same_training(outcomes, run_ranks(reference, 1, run)[0])
 
 
-def test_the_planner_knows_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(SCHEDULES):
-        monkeypatch.setitem(SCHEDULES, name, SCHEDULES[name])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    try:
-        example(SCHEDULE)
-        timeline = simulate([0.5] * 4, [1.0] * 4, 4, "looped_bfs", 2)
-    finally:
-        SCHEDULES.pop("looped_bfs", None)
-    # the bubble of one stage's passes, which V parts shorten: (K - 1) / (V M + K - 1)
-    assert timeline.bubble == pytest.approx(1 / 9)
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Layers
 # ---------------------------------------------------------------------------------------------------------
 
 
-def train_classifier(rank: int, world_size: int, *names: str, stages: int = 2) -> dict[str, torch.Tensor]:
+def train_classifier(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     """The weights after a few steps; on one process by the stock Trainer."""
     torch.manual_seed(0)
     space = example(LAYERS)
@@ -110,7 +84,11 @@ def train_classifier(rank: int, world_size: int, *names: str, stages: int = 2) -
     if world_size == 1:
         trainer = Trainer(model, TrainingArguments("out", **options), train_dataset=data)  # type: ignore[arg-type]
     else:
-        options |= {"pipeline_parallel_size": stages, "pipeline_layers": names or None}
+        options |= {"pipeline_parallel_size": 2, "pipeline_layers": None}
+        arguments = PipeTransformerTrainingArguments("out", **options)
+        with pytest.raises(ValueError, match=r"no sequential stack of layers.*pipeline_layers"):
+            PipeTransformerTrainer(model, arguments, train_dataset=data).train()  # type: ignore[arg-type]
+        options["pipeline_layers"] = ("body.blocks",)
         trainer = PipeTransformerTrainer(
             model,
             PipeTransformerTrainingArguments("out", **options),
@@ -123,24 +101,6 @@ def train_classifier(rank: int, world_size: int, *names: str, stages: int = 2) -
 def test_layers_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     expected = run_ranks(train_classifier, 1)[0]
-    for weights in run_ranks(train_classifier, 2, "body.blocks"):
+    for weights in run_ranks(train_classifier, 2):
         for name, weight in weights.items():
             torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
-
-
-REFUSED: dict[tuple[str, ...], str] = {
-    ("model.blocks",): r"'model.blocks' does not exist in the Classifier.* It has 'body.blocks'",
-    ("head",): r"'head' is a Linear in the Classifier",
-    (): "no sequential stack of layers.*pipeline_layers",
-}
-
-
-def with_wrong_layers(rank: int, world_size: int) -> None:
-    for names, message in REFUSED.items():
-        with pytest.raises(ValueError, match=message):
-            train_classifier(rank, world_size, *names)
-
-
-def test_layers_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run_ranks(with_wrong_layers, 2)

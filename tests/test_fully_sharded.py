@@ -11,7 +11,6 @@ import pytest
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from distributed import run_ranks, run_ranks_expecting_error
-from selection import slow
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of, pipeline_trainer
@@ -21,7 +20,6 @@ from hf_pipetransformer import LayerFreezeCallback, PipeTransformerTrainer
 
 RUN = Run("causal-lm", samples=96, accumulation=1)
 SCHEDULE = {"freeze_policy": "schedule", "freeze_schedule": {1: 2}}
-ADAPTIVE = {"freeze_policy": "adaptive", "freeze_alpha": 0.4}
 STEPS_OF_TWO_EPOCHS = 12
 
 
@@ -54,13 +52,12 @@ def train(rank: int, world_size: int, folder: str, resumes: bool = False, **opti
     return outcome
 
 
-@pytest.mark.parametrize("policy", [SCHEDULE, *slow(ADAPTIVE)], ids=["schedule", "adaptive"])
-def test_equals_one_process(policy: dict[str, Any], tmp_path: Path) -> None:
+def test_equals_one_process(tmp_path: Path) -> None:
     """Layers freeze after the first epoch of two, and again in a training that is resumed within the second one."""
-    folder, expected = str(tmp_path), run_ranks(train, 1, str(tmp_path / "one"), **policy)[0]
+    folder, expected = str(tmp_path), run_ranks(train, 1, str(tmp_path / "one"), **SCHEDULE)[0]
     saving = {"save_strategy": "steps", "save_steps": STEPS_OF_TWO_EPOCHS - 4}
-    assert_same_training(run_ranks(train, 2, folder, **policy, **saving), expected)
-    assert_same_training(run_ranks(train, 2, folder, True, **policy), expected)
+    assert_same_training(run_ranks(train, 2, folder, **SCHEDULE, **saving), expected)
+    assert_same_training(run_ranks(train, 2, folder, True, **SCHEDULE), expected)
 
 
 def train_plainly(rank: int, world_size: int, folder: str) -> None:
@@ -76,13 +73,9 @@ def test_a_callback_alone_cannot_freeze_a_sharded_model(tmp_path: Path) -> None:
         assert type(error) is ValueError and "FSDP" in str(error) and "PipeTransformerTrainer" in str(error)
 
 
-def save_unsharded(rank: int, world_size: int, folder: str) -> None:
-    sharded_trainer(1, folder, max_steps=8, save_strategy="steps", save_steps=8).train()
-
-
 def test_a_checkpoint_of_another_layout_is_refused(tmp_path: Path) -> None:
     """FSDP keeps weights and optimizer state in files of its own."""
-    run_ranks(save_unsharded, 1, str(tmp_path))
+    run_ranks(train, 1, str(tmp_path), max_steps=8, save_strategy="steps", save_steps=8, **SCHEDULE)
     for error in run_ranks_expecting_error(train, 2, str(tmp_path), True):
         assert type(error) is ValueError and "replica_sharding='optimizer'" in str(error)
 

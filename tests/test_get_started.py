@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import logging
 import os
 import re
 import shlex
@@ -17,7 +15,6 @@ import pytest
 import yaml
 from distributed import run_ranks
 from transformers import BertConfig, BertForSequenceClassification
-from transformers.utils import logging as transformers_logging
 from typer.testing import CliRunner
 
 from hf_pipetransformer.cli import app
@@ -85,43 +82,6 @@ def test_the_commands_of_the_first_ten_minutes(model: Path, tmp_path: Path, monk
     exec(compile(prediction, "predict.py", "exec"), {})
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
-
-
-def test_each_number_of_the_readme_is_one_click_from_its_command() -> None:
-    """The numbers of its table are links to a section of the benchmarks that has the number."""
-    table = (ROOT / "README.md").read_text().split("## What it gains")[1].split("\n\n")[1]
-    rows = table.splitlines()[2:]
-    assert len(rows) == 4 and "already freeze" in rows[0]
-    sections = dict(
-        re.findall(r"^##+ (.*)\n((?:(?!^##).*\n)*)", (ROOT / "docs/benchmarks.md").read_text(), re.MULTILINE)
-    )
-    of_anchor = {title.lower().replace(" ", "-"): text for title, text in sections.items()}
-    for row in rows:
-        ((number, anchor),) = re.findall(r"\[([\d.]+) times\]\(docs/benchmarks\.md#([\w-]+)\)", row)
-        assert number in of_anchor[anchor]
-
-
-def example(rank: int, world_size: int, code: str, folder: str) -> None:
-    logging.getLogger("hf_pipetransformer").setLevel(logging.NOTSET)  # as in any script (`distributed`)
-    transformers_logging.set_verbosity_warning()  # the default; the tests' is "error"
-    os.chdir(folder)
-    exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
-
-
-@pytest.mark.slow
-def test_the_example_prints_what_the_readme_shows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """But for measured numbers, and for what follows from them."""
-    (code,) = blocks(ROOT / "README.md", "python")
-    (output,) = blocks(ROOT / "README.md", "console")
-    run_ranks(example, 2, code, str(tmp_path), timeout=240)
-    printed = "".join(capfd.readouterr())
-    for line in output.splitlines():  # up to what is measured
-        fixed = re.split(r", \d of them cached| in \d+\.\d", line)[0]
-        assert printed.count(fixed) == 1, fixed  # rank 0 alone prints it
-
-
 @pytest.mark.slow
 def test_the_notebook_runs() -> None:
     """Its code cells one after the other, in this test's own working directory."""
@@ -168,26 +128,9 @@ def test_launchers_start_a_recipe_that_takes_their_arguments(name: str, monkeypa
     )  # this process is alone
     assert (data.task_name, training.resume_from_checkpoint) == ("sst2", "last")
     assert f"`launchers/{name}`" in (ROOT / "docs" / "schedulers.md").read_text()
-
-
-@pytest.mark.parametrize("name", sorted(shell_parts()))
-def test_shell_parts_parse(name: str) -> None:
-    checked = subprocess.run(["bash", "-n"], input=shell_parts()[name], text=True, capture_output=True)
-    assert checked.returncode == 0, checked.stderr
-
-
-def test_the_files_have_the_fields_that_their_schedulers_read() -> None:
-    job = yaml.safe_load((LAUNCHERS / "trainjob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
-    assert job["spec"]["trainer"]["numNodes"] == 2 and job["spec"]["trainer"]["numProcPerNode"] == 8
-    sky = yaml.safe_load((LAUNCHERS / "skypilot.yaml").read_text())
-    assert sky["num_nodes"] == 2 and {"SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"} <= set(
-        re.findall(r"SKYPILOT_\w+", sky["run"])
-    )
-    names = {
-        node.id for node in ast.walk(ast.parse((LAUNCHERS / "ray_train.py").read_text())) if isinstance(node, ast.Name)
-    }
-    assert {"TorchTrainer", "ScalingConfig"} <= names
+    if name in shell_parts():
+        checked = subprocess.run(["bash", "-n"], input=shell_parts()[name], text=True, capture_output=True)
+        assert checked.returncode == 0, checked.stderr
 
 
 def test_the_slurm_file_is_the_one_of_the_guide() -> None:

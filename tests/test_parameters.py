@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from distributed import run_ranks
-from selection import slow
 from torch import nn
 from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference_trainer
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
-RUN = Run(samples=48, accumulation=1, epochs=3, per_device=4)  # of 4 processes; on two half as many steps' rows
+RUN = Run(samples=48, accumulation=1, epochs=3)
 LAYERS = "bert.encoder.layer."
 
 
@@ -44,56 +43,30 @@ def train_from(model: nn.Module, first: int) -> None:
         parameter.requires_grad_(layer >= first)
 
 
-CASES: dict[str, tuple[str, dict[int, int]]] = {
-    "unfreeze at epochs": ("on_epoch_begin", {1: 2, 2: -1}),
-    "unfreeze at an epoch's end": ("on_epoch_end", {1: 1}),
-    "freeze and unfreeze at steps": ("on_step_begin", {2: -1, 4: 3, 6: 0}),
-    "freeze at a step's end": ("on_step_end", {3: 99, 5: 1}),
-}
+CASES: list[tuple[str, dict[int, int], int]] = [
+    ("on_epoch_end", {1: 1}, 4),
+    ("on_step_begin", {2: -1, 4: 3, 6: 0}, 2),
+]
+"""Event, first trained layer by epochs or steps, and stages."""
 
 
-def gradual(case: str, world: int) -> tuple[Run, nn.Module]:
+def gradual_trainings(rank: int, world_size: int) -> list[Outcome]:
     """The user's AdamW over all parameters, of which the head alone is trained at first."""
-    model = RUN.build_model()
-    train_from(model, 99)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
-    return Run(
-        samples=48,
-        per_device=16 // world,
-        accumulation=1,
-        epochs=3,
-        keywords={"optimizers": (optimizer, None), "callbacks": [FreezeBelow(*CASES[case])]},
-    ), model
-
-
-def gradual_pipelines(rank: int, world_size: int, layouts: dict[str, int]) -> list[Outcome]:
-    """One training after the other: case -> stages."""
     found = []
-    for case, stages in layouts.items():
-        run, model = gradual(case, world_size)
-        found.append(outcome_of(pipeline_trainer(run, stages, model=model)))
+    for event, first_trained, stages in CASES:
+        model = RUN.build_model()
+        train_from(model, 99)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
+        keywords = {"optimizers": (optimizer, None), "callbacks": [FreezeBelow(event, first_trained)]}
+        make: Any = reference_trainer if world_size == 1 else partial(pipeline_trainer, stages=stages)
+        found.append(outcome_of(make(replace(RUN, keywords=keywords), model=model)))
     return found
 
 
-def gradual_references(rank: int, world_size: int, cases: list[str]) -> list[Outcome]:
-    found = []
-    for case in cases:
-        run, model = gradual(case, 1)
-        found.append(outcome_of(reference_trainer(replace(run, per_device=16 // WORLD), model=model)))
-    return found
-
-
-IN_SHORT = {"freeze and unfreeze at steps": 2}
-OTHERS = {"unfreeze at epochs": 1, "unfreeze at an epoch's end": 2, "freeze at a step's end": 4}
-
-
-@pytest.mark.parametrize("layouts", [IN_SHORT, *slow(OTHERS)], ids=["short", "others"])
-def test_callbacks_that_freeze_and_unfreeze_equal_the_stock_trainer(layouts: dict[str, int]) -> None:
-    (expected,) = run_ranks(gradual_references, 1, list(layouts))
-    everyone = run_ranks(gradual_pipelines, WORLD, layouts)
-    for number, case in enumerate(layouts):
-        print(case)
-        assert_same_training([outcomes[number] for outcomes in everyone], expected[number])
+def test_callbacks_that_freeze_and_unfreeze_equal_the_stock_trainer() -> None:
+    (expected,), everyone = run_ranks(gradual_trainings, 1), run_ranks(gradual_trainings, WORLD)
+    for number, wanted in enumerate(expected):
+        assert_same_training([outcomes[number] for outcomes in everyone], wanted)
 
 
 class TogglesInLoss:
@@ -103,122 +76,19 @@ class TogglesInLoss:
         return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
 
-def changes_of_flags(rank: int, world_size: int) -> list[str]:
+def changes_of_flags(rank: int, world_size: int) -> None:
     """The refusals of layers that are unfrozen although the policy has frozen them, and of a change within a step."""
     run = Run(epochs=2, samples=32)
     thawing = replace(run, keywords={"callbacks": [FreezeBelow("on_step_begin", {2: -1})]})
     by_steps = {"freeze_policy": "schedule", "freeze_strategy": "steps", "freeze_steps": 1, "freeze_schedule": {1: 1}}
-    messages = []
-    for trainer in (
-        pipeline_trainer(thawing, 1, **by_steps),
-        pipeline_trainer(thawing, 2, **by_steps),
-        pipeline_trainer(replace(run, trainer=TogglesInLoss), 2),
+    for trainer, words in (
+        (pipeline_trainer(thawing, 1, **by_steps), "freeze policy has frozen"),
+        (pipeline_trainer(thawing, 2, **by_steps), "freeze policy has frozen"),
+        (pipeline_trainer(replace(run, trainer=TogglesInLoss), 2), "outside a callback"),
     ):
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match=words):
             trainer.train()
-        messages.append(str(caught.value))
-    return messages
 
 
 def test_changes_of_flags_that_are_refused_everywhere() -> None:
-    for one, two, within in run_ranks(changes_of_flags, 2, timeout=100):
-        assert "freeze policy has frozen" in one and "freeze policy has frozen" in two
-        assert "outside a callback" in within
-
-
-# ------------------------------------------------------------------------------------------ identity
-class Harmless(TrainerCallback):
-    """Sets the flags of placeholders, too."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
-
-
-def hooked_model() -> nn.Module:
-    """With hooks on parameters that scale gradients, before and after they are accumulated."""
-    model = Run("causal-lm", model="llama-tied").build_model()
-    for number, parameter in enumerate(model.parameters()):
-        if number % 3 == 0:
-            parameter.register_hook(lambda gradient: gradient * 0.5)
-    return model
-
-
-HOOKED = Run("causal-lm", model="llama-tied", samples=48, epochs=2, accumulation=1)
-
-
-def hooked(rank: int, world_size: int) -> list[Outcome]:
-    """In one stage and in two, after an evaluation; in between, the parameters are the user's objects."""
-    outcomes = []
-    for stages in (1, 2):
-        model = hooked_model()
-        mine = list(model.parameters())
-        run = replace(HOOKED, keywords={"callbacks": [Harmless()]})
-        trainer = pipeline_trainer(run, stages, model=model)
-        assert trainer.evaluate()["eval_loss"] > 0
-        assert all(a is b for a, b in zip(mine, model.parameters(), strict=True))
-        outcome = outcome_of(trainer)
-        held = dict(zip((name for name, _ in model.named_parameters()), mine, strict=True))
-        assert all(torch.equal(held[name], value) for name, value in outcome.weights.items())
-        outcomes.append(outcome)
-    return outcomes
-
-
-def hooked_reference(rank: int, world_size: int) -> Outcome:
-    return outcome_of(reference_trainer(replace(HOOKED, per_device=8 // WORLD), model=hooked_model()))
-
-
-@pytest.mark.slow
-def test_hooks_on_parameters_and_lists_of_parameters_hold() -> None:
-    wanted = run_ranks(hooked_reference, 1)[0]
-    for outcomes in run_ranks(hooked, 2):
-        assert_same_training(outcomes, wanted)
-
-
-# ------------------------------------------------------------------------------------------ buffers
-class Masked(nn.Module):
-    """Multiplies by random buffers, of which one is not saved with the model."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.register_buffer("saved", torch.rand(size) + 0.5)
-        self.register_buffer("unsaved", torch.rand(size) + 0.5, persistent=False)
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return values * self.saved * self.unsaved
-
-
-class ChangesMask(TrainerCallback):
-    """As pruning does: from weights, where they are."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        if state.global_step == 2:
-            layer = model.bert.encoder.layer[0]
-            if not getattr(layer.output.dense.bias, "is_elsewhere", False):
-                layer.output.dropout.saved.copy_(1 + layer.output.dense.bias.detach().sign() / 2)
-
-
-def masked(rank: int, world_size: int) -> list[tuple[Outcome, dict[str, torch.Tensor]]]:
-    """In one process, or in one stage and in two."""
-    found = []
-    for stages in (1, 2) if world_size > 1 else (1,):
-        run = Run(samples=48, accumulation=1, epochs=2, keywords={"callbacks": [ChangesMask()]})
-        model = run.build_model()
-        torch.manual_seed(rank)  # no common seed
-        model.bert.encoder.layer[0].output.dropout = Masked(16)
-        model.dropout = Masked(16)
-        if world_size > 1:
-            trainer: Trainer = pipeline_trainer(replace(run, per_device=8 // world_size), stages, model=model)
-        else:
-            trainer = reference_trainer(replace(run, per_device=8 // WORLD), model=model)
-        found.append((outcome_of(trainer), {name: buffer.clone() for name, buffer in model.named_buffers()}))
-    return found
-
-
-def test_buffers_are_those_of_one_process() -> None:
-    """Random ones are process 0's at the start, and in the end the stage's that runs their module."""
-    ((wanted, wanted_buffers),) = run_ranks(masked, 1)[0]
-    for outcome, buffers in chain.from_iterable(run_ranks(masked, 2)):
-        assert_same_training([outcome], wanted)
-        assert buffers.keys() == wanted_buffers.keys()
-        assert all(torch.equal(buffers[name], value) for name, value in wanted_buffers.items())
+    run_ranks(changes_of_flags, 2, timeout=100)

@@ -67,37 +67,45 @@ def test_trainer_methods(method: str, expected: str) -> None:
     assert parameters(function) == expected.split(), changed
 
 
-def test_the_loop_calls_what_we_override() -> None:
-    """The stock loop must still pass through these, else an override would silently not run."""
-    source = inspect.getsource(Trainer)
-    for call in (
-        "self.get_batch_samples(",
-        "self.training_step(",
-        "self._wrap_model(",
-        "self.create_optimizer(",
-        "self.accelerator.clip_grad_norm_(",
-        "self._save_optimizer_and_scheduler(",
-        "self._load_from_checkpoint(",
-        "self._load_optimizer_and_scheduler(",
-        "self._save_checkpoint(",
-        "self._maybe_log_save_evaluate(",
-        "run_dir = self._get_output_dir(",
-        "self._push_from_checkpoint(",
-        "self._load_best_model(",
-        "self._track_num_input_tokens(",
-        "self.floating_point_ops(",
-    ):
-        assert call in source, f"transformers {transformers.__version__} does not call {call}...) any more"
+CALLED = (
+    *("get_batch_samples", "training_step", "_wrap_model", "create_optimizer", "accelerator.clip_grad_norm_"),
+    *("_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_save_checkpoint"),
+    *("_maybe_log_save_evaluate", "_get_output_dir", "_push_from_checkpoint", "_load_best_model"),
+    *("_track_num_input_tokens", "floating_point_ops"),
+)
+"""The stock loop must still pass through these, else an override would silently not run."""
+SOURCES: list[tuple[Any, str]] = [
+    *((Trainer, re.escape(f"self.{name}(")) for name in CALLED),
+    # Our method does the same, without the detour over the device.
+    (Trainer._load_optimizer_and_scheduler, r"OPTIMIZER_NAME\), map_location=map_location, weights_only=True"),
+    (Trainer._load_optimizer_and_scheduler, r"self\.lr_scheduler\.load_state_dict\("),
+    # `BatchesInEpoch` is the last but one of the numbers that the loop is given.
+    (Trainer._run_epoch, r"or \(step \+ 1\) == steps_in_epoch"),
+    (Trainer.set_initial_training_values, r"steps_in_epoch,\s+max_steps,\s+\)$"),
+    # `TrainingJob.generates` decides likewise, and the pair gathers in another way.
+    (Seq2SeqTrainer.prediction_step, "if not self.args.predict_with_generate or prediction_loss_only:"),
+    (Trainer.evaluation_loop, "prediction_loss_only is not None else args.prediction_loss_only"),
+    (Trainer.evaluate, "prediction_loss_only=True if self.compute_metrics is None else None"),
+    *(
+        (m, r"self\.gather_function = self\.accelerator\.gather\n")
+        for m in (Seq2SeqTrainer.evaluate, Seq2SeqTrainer.predict)
+    ),
+    # `TrainersLoss.is_scaled_for_accumulation` decides likewise; older versions have no `loss_is_scaled_for_ga`.
+    (
+        Trainer.training_step,
+        r"model_accepts_loss_kwargs and num_items_in_batch is not None\s*\)? or self.compute_loss_func is not None"
+        "|compute_loss_func is None",
+    ),
+    (Trainer.training_step, "loss = loss / self.current_gradient_accumulation_steps"),
+    (DistributedDataParallel, r"self\.reducer = dist\.Reducer\("),
+    (DistributedDataParallel, r"self\.logger = dist\.Logger\(self\.reducer\)"),
+]
 
 
-def test_what_the_stock_trainer_does_with_the_optimizers_file() -> None:
-    """Our method does the same, without the detour over the device."""
-    source = inspect.getsource(Trainer._load_optimizer_and_scheduler)
-    for part in (
-        "OPTIMIZER_NAME), map_location=map_location, weights_only=True",
-        "self.lr_scheduler.load_state_dict(",
-    ):
-        assert part in source, f"transformers {transformers.__version__} loads another way: {part} is gone"
+@pytest.mark.parametrize(("code", "pattern"), SOURCES)
+def test_what_the_code_of_others_must_contain(code: Any, pattern: str) -> None:
+    versions = f"transformers {transformers.__version__} or torch {torch.__version__}"
+    assert re.search(pattern, inspect.getsource(code)), f"{versions} does without {pattern!r} in {code.__name__}"
 
 
 def test_a_step_begins_behind_the_random_states_of_the_checkpoint() -> None:
@@ -107,54 +115,15 @@ def test_a_step_begins_behind_the_random_states_of_the_checkpoint() -> None:
     assert loads < source.index("callback_handler.on_step_begin(") < source.index("self.training_step(")
 
 
-def test_the_loop_updates_after_the_last_batch_of_an_epoch() -> None:
-    """`BatchesInEpoch` is the last but one of the numbers that the loop is given."""
-    assert "or (step + 1) == steps_in_epoch" in inspect.getsource(Trainer._run_epoch)
-    assert re.search(r"steps_in_epoch,\s+max_steps,\s+\)$", inspect.getsource(Trainer.set_initial_training_values))
+STAGE_METHODS = ["backward_one_chunk", "backward_weight_one_chunk", "clear_runtime_states"]
+if schedule._Stage is not PipelineStage:  # torch's own stage is used from torch 2.13 on
+    STAGE_METHODS += ["_prepare_forward_infra", "_create_grad_send_info", "_get_init_p2p_neighbors_ops"]
+    STAGE_METHODS += ["get_bwd_send_ops", "get_bwd_recv_ops", "set_local_fwd_input", "set_local_bwd_input"]
 
 
-def test_when_the_stock_trainer_generates() -> None:
-    """`TrainingJob.generates` decides likewise, and the pair gathers in another way."""
-    version = f"transformers {transformers.__version__}"
-    decision = "if not self.args.predict_with_generate or prediction_loss_only:"
-    assert decision in inspect.getsource(Seq2SeqTrainer.prediction_step), f"{version} decides another way"
-    default = "prediction_loss_only if prediction_loss_only is not None else args.prediction_loss_only"
-    assert default in inspect.getsource(Trainer.evaluation_loop), f"{version} decides another way"
-    asked = "prediction_loss_only=True if self.compute_metrics is None else None"
-    assert asked in inspect.getsource(Trainer.evaluate), f"{version} generates also without metrics"
-    for method in (Seq2SeqTrainer.evaluate, Seq2SeqTrainer.predict):
-        assert "self.gather_function = self.accelerator.gather\n" in inspect.getsource(method), f"{version} gathers"
-
-
-def test_when_the_stock_trainer_divides_a_loss_by_the_accumulated_batches() -> None:
-    """`TrainersLoss.is_scaled_for_accumulation` decides likewise; older versions have no `loss_is_scaled_for_ga`."""
-    source = inspect.getsource(Trainer.training_step)
-    rule = r"model_accepts_loss_kwargs and num_items_in_batch is not None\s*\)? or self.compute_loss_func is not None"
-    version = f"transformers {transformers.__version__}"
-    assert re.search(rule, source) or "compute_loss_func is None" in source, f"{version} decides another way"
-    assert "loss = loss / self.current_gradient_accumulation_steps" in source, f"{version} divides another way"
-
-
-@pytest.mark.parametrize("method", ["backward_one_chunk", "backward_weight_one_chunk", "clear_runtime_states"])
+@pytest.mark.parametrize("method", STAGE_METHODS)
 def test_pipeline_stage_methods(method: str) -> None:
     assert hasattr(PipelineStage, method), f"torch {torch.__version__} has no PipelineStage.{method} any more"
-
-
-@pytest.mark.skipif(schedule._Stage is PipelineStage, reason="torch's own stage is used from torch 2.13 on")
-@pytest.mark.parametrize(
-    "method",
-    [
-        "_prepare_forward_infra",
-        "_create_grad_send_info",
-        "_get_init_p2p_neighbors_ops",
-        "get_bwd_send_ops",
-        "get_bwd_recv_ops",
-        "set_local_fwd_input",
-        "set_local_bwd_input",
-    ],
-)
-def test_methods_of_an_older_pipeline_stage(method: str) -> None:
-    assert hasattr(PipelineStage, method), f"torch {torch.__version__} has no PipelineStage.{method}"
 
 
 def test_backward_of_a_stage() -> None:
@@ -164,12 +133,6 @@ def test_backward_of_a_stage() -> None:
     assert parameters(PipelineStage.backward_weight_one_chunk) == expected, f"torch {torch.__version__} changed it"
 
 
-def test_where_ddp_keeps_its_buckets() -> None:
-    source = inspect.getsource(DistributedDataParallel)
-    for holder in ("self.reducer = dist.Reducer(", "self.logger = dist.Logger(self.reducer)"):
-        assert holder in source, f"torch {torch.__version__}: DistributedDataParallel has no {holder!r} any more"
-
-
 def test_batch_sampler_of_accelerate() -> None:
     inner = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(range(8)), 2, False)
     shard = BatchSamplerShard(inner, num_processes=2, process_index=0)
@@ -177,14 +140,16 @@ def test_batch_sampler_of_accelerate() -> None:
 
 
 def test_what_a_layer_of_a_cache_must_have() -> None:
-    assert CacheLayerMixin.__abstractmethods__ <= {
+    known = {
         "lazy_initialization",
         "update",
         "get_mask_sizes",
         "get_seq_length",
         "get_max_length",
         "get_max_cache_shape",
-    }, f"transformers {transformers.__version__} asks more of a cache's layers"
+    }
+    version = f"transformers {transformers.__version__}"
+    assert CacheLayerMixin.__abstractmethods__ <= known, f"{version} asks more of a cache's layers"
 
 
 # ------------------------------------------------------------------------------------ attributes

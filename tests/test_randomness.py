@@ -1,78 +1,14 @@
-"""Global generators are seeded and put back; those that users' objects own are found and put back."""
+"""What is looked at before the first step draws nothing from the user's generators."""
 
 from __future__ import annotations
 
-import functools
-import random
+from dataclasses import replace
+from typing import Any
 
 import numpy
-import pytest
 import torch
-from model_zoo import MODELS
 from training_data import PadCollator, TrainingData
-from transformers import Trainer, TrainingArguments
-
-from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.randomness import generators_kept, global_state_kept, seeded
-
-MODULE_RNG = numpy.random.default_rng(5)
-
-
-def draw():
-    return random.random(), torch.rand(1).item(), numpy.random.rand(), numpy.random.randn()
-
-
-def test_seeded_puts_all_generators_back_after_an_error_too():
-    numpy.random.randn()  # keeps a second number for the next call
-    with global_state_kept():
-        expected = draw()
-    with pytest.raises(KeyError), seeded(5):
-        inside = draw()
-        raise KeyError
-    assert draw() == expected
-    with seeded(5):
-        assert draw() == inside
-
-
-class Owner:
-    shared = random.Random(3)
-
-    def __init__(self):
-        self.torch = torch.Generator().manual_seed(1)
-        self.parts = [{"numpy": numpy.random.default_rng(1)}, functools.partial(int, numpy.random.RandomState(1))]
-        self.late = None
-        local = random.Random(1)
-        self.closure = lambda: local.random()
-
-    def draw(self):
-        if self.late is None:
-            self.late = torch.Generator().manual_seed(4)
-        first, second = self.parts
-        return [
-            torch.rand(1, generator=self.torch).item(),
-            torch.rand(1, generator=self.late).item(),
-            first["numpy"].random(),
-            second.args[0].rand(),
-            self.closure(),
-            self.shared.random(),
-            MODULE_RNG.random(),
-        ]
-
-
-class Slotted:
-    __slots__ = ("inner",)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-
-@pytest.mark.parametrize("wrap", [lambda owner: owner, lambda owner: owner.draw, Slotted, lambda owner: [{1: owner}]])
-def test_generators_that_an_object_owns_are_put_back(wrap):
-    owner = Owner()
-    with generators_kept(wrap(owner)):
-        inside = [owner.draw(), owner.draw()]
-    assert owner.late is None
-    assert [owner.draw(), owner.draw()] == inside
+from training_runs import Run, assert_same_training, outcome_of, pipeline_trainer, reference_trainer
 
 
 class MaskingCollator(PadCollator):
@@ -80,46 +16,29 @@ class MaskingCollator(PadCollator):
 
     rng = None
 
-    def __init__(self, kind, seen):
-        super().__init__(kind)
-        self.seen = seen
-
-    def __call__(self, samples):
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         if self.rng is None:
             self.rng = torch.Generator().manual_seed(42)
         batch = super().__call__(samples)
         drawn = torch.rand(batch["input_ids"].shape, generator=self.rng) < 0.15
-        batch["input_ids"] = batch["input_ids"].masked_fill(drawn, 7)
-        self.seen.append(batch["input_ids"])
-        return batch
+        return {**batch, "input_ids": batch["input_ids"].masked_fill(drawn, 7)}
 
 
 class NoisyData(TrainingData):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.rng = numpy.random.default_rng(3)
+    """Draws from a generator of its own."""
 
-    def __getitem__(self, index):
-        sample = super().__getitem__(index)
-        return {**sample, "labels": int(self.rng.integers(2))}
+    rng = None
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.rng = self.rng or numpy.random.default_rng(3)
+        return {**super().__getitem__(index), "labels": int(self.rng.integers(2))}
 
 
-def test_what_is_looked_at_before_training_draws_nothing_from_users_generators(tmp_path):
-    """The examination's samples and those of the training come from the same generators."""
-    losses = []
-    for trainer_class, arguments_class in (
-        (Trainer, TrainingArguments),
-        (PipeTransformerTrainer, PipeTransformerTrainingArguments),
-    ):
-        torch.manual_seed(0)
-        trainer = trainer_class(
-            MODELS["bert-classification"].build(),
-            arguments_class(
-                str(tmp_path), per_device_train_batch_size=4, max_steps=4, logging_steps=1, report_to=[], use_cpu=True
-            ),
-            train_dataset=NoisyData("text-classification", 16),
-            data_collator=MaskingCollator("text-classification", []),
-        )
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    torch.testing.assert_close(*losses, rtol=0, atol=1e-6)
+def test_what_is_looked_at_before_training_draws_nothing_from_users_generators() -> None:
+    run = Run(samples=64, accumulation=1, epochs=1)
+    outcomes = []
+    for make in (reference_trainer, lambda run: pipeline_trainer(replace(run, per_device=16), 1, use_cpu=True)):
+        trainer = make(run)
+        trainer.train_dataset, trainer.data_collator = NoisyData(run.kind, 64), MaskingCollator(run.kind)
+        outcomes.append(outcome_of(trainer))
+    assert_same_training(outcomes[1:], outcomes[0])

@@ -22,77 +22,16 @@ def arguments(**options: object) -> run_clm.DataTrainingArguments:
     return run_clm.DataTrainingArguments(**{"generated_data": 50, "block_size": 16, **options})
 
 
-@pytest.fixture(scope="module")
-def texts() -> DatasetDict:
-    return run_clm.load_texts(arguments(), seed=0)
-
-
-def test_tokenizer_is_the_same_each_time_and_gives_the_text_back(texts: DatasetDict) -> None:
-    tokenizer = run_clm.train_tokenizer(texts["train"], 300, 16)
-    again = run_clm.train_tokenizer(texts["train"], 300, 16)
-    assert tokenizer.get_vocab() == again.get_vocab()
-    assert len(tokenizer) == 300
-    for text in (texts["train"][0]["text"], "Grüße, 世界!\n"):  # bytes: nothing is unknown
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id
-
-
-def test_packed_and_padded_samples(texts: DatasetDict) -> None:
-    tokenizer = run_clm.train_tokenizer(texts["train"], 300, 16)
-    packed = run_clm.tokenize(texts, tokenizer, arguments())["train"]
-    assert {len(row) for row in packed["input_ids"]} == {16}
-    whole = tokenizer.eos_token.join(texts["train"]["text"])
-    assert whole.startswith(tokenizer.decode([t for row in packed["input_ids"] for t in row])[:500])
-
-    lines = run_clm.tokenize(texts, tokenizer, arguments(line_by_line=True))["train"]
-    assert len(lines) == len(texts["train"])
-    short = next(row for row in lines if len(row["input_ids"]) < 16)
-    assert short["input_ids"][-1] == tokenizer.eos_token_id
-    long = max(lines, key=lambda row: len(row["input_ids"]))
-    batch = run_clm.make_collator(tokenizer, line_by_line=True)([short, long])
-    padded = run_clm.make_collator(tokenizer, True, multiple=8)([{name: row[:5] for name, row in long.items()}])
-    assert padded["input_ids"].shape == padded["labels"].shape == (1, 8)
-    padding = batch["attention_mask"] == 0
-    assert padding.any() and (batch["labels"][padding] == -100).all()
-    assert (batch["labels"][~padding] == batch["input_ids"][~padding]).all()  # the end is learnt
-
-
-def test_own_files(tmp_path: Path) -> None:
+def test_own_files_and_user_errors(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one line\n\n   \nanother\n" * 20, encoding="utf-8")
     splits = run_clm.load_texts(arguments(generated_data=None, train_file=str(tmp_path / "a.txt")), 0, str(tmp_path))
     assert {name: len(split) for name, split in splits.items()} == {"train": 38, "validation": 2}
     assert set(splits["train"]["text"]) == {"one line", "another"}
-
-
-@pytest.mark.parametrize("has_validation", [True, False])
-def test_texts_from_the_hub(has_validation: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """WikiText has three splits, and many empty lines; C4 has more columns."""
-    lines = Dataset.from_dict({"id": list(range(40)), "text": ["", " = A title = \n"] * 20})
-    splits = {"train": lines, "validation": lines.select(range(8)), "test": lines.select(range(4))}
-    asked: list[Any] = []
-
-    def load_dataset(*names: str | None, **options: Any) -> DatasetDict:
-        asked.append((names, options))
-        return DatasetDict({name: split for name, split in splits.items() if has_validation or name == "train"})
-
-    monkeypatch.setattr(run_clm, "load_dataset", load_dataset)
-    data_args = arguments(
-        generated_data=None, dataset_name="wiki", dataset_config_name="raw" if has_validation else None
-    )
-    found = run_clm.load_texts(data_args, 0, "here")
-    assert asked == [(("wiki", "raw" if has_validation else None), {"cache_dir": "here"})]
-    sizes = {"train": 20, "validation": 4, "test": 2} if has_validation else {"train": 19, "validation": 1}
-    assert {name: len(split) for name, split in found.items()} == sizes
-    assert all(split.column_names == ["text"] for split in found.values())
-
-
-def test_user_errors() -> None:
     with pytest.raises(ValueError, match="got none"):
         run_clm.DataTrainingArguments()
     with pytest.raises(ValueError, match="block_size=1"):
         arguments(block_size=1)
     rows = Dataset.from_dict({"body": ["a", "", None], "n": [1, 2, 3]})
-    assert list(run_clm.only_texts(rows, None)["text"]) == ["a"]
     with pytest.raises(ValueError, match="text_column='n': no such column of text; the columns are body, n"):
         run_clm.only_texts(rows, "n")
     few = DatasetDict(train=Dataset.from_dict({"text": ["a b"]}))

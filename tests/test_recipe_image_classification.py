@@ -6,98 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from distributed import run_ranks
 from PIL import Image as PILImage
 
 pytest.importorskip("datasets")
 pytest.importorskip("sklearn")
 
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
-from transformers import ViTForImageClassification, ViTImageProcessorPil
+from datasets import ClassLabel, Dataset, Features, Image, Value
 
 import run_image_classification as recipe
-from common import ModelArguments, take_part
-
-
-def test_digits_are_those_of_sklearn() -> None:
-    from sklearn.datasets import load_digits
-
-    digits = recipe.load_digits()
-    original = load_digits()
-    assert len(digits) == 1797 and digits.features["label"].names == list("0123456789")
-    for row in (0, 1000, 1796):
-        assert digits[row]["label"] == original.target[row]
-        np.testing.assert_allclose(np.asarray(digits[row]["image"]) / 255 * 16, original.images[row], atol=0.04)
-
-
-@pytest.mark.parametrize("has_classes", [True, False])
-def test_test_images_without_classes_are_left_alone(has_classes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With classes they are what is validated on, where there are no others."""
-    digits = recipe.load_digits()
-    test = digits.select(range(1000, 1020))
-    splits = {"train": digits.select(range(1000)), "test": test if has_classes else test.remove_columns("label")}
-    monkeypatch.setattr(recipe, "load_dataset", lambda *_, **__: DatasetDict(splits))
-    found = recipe.load_images(recipe.DataTrainingArguments(dataset_name="digits"), seed=0)
-    assert {name: len(split) for name, split in found.items() if name != "test"} == (
-        {"train": 1000, "validation": 20} if has_classes else {"train": 800, "validation": 200}
-    )
-
-
-def save_images(folder: Path, **number_of: int) -> None:
-    """So many images of each class, of the shade that is the length of the class's name."""
-    for label, number in number_of.items():
-        (folder / label).mkdir(parents=True)
-        for i in range(number):
-            PILImage.new("L", (4, 4), len(label)).save(folder / label / f"{i}.png")
-
-
-def load_folders(tmp_path: Path, train: Path, validation: Path) -> DatasetDict:
-    arguments = recipe.DataTrainingArguments(train_dir=str(train), validation_dir=str(validation))
-    return recipe.load_images(arguments, seed=0, cache_dir=str(tmp_path / "cache"))
-
-
-def test_folders_of_different_depth_and_classes(tmp_path: Path) -> None:
-    save_images(tmp_path / "train", black=1, white=1)
-    save_images(tmp_path / "more" / "val", grey=1, white=2)
-    save_images(tmp_path / "one", white=1)
-    splits = load_folders(tmp_path, tmp_path / "train", tmp_path / "more" / "val")
-    for split in splits.values():
-        names = split.features["label"].names
-        assert names == ["black", "grey", "white"]
-        assert [len(names[row["label"]]) for row in split] == [np.asarray(row["image"])[0, 0] for row in split]
-    splits = load_folders(tmp_path, tmp_path / "train", tmp_path / "one")
-    assert splits["validation"].features["label"].names == ["black", "white"]
-    assert splits["validation"]["label"][:] == [1]
-    with pytest.raises(ValueError, match="label_column=None is no column of ClassLabel"):
-        load_folders(tmp_path, tmp_path / "train", tmp_path / "one" / "white")
-
-
-def test_a_checkpoint_keeps_the_order_of_its_classes(tmp_path: Path) -> None:
-    save_images(tmp_path / "train", black=1, white=1)
-    splits = load_folders(tmp_path, tmp_path / "train", tmp_path / "train")
-    known = recipe.with_classes_of(("White", "Grey", "Black"), splits)["train"]
-    assert known.features["label"].names == ["white", "Grey", "black"]
-    assert list(zip(known["label"], (np.asarray(image)[0, 0] for image in known["image"]), strict=True)) == [
-        (2, 5),
-        (0, 5),
-    ]
-    model_args = ModelArguments(model_type="vit")
-    config = recipe.make_config(model_args, recipe.DataTrainingArguments(), DatasetDict(train=known))
-    assert config.id2label == {0: "white", 1: "Grey", 2: "black"}
-    for others in (None, (), ("white", "grey")):
-        assert recipe.with_classes_of(others, splits)["train"]["label"][:] == [0, 1]
-
-
-def transform(**options: Any) -> recipe.Transform:
-    processor = ViTImageProcessorPil(size={"height": 8, "width": 8}, image_mean=[0.5], image_std=[0.5])
-    return recipe.Transform(processor, 1, **options)
-
-
-def pixels(transformed: dict[str, list]) -> np.ndarray:
-    return np.stack(transformed["pixel_values"])
 
 
 def test_user_errors() -> None:
@@ -138,17 +56,6 @@ def run(rank: int, world_size: int, folder: str, *more: str) -> tuple[dict[str, 
     return results, rates
 
 
-def accuracy_of_saved(folder: Path) -> float:
-    """Of the saved model and processor, on the same 20 images of the validation data."""
-    model = ViTForImageClassification.from_pretrained(folder).eval()
-    rows = take_part(recipe.load_images(recipe.DataTrainingArguments(), seed=42)["validation"], 20, seed=42)
-    processor = ViTImageProcessorPil.from_pretrained(folder)
-    images = pixels(recipe.Transform(processor, model.config.num_channels)(rows[:]))
-    with torch.no_grad():
-        found = model(torch.from_numpy(images)).logits.argmax(dim=-1)
-    return float(np.mean(found.numpy() == rows["label"][:]))
-
-
 def reasons_off(folder: Path) -> list[str]:
     """Why there was no cache any more at the end, as recorded."""
     lines = [json.loads(line) for line in (folder / "pipeline_metrics.jsonl").read_text().splitlines()]
@@ -161,7 +68,6 @@ def test_fixed_transforms_hit_the_cache_and_random_ones_turn_it_off(
 ) -> None:
     (results, rates), _ = run_ranks(run, 2, str(tmp_path / "fixed"))
     assert results["eval_samples"] == 20
-    assert results["eval_accuracy"] == pytest.approx(accuracy_of_saved(tmp_path / "fixed"))
     assert rates[-1] > 0.9
     assert reasons_off(tmp_path / "fixed") == []
     (_, rates), _ = run_ranks(run, 2, str(tmp_path / "random"), "--augment")

@@ -5,25 +5,15 @@ from __future__ import annotations
 import pytest
 from user_code import kit, runner
 
-KNOWN: dict[str, str] = {}
-"""Case and layout -> why it is not as expected yet. Each must fail: what is repaired leaves this table."""
-
 PARTS = 2
 """Of a group, so that several workers share it."""
-
-
-def label(finding: runner.Finding) -> str:
-    return f"{finding.case} [{finding.layout}]"
 
 
 def check(entries):
     findings = runner.examine(entries)
     assert [finding.entry for finding in findings] == entries
-    failed = {label(f): f"{f.verdict}: {f.reason}\n{f.trace}" for f in findings if not f.is_expected}
-    unexpected = {name: why for name, why in failed.items() if name not in KNOWN}
-    assert not unexpected, "\n\n".join(f"{name}: {why}" for name, why in unexpected.items())
-    repaired = {label(f) for f in findings if f.is_expected} & KNOWN.keys()
-    assert not repaired, f"take these out of KNOWN: {sorted(repaired)}"
+    failed = [f"{f.case} [{f.layout}]: {f.verdict}: {f.reason}\n{f.trace}" for f in findings if not f.is_expected]
+    assert not failed, "\n\n".join(failed)
 
 
 def is_first(entry: runner.Entry) -> bool:
@@ -36,16 +26,9 @@ def is_first(entry: runner.Entry) -> bool:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("group", kit.GROUPS)
-def test_equal_or_refused(group, part):
-    check([entry for entry in runner.entries_of(groups=[group]) if is_first(entry)][part::PARTS])
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("group", kit.GROUPS)
-def test_equal_or_refused_in_other_layouts(group, part):
-    check([entry for entry in runner.entries_of(groups=[group]) if not is_first(entry)][part::PARTS])
+@pytest.mark.parametrize("in_first", [True, False], ids=["", "other layouts"])
+def test_equal_or_refused(group, part, in_first):
+    check([entry for entry in runner.entries_of(groups=[group]) if is_first(entry) is in_first][part::PARTS])
 
 
 IN_SHORT = (
@@ -66,10 +49,6 @@ IN_SHORT = (
 @pytest.mark.timeout(300)
 def test_one_of_each_kind():
     check([(case, "K2") for case in IN_SHORT])
-
-
-def test_names_in_the_table_of_known_failures():
-    assert KNOWN.keys() <= {f"{case} [{layout}]" for case, layout in runner.entries_of()}
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ reads, as real data sets have. Text is 5 to 24 tokens long, and a batch is padde
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from model_zoo import EOS, FIRST_WORD, LABELS, LAST_WORD, PAD
@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 Kind = Literal["text-classification", "causal-lm", "seq2seq", "image-classification", "question-answering"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # For each kind of data, a model of the zoo that reads it.
 ZOO_MODEL: dict[Kind, str] = {

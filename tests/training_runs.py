@@ -248,6 +248,15 @@ def _trainer(cls: type[Trainer], arguments: Any, run: Run, model: nn.Module | No
     )
 
 
+def with_layerdrop() -> nn.Module:
+    """A Bart that skips layers at random."""
+    model: Any = MODELS["bart"].build()
+    for part in (model.model.encoder, model.model.decoder):
+        part.layerdrop = 0.5
+    model.config.encoder_layerdrop = model.config.decoder_layerdrop = 0.5
+    return model
+
+
 def scale_gradients(trainer: Trainer, growth_interval: int = 100) -> torch.amp.GradScaler:
     """Give a trainer on the CPU fp16's gradient scaler."""
     scaler = trainer.accelerator.scaler = torch.amp.GradScaler(
@@ -308,6 +317,8 @@ class FreezeAt(TrainerCallback):
                 parameter = self.model.get_parameter(name)
                 parameter.requires_grad_(False)
                 parameter.grad = None
+
+    on_train_begin = on_step_end
 
 
 def freezing_reference(

@@ -65,18 +65,8 @@ def make_data(kind: str) -> Any:
 
 def make_model(kind: str, folder: str) -> Any:
     """A reward model, or the policy in a folder, from where TRL loads the reference model."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        eos_token_id=1,
-        num_labels=1,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, pad_token_id=0, eos_token_id=1, num_labels=1, **sizes)
     torch.manual_seed(0)
     if kind == "reward":
         return LlamaForSequenceClassification(config)
