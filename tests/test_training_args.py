@@ -11,7 +11,7 @@ import pytest
 from training_runs import Run, pipeline_trainer
 from transformers import HfArgumentParser
 
-from hf_pipetransformer import PipeTransformerTrainingArguments, training_args
+from hf_pipetransformer import PipeTransformerTrainingArguments
 
 FIELDS = {field.name for field in dataclasses.fields(PipeTransformerTrainingArguments)}
 CHECKPOINTING_OPTIONS = ["gradient_checkpointing_kwargs"]
