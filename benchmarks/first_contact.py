@@ -94,7 +94,7 @@ def make_model(size: dict[str, int], dropout: float) -> BertForSequenceClassific
 
 
 class Watched:
-    """Measures around `training_step`; a callback would keep weights on the device that are otherwise offloaded."""
+    """Measures around `training_step`, without a callback, which could be one that reads weights."""
 
     steps_of_epoch = 0
     counts_waits = False

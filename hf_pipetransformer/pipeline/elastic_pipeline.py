@@ -185,7 +185,6 @@ class ElasticPipeline(nn.Module):
             The cost of the transformation on this process.
         """
         before = self.current_plan
-        self.weights.onload()
         self.weights.follow_flags()
         self.synchronise_buffers()
         assert plan.num_frozen_layers >= before.num_frozen_layers, "frozen layers do not thaw"
@@ -229,7 +228,6 @@ class ElasticPipeline(nn.Module):
         Raises:
             ValueError: if parameters that a freeze policy has frozen require a gradient again.
         """
-        self.weights.onload()
         thawed = self.weights.follow_flags(thaws)
         shared_are_summed = self.running.gradients.shared_are_summed
         self._close()
@@ -274,7 +272,6 @@ class ElasticPipeline(nn.Module):
         )
         self.placed, self.stage = placed, stage
         self.train(self.training)
-        self.offload_cached_layers()
         return placed
 
     def _share_updates(self, optimizer: OptimizerState) -> None:
@@ -333,7 +330,6 @@ class ElasticPipeline(nn.Module):
                 self._restrict_to_units_here()
 
     def _leave_plan(self) -> None:
-        self.weights.onload()
         self.cache = None  # the weights may change from here on
         self.stack.runner.restrict_to(None)
         self.stack.runner.remove()
@@ -354,22 +350,6 @@ class ElasticPipeline(nn.Module):
         self.cache = cache
         if self.stage is not None:
             self.stage.use_cache(cache)
-
-    def offload_cached_layers(self) -> None:
-        """Free the device memory of the weights that only cached layers need.
-
-        They are loaded back by the first forward that runs a cached layer, whatever has called it.
-        """
-        plan, stage = self.current_plan, self.stage
-        if not self.ways.offloads or stage is None or stage.first.start or not plan.num_cached_layers:
-            return
-        assert self.freezable is not None
-        owners = self.stack.owners
-        needed = frozenset().union(*(owners[unit] for unit in stage.units if unit >= plan.num_cached_layers))
-        if stage.has_last_unit:
-            needed |= self.freezable.head
-        runs_cached_layers = lambda: self.stack.runner.start_of_pass < plan.num_cached_layers  # noqa: E731
-        self.weights.offload(self.freezable.frozen(plan.num_cached_layers) - needed, runs_cached_layers)
 
     # ------------------------------------------------------------------------------------ interface of nn.Module
     def train(self, mode: bool = True) -> ElasticPipeline:

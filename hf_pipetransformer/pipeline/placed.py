@@ -73,13 +73,11 @@ class Ways:
         slicing: splits sequences along their tokens as well, if there are several stages.
         is_driven: whether the loss drives the pipeline, if there are several stages (`step` with `code`).
         serves_callbacks: whether calls of the model outside of the steps are served (`arrive`), if they can be.
-        offloads: whether the weights of cached layers are offloaded from the device.
     """
 
     slicing: SequenceSlicing | None = None
     is_driven: bool = False
     serves_callbacks: bool = False
-    offloads: bool = False
 
 
 class PlacedPipeline:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache.side_stream import is_apart
 from ..model.elsewhere import computing_with_nan, hide
 from ..model.nested import as_bytes
 from ..model.placeholders import ParameterTable, placeholder, set_values, values_of, with_values
@@ -62,8 +61,6 @@ class WeightState:
         self._trainable = {name: table[name].requires_grad for name in table.names}
         self._missing: set[str] = set()
         self._frozen: set[str] = set()
-        self._offloaded: dict[str, list[torch.Tensor]] = {}
-        self._offload_hooks: list[Any] = []
         self._gathered: dict[str, torch.Tensor] | None = None
         self._lists_placeholders = False
         self._hooks: list[Any] = []
@@ -200,7 +197,6 @@ class WeightState:
         Args:
             holders: who holds what from now on.
         """
-        self.onload()
         self.holders = holders
         names = {name for name, ranks in holders.items() if self.mesh.rank in ranks}
         model = self._table.model
@@ -231,40 +227,6 @@ class WeightState:
             if any(v.is_floating_point() and v.isnan().any() for v in values_of(self._table[name]))
         ]
 
-    def offload(self, names: Collection[str], needs_them: Callable[[], bool]) -> None:
-        """Offload frozen weights that nothing computes with at present to the CPU; the device keeps placeholders.
-
-        They are loaded back when their modules are saved, or when these run and `needs_them` returns True.
-        """
-        for name in set(names) - self._offloaded.keys():
-            parameter = self._table[name]
-            values = values_of(parameter)
-            # nobody waits for it: the device also copies it back, after this copy
-            self._offloaded[name] = [
-                torch.empty(v.shape, dtype=v.dtype, pin_memory=is_apart(v.device)).copy_(v, non_blocking=True)
-                for v in values
-            ]
-            set_values(parameter, map(placeholder, values))
-
-            def bring_back_if_needed(*_: Any) -> None:
-                if needs_them():
-                    self.onload()
-
-            for alias in self._table.aliases[name]:
-                module = self._table.model.get_submodule(alias.rpartition(".")[0])
-                self._offload_hooks.append(module.register_state_dict_pre_hook(lambda *_: self.onload()))
-                self._offload_hooks.append(module.register_forward_pre_hook(bring_back_if_needed))
-
-    def onload(self) -> None:
-        """Load the offloaded weights back to their device."""
-        for name, values in self._offloaded.items():
-            device = self._table[name].device
-            set_values(self._table[name], [value.to(device, non_blocking=True) for value in values])
-        self._offloaded.clear()
-        for hook in self._offload_hooks:
-            hook.remove()
-        self._offload_hooks.clear()
-
     @contextmanager
     def as_on_one_process(self) -> Iterator[None]:
         """Inside, missing and frozen parameters have their original `requires_grad`, as on a single process.
@@ -291,7 +253,6 @@ class WeightState:
             folder: the folder of a temporary file that they are collected in, if there may be no memory for them.
             needed: the parameters that will be read, the same on every process; None: all.
         """
-        self.onload()
         gathered: dict[str, torch.Tensor] = {}
 
         def store(name: str, values: Mapping[int, torch.Tensor]) -> None:
@@ -322,7 +283,6 @@ class WeightState:
         What this process holds stays as it is, and so does the optimizer's state. Afterwards the other parameters are
         placeholders again. Collective over all processes.
         """
-        self.onload()
         missing, self._missing = self._missing, set()
         try:
             self._receive(self.device)
@@ -333,7 +293,6 @@ class WeightState:
 
     def restore(self, device: torch.device) -> None:
         """Restore every weight on every process, on `device`. Collective over all processes."""
-        self.onload()
         for name, flag in self._flags_of_first_holders().items():
             self._trainable[name] = flag or (name in self._frozen and self._trainable[name])
         self._receive(device)
@@ -383,7 +342,6 @@ class WeightState:
     def _skip_missing(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         if module is not self._table.model:
             return
-        self.onload()  # because the loaded values are copied into the weights
         for key in self._missing_keys():
             state_dict.pop(prefix + key, None)
 

@@ -238,7 +238,6 @@ class AutoCache:
 
     def resume(self, num_cached: int) -> None:
         """Count layers as cached, as the resumed job did, if all nodes still have the generation."""
-        self._pipeline.weights.onload()  # the generation's name is computed from the weights
         self.freeze(num_cached)
         has_all = self._boundary == num_cached and self.cache.generations[0] in self._store.generations()
         if all(self._mesh.gather_objects(has_all)):
@@ -530,7 +529,7 @@ class AutoCache:
         return self._function.what_changed() is None
 
     def weights_look_same(self) -> bool:
-        """Whether one number of each frozen tensor is unchanged. Not collective. Weights must not be offloaded.
+        """Whether one number of each frozen tensor is unchanged. Not collective.
 
         This is cheap enough for every step, and is used if a user's callback may access weights at each step.
         """

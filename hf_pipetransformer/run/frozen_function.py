@@ -64,7 +64,6 @@ class FrozenFunction:
         pipeline = self._pipeline
         stage, table = pipeline.stage, pipeline.stack.table
         assert stage is not None
-        pipeline.weights.onload()
         names = pipeline.stack.owned(0, boundary)
         mine = {name: self._digests.get(name) or digest_of(table[name]) for name in stage.names if name in names}
         buffers = [digest_of(buffer) for buffer in self._watch().buffers]
@@ -83,7 +82,6 @@ class FrozenFunction:
 
     def note(self) -> None:
         """Record the weights and buffers on this process under the plan in force. Not collective."""
-        self._pipeline.weights.onload()
         self._watched = self._watch()
 
     def what_changed(self) -> str | None:
@@ -92,23 +90,18 @@ class FrozenFunction:
         Collective over all processes.
         """
         self._num_looks += 1
-        self._pipeline.weights.onload()
         weights_hold = self._watched is None or self._watched.what_changed(settings=False) is None
         self._are_settings_known &= self.looks_same() or not weights_hold
         # with another seed each time, because frozen layers must not depend on random numbers
         outputs = self._run(self._boundary, seed=self._num_looks)
         outputs_hold = outputs is None or _are_same([_some_numbers(output) for output in outputs], self._outputs)
-        self._pipeline.offload_cached_layers()
         votes = self._pipeline.mesh.gather_objects((weights_hold, outputs_hold))
         if not all(weights for weights, _ in votes):
             return OTHER_WEIGHTS
         return None if all(outputs for _, outputs in votes) else OTHER_OUTPUTS
 
     def looks_same(self) -> bool:
-        """Whether a cheap check finds no change. Not collective.
-
-        Weights must not be offloaded.
-        """
+        """Whether a cheap check finds no change. Not collective."""
         return self._watched is None or self._watched.what_changed(settings=self._are_settings_known) is None
 
     def _run(self, boundary: int, seed: int) -> tuple[torch.Tensor, ...] | None:

@@ -312,9 +312,8 @@ class PipelineRun(TrainerCallback):
         self._refuse_coupling(coupling, layout)
         watches_steps = any(job.mesh.gather_objects(watch_steps(job.users_callbacks)))
         calls = any(job.mesh.gather_objects(bool(job.users_callbacks) or job.overrides("prediction_step")))
-        offloads = job.device.type != "cpu" and not watches_steps  # on the CPU nothing is saved by it
         self.steps = Steps(job, pipeline, found.loss, found.reduction, data, self.cache, self.front, watches_steps)
-        pipeline.place(layout, self.steps.loss_of, Ways(found.slicing, found.is_driven, calls, offloads))
+        pipeline.place(layout, self.steps.loss_of, Ways(found.slicing, found.is_driven, calls))
         self.log.begin(self.planner, layout)
         data.reslice(layout.data_parallel_size, pipeline.replica_index)
         if kept.get("order") and trainer.state.epoch % 1:
@@ -431,7 +430,6 @@ class PipelineRun(TrainerCallback):
             self.log.transformed(change, pipeline.freezable)
         if self.cache is not None:
             self.log.tell(self.cache.freeze(num_frozen, is_start=self._job.trainer.state.global_step == 0))
-        pipeline.offload_cached_layers()
 
     def _update(self, cache: AutoCache) -> None:
         """Pass the observations since the last step to the cache. Collective over all processes."""
@@ -530,12 +528,8 @@ class PipelineRun(TrainerCallback):
             self._cut.finish()
 
     def _show_weights(self) -> None:
-        """Onload the weights before other callbacks, which may read or change them.
-
-        The weights of cached layers may be offloaded from the device.
-        """
+        """Note that other callbacks, which follow, may read or change the weights."""
         if self.is_placed:
-            self.pipeline.weights.onload()
             self.steps.doubts |= Doubt.WEIGHTS | Doubt.FLAGS
 
 
