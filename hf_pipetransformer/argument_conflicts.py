@@ -84,7 +84,7 @@ def known_at_once(args: Arguments) -> Iterator[Conflict]:
         )
     yield Conflict(
         is_cut and updates_in_backward(args),
-        f"optim={OptimizerNames(args.optim).value!r}" if is_cut else "",
+        f"optim={OptimizerNames(args.optim).value!r}",
         stages,
         "it updates parameters during the backward pass, before their gradients are complete",
         "Set another optim, such as 'adamw_torch'",
@@ -196,7 +196,7 @@ def known_later(args: Arguments) -> Iterator[Conflict]:
 
 def updates_in_backward(args: Arguments) -> bool:
     """Whether the optimizer updates parameters during the backward."""
-    return any(name in str(args.optim) for name in FUSED_BACKWARD_OPTIMIZERS)
+    return any(name in OptimizerNames(args.optim).value for name in FUSED_BACKWARD_OPTIMIZERS)
 
 
 def splits_batches(args: Arguments) -> bool:

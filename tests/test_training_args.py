@@ -118,3 +118,9 @@ def test_fields_without_effect_are_told(tmp_path: Path, caplog: pytest.LogCaptur
     make(tmp_path, freeze_policy="alpha", freeze_schedule={"2": 4}, freeze_steps=100)
     assert "requires freeze_policy='schedule', but the current value is 'alpha'" in caplog.text
     assert "requires freeze_strategy='steps'" in caplog.text
+
+
+@pytest.mark.parametrize("optim", ["lomo", "galore_adamw_layerwise"])
+def test_an_optimizer_that_updates_in_the_backward_is_the_stock_trainers(optim: str, tmp_path: Path) -> None:
+    assert make(tmp_path, optim=optim).leaves_model_to_trainer
+    assert not make(tmp_path, optim="adamw_torch").leaves_model_to_trainer
