@@ -119,19 +119,16 @@ def left_of_a_plan(rank: int, world_size: int) -> list[bool]:
     parts: list[weakref.ref[Any]] = []
     left: list[bool] = []
 
-    def before(run: PipelineRun) -> None:
+    def look(run: PipelineRun) -> None:
         placed = run.pipeline.placed
         assert placed is not None
+        if parts and parts[0]() is not placed:
+            left.append(any(part() is not None for part in parts))
         reducer = [placed.wrapped.reducer] if placed.wrapped is not None else []  # DDP's buckets
         parts[:] = [weakref.ref(part) for part in (placed, placed.messages, placed.gradients, *reducer)]
-        gc.disable()
 
-    def after(run: PipelineRun) -> None:
-        if run.pipeline.placed is not parts[0]():
-            left.append(any(part() is not None for part in parts))
-        gc.enable()
-
-    at_each_step(trainer, before, after)
+    at_each_step(trainer, before=look)
+    gc.disable()
     trainer.train()
     return left
 
