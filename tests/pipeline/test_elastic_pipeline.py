@@ -14,7 +14,6 @@ from distributed import run_ranks, run_ranks_expecting_error
 from selection import few
 from training_runs import (
     WORLD,
-    MeasureMemory,
     Outcome,
     Run,
     StopAfter,
@@ -96,20 +95,6 @@ def test_elastic_training_equals_one_process(name: str, moment: str, change: str
     assert [(e["pipeline_parallel_size"], e["data_parallel_size"]) for e in lines] == layouts
     assert all(e["seconds"] > 0 and (e["bytes_moved"] > 0 or change == "grow") for e in lines[1:])  # all hold all then
     assert lines[1]["stage_bounds"][-1] == lines[1]["num_layers"]
-
-
-def memory_by_stage(rank: int, world_size: int) -> list[int]:
-    run = Run("causal-lm", model="llama", epochs=3)
-    trainer = pipeline_trainer(run, world_size, **BY_STEPS, freeze_schedule={2: 1, 4: 2, 6: 3}, elastic=False)
-    trainer.add_callback(measure := MeasureMemory())
-    trainer.train()
-    return [held["parameters"] + held["optimizer"] for held in measure.held]
-
-
-@pytest.mark.slow
-def test_memory_falls_with_each_freeze() -> None:
-    totals = [sum(step) for step in zip(*run_ranks(memory_by_stage, 2), strict=True)]
-    assert totals[0] > totals[2] > totals[4] > totals[6]
 
 
 def left_of_a_plan(rank: int, world_size: int) -> list[bool]:
