@@ -85,21 +85,6 @@ def test_discovery_leaves_the_model_as_it_was() -> None:
     assert torch.equal(random_state, torch.get_rng_state())
 
 
-def used_before(stack: LayerStack, boundary: int) -> list[str]:
-    """The layers whose outputs cross a boundary."""
-    name_of = {unit.stack: unit.name for unit in stack.units}
-    return [name_of[slot.stack] for slot in stack.boundaries[boundary] if slot.is_used]
-
-
-def test_a_head_that_reads_every_layer_gets_them_even_where_layers_hardly_matter() -> None:
-    """In a new model a wrong hidden state moves the outputs by less than rounding, and yet gradients are wrong."""
-    zoo_model = MODELS["wav2vec2-weighted-layers"]
-    model = zoo_model.make_model()  # with its own small initial weights
-    stack = LayerStack.discover(model, zoo_model.batch(rows=2))
-    layers = [unit.name for unit in stack.units if ".encoder.layers." in unit.name]
-    assert set(layers[:-1]) < set(used_before(stack, stack.num_units - 1))
-
-
 # ------------------------------------------------------------------------------------ models that are made for a test
 class RunsLayers(torch.autograd.Function):
     """As Reformer's: it calls layers without a graph, and again in the backward."""

@@ -14,7 +14,6 @@ from distributed import run_ranks, run_ranks_expecting_error
 from selection import few
 from training_runs import (
     WORLD,
-    MeasureMemory,
     Outcome,
     Run,
     StopAfter,
@@ -98,20 +97,6 @@ def test_elastic_training_equals_one_process(name: str, moment: str, change: str
     assert lines[1]["stage_bounds"][-1] == lines[1]["num_layers"]
 
 
-def memory_by_stage(rank: int, world_size: int) -> list[int]:
-    run = Run("causal-lm", model="llama", epochs=3)
-    trainer = pipeline_trainer(run, world_size, **BY_STEPS, freeze_schedule={2: 1, 4: 2, 6: 3}, elastic=False)
-    trainer.add_callback(measure := MeasureMemory())
-    trainer.train()
-    return [held["parameters"] + held["optimizer"] for held in measure.held]
-
-
-@pytest.mark.slow
-def test_memory_falls_with_each_freeze() -> None:
-    totals = [sum(step) for step in zip(*run_ranks(memory_by_stage, 2), strict=True)]
-    assert totals[0] > totals[2] > totals[4] > totals[6]
-
-
 def left_of_a_plan(rank: int, world_size: int) -> list[bool]:
     """Whether anything that has run a plan is there behind a change of the layout, though nobody collects garbage."""
     trainer = pipeline_trainer(Run(epochs=2), 1, freeze_schedule={2: 1}, activation_cache="off", **BY_STEPS)
@@ -119,19 +104,16 @@ def left_of_a_plan(rank: int, world_size: int) -> list[bool]:
     parts: list[weakref.ref[Any]] = []
     left: list[bool] = []
 
-    def before(run: PipelineRun) -> None:
+    def look(run: PipelineRun) -> None:
         placed = run.pipeline.placed
         assert placed is not None
+        if parts and parts[0]() is not placed:
+            left.append(any(part() is not None for part in parts))
         reducer = [placed.wrapped.reducer] if placed.wrapped is not None else []  # DDP's buckets
         parts[:] = [weakref.ref(part) for part in (placed, placed.messages, placed.gradients, *reducer)]
-        gc.disable()
 
-    def after(run: PipelineRun) -> None:
-        if run.pipeline.placed is not parts[0]():
-            left.append(any(part() is not None for part in parts))
-        gc.enable()
-
-    at_each_step(trainer, before, after)
+    at_each_step(trainer, before=look)
+    gc.disable()
     trainer.train()
     return left
 

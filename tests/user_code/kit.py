@@ -96,7 +96,6 @@ LAYOUTS = {
         Layout("K2 freeze", world=2, stages=2, frozen={2: 1, 4: 2}),
         Layout("one freeze", world=1, stages=1, frozen={2: 1, 4: 2}),
         Layout("K2 cache", world=2, stages=2, frozen_at_epochs={1: 1, 2: 2}, options=_CACHED),
-        Layout("DP2 cache", world=2, stages=1, frozen_at_epochs={1: 1, 2: 2}, options=_CACHED),
         Layout("one cache", world=1, stages=1, frozen_at_epochs={1: 1, 2: 2}, options=_CACHED),
         Layout("K2 zbv", world=2, stages=2, options={"pipeline_schedule": "zbv"}),
     )

@@ -192,6 +192,7 @@ def train(rank: int, world_size: int, entry: Entry, folder: str, is_reference: b
             del os.environ[name]
     outcome = run_job(case, layout, is_reference, folder)
     if outcome.error:
+        os.environ["RANK"] = str(rank)  # who reports the error asks for it
         raise _Failed(outcome)
     return outcome
 

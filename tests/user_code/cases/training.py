@@ -161,7 +161,7 @@ class Teaches:
         return (loss, outputs) if return_outputs else loss
 
 
-@case("trainer override", layouts=("one", "K2", "DP2", "one freeze", "DP2 cache"))
+@case("trainer override", layouts=("one", "K2", "DP2"))
 def copy_of_the_model_as_a_teacher() -> Job:
     """`copy.deepcopy(model)` at the first call of `compute_loss`."""
     return Job(trainer=Teaches)
