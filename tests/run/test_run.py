@@ -70,10 +70,11 @@ class ReturnsItsOwn:
 
 
 def test_a_loader_that_does_not_read_our_batches_does_in_one_process_unless_layers_freeze(tmp_path: Path) -> None:
-    run = replace(RUN, trainer=ReturnsItsOwn, per_device=8).with_options(remove_unused_columns=False, use_cpu=True)
-    assert_same_training([outcome_of(pipeline_trainer(run, 1, str(tmp_path)))], reference(0, 1, run))
+    run = replace(RUN, trainer=ReturnsItsOwn, per_device=8).with_options(remove_unused_columns=False)
+    trainer = pipeline_trainer(run, 1, str(tmp_path), use_cpu=True)
+    assert_same_training([outcome_of(trainer)], reference(0, 1, run))
     with pytest.raises(ValueError, match="reads from a different DataLoader"):
-        pipeline_trainer(run, 1, str(tmp_path), freeze_policy="alpha").train()
+        pipeline_trainer(run, 1, str(tmp_path), use_cpu=True, freeze_policy="alpha").train()
 
 
 def test_what_a_training_leaves_to_the_user(tmp_path: Path) -> None:
