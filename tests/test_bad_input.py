@@ -22,7 +22,9 @@ LATE = 22
 MARK = 61  # a token of no other sample
 LENGTH = 50  # tokens, where the models have 40 positions
 
-RUN = Run(epochs=1, accumulation=1, per_device=2).with_options(train_sampling_strategy="sequential", use_cpu=True)
+RUN = Run(epochs=1, accumulation=1, per_device=2).with_options(
+    train_sampling_strategy="sequential", per_device_eval_batch_size=8
+)
 
 
 class NanLoss:

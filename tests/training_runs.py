@@ -45,6 +45,7 @@ class Run:
     accumulation: int = 2
     epochs: int = 2
     streamed: bool = False
+    evaluated: int = 29  # samples
     trainer: type | None = None  # a mixin with a user's overrides
     options: dict[str, Any] = field(default_factory=dict)  # of the arguments
     keywords: dict[str, Any] = field(default_factory=dict)  # of the Trainer
@@ -242,7 +243,7 @@ def _trainer(cls: type[Trainer], arguments: Any, run: Run, model: nn.Module | No
         model=run.build_model() if model is None else model,
         args=arguments,
         train_dataset=run.data(run.samples),
-        eval_dataset=TrainingData(run.kind, 29, seed=9),
+        eval_dataset=TrainingData(run.kind, run.evaluated, seed=9),
         data_collator=PadCollator(run.kind),
         **run.keywords,
     )
