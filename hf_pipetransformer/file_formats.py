@@ -29,8 +29,8 @@ from typing import Any, TypeAlias
 from .own_files import is_inside, open_regular
 
 KEPT = "PipelineState"
-"""Entry of the trainer's state that only checkpoints with a manifest have. It holds the step at which it was written,
-since the stock Trainer copies the state that it was resumed from into its own checkpoints."""
+"""Entry among the states of callbacks that only checkpoints with a manifest have. It holds the step at which it was
+written, since the stock Trainer copies the state that it was resumed from into its own checkpoints."""
 CALLBACK_STATES = "trainer_state.json: stateful_callbacks"
 
 
@@ -115,7 +115,7 @@ def freezing_in(states: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def memory_in(states: Any) -> dict[str, Any]:
-    """Return what `PipelineState` keeps among the states of callbacks; {} if it has none.
+    """Return what this package keeps among the states of callbacks; {} if it has none.
 
     Raises:
         ValueError: it is damaged, or what freezing keeps beside it. The message names the field.
@@ -140,24 +140,21 @@ class Is:
     test: Callable[[Any], bool]
 
 
-@dataclass(frozen=True, init=False)
 class Both:
     """A value with several formats, each of which may rely on those before; a function of the value returns one."""
 
-    forms: tuple[Format | Callable[[Any], Format], ...]
-
     def __init__(self, *forms: Format | Callable[[Any], Format]) -> None:
-        object.__setattr__(self, "forms", forms)
+        self.forms = forms
 
 
-@dataclass(frozen=True)
-class Maybe:
+class Maybe(Both):
     """None, an empty object, or a value with a format."""
 
-    form: Format
+    def __init__(self, form: Format) -> None:
+        super().__init__(lambda value: ANYTHING if value is None or value == {} else form)
 
 
-Format: TypeAlias = "Is | Both | Maybe | dict[Any, Any] | list[Any] | tuple[Any, ...]"
+Format: TypeAlias = "Is | Both | dict[Any, Any] | list[Any] | tuple[Any, ...]"
 
 
 def _check(value: Any, form: Format, name: str) -> None:
@@ -172,9 +169,6 @@ def _check(value: Any, form: Format, name: str) -> None:
     elif isinstance(form, Both):
         for one in form.forms:
             _check(value, one(value) if callable(one) else one, name)
-    elif isinstance(form, Maybe):
-        if value is not None and value != {}:
-            _check(value, form.form, name)
     elif isinstance(form, dict):
         _check_fields(value, form, name)
     else:

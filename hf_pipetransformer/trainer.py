@@ -40,7 +40,7 @@ from .records.model_card import add_to_card
 from .resilience.watchdog import PROGRESS, phase
 from .run import evaluation, training_data
 from .run.batches import BatchesInEpoch
-from .run.checkpointing import CheckpointWrite, exporting_state, gathered_weights
+from .run.checkpointing import CheckpointWrite, gathered_weights
 from .run.cutting import CutModel, find_layers_to_freeze, find_units
 from .run.job import TrainingJob, refuse_distributed_model
 from .run.lazy_model import is_lazy, map_from, refuse_meta, saving_shards
@@ -405,6 +405,8 @@ class PipeTransformerTrainer(Trainer):
         gathered = gathered_weights(self._job, pipeline, Path(output_dir or self.args.output_dir or "."))
         with gathered, self._keeping_errors(), saving_shards(self.model, pipeline.is_lazy):
             super().save_model(output_dir, _internal_call)
+        if self._checkpoint_write is not None and self.args.save_only_model:
+            self._checkpoint_write.is_gathered = True
 
     def _expect_all(self, method: str) -> None:
         """Refuse a method of a distributed model that only some processes call. Collective over all processes.
@@ -427,7 +429,7 @@ class PipeTransformerTrainer(Trainer):
         with pipeline.optimizer_state.gathered(spill), self._keeping_errors():
             super()._save_optimizer_and_scheduler(output_dir)
         if self._checkpoint_write is not None:
-            self._checkpoint_write.gathered()
+            self._checkpoint_write.is_gathered = True
 
     def _keeping_errors(self) -> AbstractContextManager[None]:
         """In a checkpoint, an error inside is deferred until all processes exchange errors."""
@@ -443,12 +445,11 @@ class PipeTransformerTrainer(Trainer):
         write = CheckpointWrite(
             self._job,
             Path(self._get_output_dir(trial)),
-            memory=run.memory if run is not None else lambda: {"step": self.state.global_step},
-            upload=super()._push_from_checkpoint,
+            memory=run.memory() if run is not None else {"step": self.state.global_step},
         )
         self._checkpoint_write = write
         try:
-            with exporting_state(self), phase("save"), write:
+            with phase("save"), write:
                 super()._save_checkpoint(model, trial)
         finally:
             self._checkpoint_write = None
@@ -461,7 +462,7 @@ class PipeTransformerTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._checkpoint_write is not None:
-            self._checkpoint_write.upload_later()
+            self._checkpoint_write.upload = super()._push_from_checkpoint
         else:
             super()._push_from_checkpoint(checkpoint_folder)
 

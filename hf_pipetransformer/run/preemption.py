@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,16 +23,6 @@ from .job import TrainingJob
 logger = logging.getLogger(__name__)
 
 
-class Moment(Enum):
-    """The point that a training has reached."""
-
-    BETWEEN_EPOCHS = "between epochs"
-    WITHIN_EPOCH = "within an epoch"
-    """A step of the epoch has begun, and the epoch has not ended."""
-    BEST_LOADED = "best loaded"
-    """Training is over, and the weights are those of the best, earlier step."""
-
-
 class Preemption:
     """Stops all processes of one `train()` at the same step.
 
@@ -44,7 +33,8 @@ class Preemption:
     Attributes:
         signal: records whether this process has received SIGTERM.
         is_agreed: whether all processes know that one of them has received it.
-        moment: the point that the training has reached.
+        is_within_epoch: whether a step of the epoch has begun, and the epoch has not ended.
+        has_loaded_best: whether training is over, and the weights are those of the best, earlier step.
         owes_evaluation: whether an evaluation was due after the last step and was skipped.
         last_saved: the latest checkpoint of this training.
     """
@@ -52,7 +42,7 @@ class Preemption:
     def __init__(self, job: TrainingJob, ignored_keys: list[str] | None) -> None:
         self.signal = StopSignal()
         self.is_agreed = False
-        self.moment = Moment.BETWEEN_EPOCHS
+        self.is_within_epoch = self.has_loaded_best = False
         self.owes_evaluation = False
         self.last_saved: Path | None = None
         self._job = job
@@ -67,7 +57,7 @@ class Preemption:
         control = self._job.trainer.control
         stops = control.should_training_stop or control.should_epoch_stop
         # the epoch ends right after this call, and callbacks must see its end
-        waits = self._is_epochs_last_step or (self.moment is Moment.WITHIN_EPOCH and stops)
+        waits = self._is_epochs_last_step or (self.is_within_epoch and stops)
         self.owes_evaluation |= control.should_evaluate  # there is no time to evaluate before saving
         control.should_evaluate, control.should_save = False, not waits
         with _saving_all(self._job.args):
@@ -87,7 +77,7 @@ class Preemption:
         if not self.is_agreed:
             return
         _, is_saved = everyone[0]
-        if not is_saved and self.moment is not Moment.BEST_LOADED:  # its weights belong to an earlier step
+        if not (is_saved or self.has_loaded_best):
             with _saving_all(self._job.args):
                 trainer._save_checkpoint(self._job.model, None)
         self._leave()
@@ -143,7 +133,7 @@ class Preemption:
     @property
     def _is_epochs_last_step(self) -> bool:
         """Whether the last step was the last one of its epoch, and the epoch's end has not been handled yet."""
-        return self.moment is Moment.WITHIN_EPOCH and self._job.trainer.state.epoch % 1 == 0
+        return self.is_within_epoch and self._job.trainer.state.epoch % 1 == 0
 
 
 @contextmanager

@@ -3,7 +3,7 @@
     STEP         get_batch_samples -> take: adapt, then the batches of a step, counted over the replicas
                  training_step -> step -> Steps.step (steps.py)
     TRANSFORM    adapt: the cache's decision, an agreed freeze -> Planner.next -> ElasticPipeline.transform
-    CHECKPOINT   CheckpointWrite calls `memory`
+    CHECKPOINT   CheckpointWrite stores `memory`
 
 The stock loop drives it, through the trainer's overrides and as a callback.
 """
@@ -36,7 +36,6 @@ from ..resilience.exit import SECONDS, note_training
 from ..resilience.watchdog import PROGRESS, Watchdog, phase
 from .batches import BatchesInEpoch
 from .cache_control import OTHER_INPUTS, AutoCache
-from .checkpointing import exporting_state
 from .cutting import CutModel
 from .evaluation import FindUnits, refuse_generation_that_does_not_fit
 from .front_cache import FrontCache
@@ -44,7 +43,7 @@ from .job import TrainingJob
 from .lazy_model import warn_of_unsaved
 from .optimizer_probe import coupling_of
 from .placing import examine, find_cache, first_layout
-from .preemption import Moment, Preemption
+from .preemption import Preemption
 from .resuming import recall, refuse_best_model_that_some_lack
 from .run_log import RunLog
 from .steps import Doubt, Steps
@@ -110,7 +109,6 @@ class PipelineRun(TrainerCallback):
         job = self._job
         with ExitStack() as entered:
             entered.push(self._close)
-            entered.enter_context(exporting_state(job.trainer))
             entered.enter_context(self.log.recorder.recording(job.trainer, before=[self]))
             entered.enter_context(self.preemption.signal)
             self.watchdog = entered.enter_context(
@@ -465,7 +463,7 @@ class PipelineRun(TrainerCallback):
         PROGRESS.begin_round("loads the best model")
         self.preemption.leave_if_asked()  # the steps that follow may also remove the checkpoint of the last weights
         refuse_best_model_that_some_lack(self._job)
-        self.preemption.moment = Moment.BEST_LOADED
+        self.preemption.has_loaded_best = True
         self._check_cached_weights()
         self.pipeline.use_cache(None)
 
@@ -496,12 +494,12 @@ class PipelineRun(TrainerCallback):
             self._is_begun = True
             self.log.show_layout()
             self.preemption.evaluate_what_is_owed()  # at this point the random states are those of the checkpoint
-        self.preemption.moment = Moment.WITHIN_EPOCH
+        self.preemption.is_within_epoch = True
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         # a callback may have ended the epoch on some processes only
         self.meet("has ended the epoch (control.should_epoch_stop or should_training_stop, or its data)")
-        self.preemption.moment = Moment.BETWEEN_EPOCHS
+        self.preemption.is_within_epoch = False
         if self.front is not None:
             self.log.front_epoch(self.front.epoch_report())
         self._show_weights()
