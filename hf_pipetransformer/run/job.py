@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from ..cache.content_keys import NOT_IN_KEYS
 from ..data.numbered_batches import first_samples
@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 COST_SAMPLE_ROWS = 16
 """Maximum number of samples that are drawn; the longest of them sets the length for measuring the units' costs."""
 STOCK_PACKAGES = ("transformers", "hf_pipetransformer")
+STEP_EVENTS = tuple(
+    f"on_{event}" for event in ["step_begin", "pre_optimizer_step", "optimizer_step", "substep_end", "step_end", "log"]
+)
+"""Events of each step in which a callback may read weights."""
 
 
 class TrainingJob:
@@ -117,6 +121,16 @@ class TrainingJob:
         """Callbacks that belong neither to transformers nor to this package."""
         callbacks = self.trainer.callback_handler.callbacks
         return [c for c in callbacks if type(c).__module__.partition(".")[0] not in STOCK_PACKAGES]
+
+    @property
+    def watches_steps(self) -> bool:
+        """Whether one of the user's callbacks may read weights at each step, as a running average does."""
+        # looked up on the object, because a method may be set on the instance
+        return any(
+            getattr(getattr(callback, event, None), "__func__", None) is not getattr(TrainerCallback, event)
+            for callback in self.users_callbacks
+            for event in STEP_EVENTS
+        )
 
     @property
     def may_cache(self) -> bool:

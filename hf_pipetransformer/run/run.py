@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -51,15 +51,6 @@ from .training_data import store_file
 from .users_freezing import UsersFreezing, attach_freezing
 
 logger = logging.getLogger(__name__)
-
-STEP_EVENTS = (
-    "on_step_begin",
-    "on_pre_optimizer_step",
-    "on_optimizer_step",
-    "on_substep_end",
-    "on_step_end",
-    "on_log",
-)
 
 
 class PipelineRun(TrainerCallback):
@@ -308,7 +299,7 @@ class PipelineRun(TrainerCallback):
             self.log.first_chosen(self.planner)
         refuse_generation_that_does_not_fit(job, self.planner, layout)
         self._refuse_coupling(coupling, layout)
-        watches_steps = any(job.mesh.gather_objects(watch_steps(job.users_callbacks)))
+        watches_steps = any(job.mesh.gather_objects(job.watches_steps))
         calls = any(job.mesh.gather_objects(bool(job.users_callbacks) or job.overrides("prediction_step")))
         self.steps = Steps(job, pipeline, found.loss, found.reduction, data, self.cache, self.front, watches_steps)
         pipeline.place(layout, self.steps.loss_of, Ways(found.slicing, found.is_driven, calls))
@@ -529,12 +520,3 @@ class PipelineRun(TrainerCallback):
         """Note that other callbacks, which follow, may read or change the weights."""
         if self.is_placed:
             self.steps.doubts |= Doubt.WEIGHTS | Doubt.FLAGS
-
-
-def watch_steps(callbacks: Sequence[Any]) -> bool:
-    """Whether one of the user's callbacks may read weights at each step, as a running average does."""
-    stock = {name: getattr(TrainerCallback, name) for name in STEP_EVENTS}
-    # looked up on the object, because a method may be set on the instance
-    return any(
-        getattr(getattr(c, n, None), "__func__", None) is not method for c in callbacks for n, method in stock.items()
-    )
