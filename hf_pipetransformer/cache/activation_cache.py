@@ -190,24 +190,11 @@ class ActivationCache:
     def time_reading(self) -> float | None:
         """Seconds per sample to read back the states that were stored last; None if this process stored none."""
         self.flush()
-        last = self._writing.last
-        if last is None:
+        if self._writing.last is None:
             return None
-        tokens = last.states.tensor.shape[1] if last.layout.has_mask else None
-        return self.look_for(last.keys, tokens)[1] or None
-
-    def look_for(self, keys: Sequence[RowKey], tokens: int | None) -> tuple[float, float]:
-        """Return the fraction of these samples that is in the newest generation, and the seconds to read one of them.
-
-        Args:
-            keys: one key per sample.
-            tokens: a padded length that is enough for each of them; None without an attention mask.
-        """
-        if not keys or self._is_refused(keys) or not self._reading.generations:
-            return 0.0, 0.0
-        found = self._reading.find(keys, None if MASK in self._ignored else tokens, self._stack.num_units)
+        found = self._reading.find(*self._writing.last, self._stack.num_units)
         here = found.states.get(self._reading.generations[0].num_frozen)
-        return (len(here[0]) / len(keys), found.seconds / len(here[0])) if here else (0.0, 0.0)
+        return found.seconds / len(here[0]) if here else None
 
     def read_ahead(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> None:
         """Begin to read the samples of the batch that will be looked up after the current one.

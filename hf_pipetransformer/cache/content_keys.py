@@ -190,15 +190,33 @@ def row_keys(batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: 
     by_token = {n: t for n, t in tensors.items() if n in TOKEN_INPUTS and t.shape[:2] == (rows, length)}
     by_row = {n: t for n, t in tensors.items() if n not in by_token and belongs_to_rows(n, t)}
     whole = {n: t for n, t in tensors.items() if n not in by_token and n not in by_row}
+    return keys_of_parts(spans, by_token, by_row, whole, plain)
+
+
+def keys_of_parts(
+    spans: Sequence[slice],
+    by_token: Mapping[str, torch.Tensor],
+    by_row: Mapping[str, torch.Tensor],
+    whole: Mapping[str, torch.Tensor],
+    plain: Any,
+) -> list[RowKey]:
+    """A key for each row, of the values that belong to it.
+
+    Args:
+        spans: positions of each row's own tokens.
+        by_token: tensors `[rows, tokens, ...]`. Their padding counts if it is not the same everywhere.
+        by_row: tensors `[rows, ...]`.
+        whole: tensors that count for each row.
+        plain: what else does.
+    """
+    rows, length = len(spans), next((tensor.shape[1] for tensor in by_token.values()), 0)
     described = [
         [(name, tensor.dtype, tensor.shape[dim:]) for name, tensor in group.items()]
         for group, dim in ((by_token, 2), (by_row, 1), (whole, 0))
     ]
     shared = xxhash.xxh3_128(repr((plain, described)).encode())
     for tensor in whole.values():
-        shared.update(_bytes_of(tensor))
-    prefix = shared.digest()
-
+        shared.update(bytes_of(tensor))
     of_tokens = [_Parts(tensor, rows * length) for tensor in by_token.values()]
     of_rows = [_Parts(tensor, rows) for tensor in by_row.values()]
     keys = []
@@ -209,7 +227,7 @@ def row_keys(batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: 
             start, stop = 0, length
         # the other tensors may refer to a token by its position in the padded sample
         offset = start if by_row or whole else 0
-        key = xxhash.xxh3_128(prefix)
+        key = shared.copy()
         key.update(b"%d,%d;" % (stop - start, offset))
         for parts in of_tokens:
             key.update(parts.between(first + start, first + stop))
@@ -448,7 +466,7 @@ class _Parts:
     """The bytes of a tensor as `count` equal parts: its samples, or its tokens."""
 
     def __init__(self, tensor: torch.Tensor, count: int) -> None:
-        self._data = _bytes_of(tensor)
+        self._data = bytes_of(tensor)
         self._size = len(self._data) // max(count, 1)
 
     def between(self, start: int, stop: int) -> memoryview:
@@ -460,5 +478,6 @@ class _Parts:
         return outside == outside[: self._size] * (start - first + last - stop)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor's values, on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -55,12 +55,10 @@ class FrontModule:
 
     Attributes:
         name: of the module.
-        reads: names of the batch's inputs that it is computed from, directly or by way of other modules.
         needed: positions of the leaves of its output that must be stored.
     """
 
     name: str
-    reads: frozenset[str]
     needed: tuple[int, ...]
 
 
@@ -70,6 +68,7 @@ class FoundFront:
 
     Attributes:
         modules: in the order of their calls.
+        reads: names of the batch's inputs that they are computed from, which have as many entries each.
         seconds: of the modules' calls.
         share: the same as a share of the whole pass.
         row_bytes: what must be stored for each row, in bytes.
@@ -79,6 +78,7 @@ class FoundFront:
     """
 
     modules: tuple[FrontModule, ...]
+    reads: frozenset[str]
     seconds: float
     share: float
     row_bytes: int
@@ -257,6 +257,11 @@ def _chosen(calls: Sequence[_Called], origins: Origins, inputs: Mapping[str, Any
             front[call.name] = call
         elif call.seconds > NOTICEABLE * seconds:
             why_not[call.name] = why
+    seconds_by_rows: Counter[int | None] = Counter()  # images, say, and samples
+    for call in front.values():
+        seconds_by_rows[rows_of(call.origins, inputs)] += call.seconds  # type: ignore[assignment]
+    of_most = max(seconds_by_rows, key=seconds_by_rows.__getitem__, default=None)
+    front = {name: call for name, call in front.items() if rows_of(call.origins, inputs) == of_most}
     while True:
         needed = _needed(front, calls, origins)
         odd = next((n for n, leaves in needed.items() if not _has_rows(front[n], leaves, inputs)), None)
@@ -274,7 +279,8 @@ def _chosen(calls: Sequence[_Called], origins: Origins, inputs: Mapping[str, Any
             del front[name]
     spent = sum(call.seconds for call in front.values())
     return FoundFront(
-        tuple(FrontModule(name, call.origins, needed[name]) for name, call in front.items()),
+        tuple(FrontModule(name, needed[name]) for name in front),
+        frozenset().union(*(call.origins for call in front.values())),
         spent,
         spent / max(seconds, 1e-9),
         sum(_row_bytes(call, needed[name], inputs) for name, call in front.items()),

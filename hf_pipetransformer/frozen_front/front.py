@@ -11,7 +11,7 @@ each call: the front's weights, buffers, flags and modes, the shapes that its mo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -28,7 +28,6 @@ from ..model.elsewhere import hidden_like
 from ..model.left_as_found import left_as_found
 from ..model.method_override import MethodOverride
 from ..model.micro_batch import Batch, batch_rows
-from ..model.nested import in_new_containers
 from ..pipeline.devices import synchronise
 from ..randomness import generators_kept, global_state_kept, set_torch_states, torch_states
 from .entries import TOKENS, FrontEntries, Leaf
@@ -37,7 +36,6 @@ from .rows import (
     DIGEST_BYTES,
     ArgumentDigests,
     Tokens,
-    can_ignore_labels,
     keys_of,
     leaves_of,
     tokens_of,
@@ -55,16 +53,13 @@ MOST_TRIES = 3
 LOUD = 2.0
 """Amplitude of the noise in place of padding, relative to the largest value."""
 
-Shape = tuple[int | None, ...]
-"""Of a tensor; None stands for the number of rows, and `TOKENS` for the width of the batch."""
-
 
 class OtherCallsError(Exception):
     """The front is called in another way than before, so what is stored is of no use in this call."""
 
 
 class _NewCallError(Exception):
-    """A module of the front is called on tensors of other shapes than before, or on another number of them."""
+    """A module of the front is called on something else than when what is stored was computed."""
 
 
 class _AllRanError(Exception):
@@ -99,12 +94,12 @@ class _Known:
     """How a module is called, and what it returns, for inputs of some shape.
 
     Attributes:
-        given: shapes of the tensors in its arguments, and its other arguments, in each way in which it was called.
+        others: arguments that are no tensors, in each way in which it was called.
         leaves: of its output: tensors as `_Leaf`, other values as they are.
         structure: the containers of the leaves.
     """
 
-    given: set[tuple[tuple[Shape, ...], str]]
+    others: set[str]
     leaves: tuple[Any, ...]
     structure: TreeSpec
 
@@ -114,15 +109,13 @@ class _Batch:
     """What is known of the inputs of a call.
 
     Attributes:
-        keys: of the samples, for each set of inputs that modules of the front read.
-        rows: number of rows of what each module reads.
+        keys: of the samples.
         tokens: which columns belong to the samples, if padding is not stored.
         signature: what the shapes of the front's outputs depend on.
         covered: of the tensors that the keys are made of, by their identity: which it is, and its number of writes.
     """
 
-    keys: Mapping[frozenset[str], Sequence[bytes]]
-    rows: Mapping[str, int]
+    keys: Sequence[bytes]
     tokens: Tokens | None
     signature: Any
     covered: Mapping[int, tuple[int, int]]
@@ -131,16 +124,9 @@ class _Batch:
     def width(self) -> int:
         return 0 if self.tokens is None else self.tokens.width
 
-    def way_of(self, name: str, given: Sequence[torch.Tensor], others: str) -> tuple[tuple[Shape, ...], str]:
-        """In which way a module is called: shapes without the number of rows and the width, and other arguments."""
-        return tuple(tuple(self._sizes(tensor.shape, self.rows[name])) for tensor in given), others
-
-    def _sizes(self, shape: Sequence[int], rows: int) -> Iterator[int | None]:
-        for position, size in enumerate(shape):
-            if not position and size == rows:
-                yield None
-            else:
-                yield TOKENS if self.tokens is not None and size == self.tokens.width else size
+    @property
+    def rows(self) -> int:
+        return len(self.keys)
 
 
 @dataclass
@@ -164,7 +150,7 @@ class _Call:
     missing: list[int] = field(default_factory=list)
     ran: dict[str, Ran] = field(default_factory=dict)
     computed: dict[int, torch.Tensor] = field(default_factory=dict)
-    made: dict[int, ArgumentDigests] = field(default_factory=dict)  # in this call, by the number of rows
+    made: ArgumentDigests | None = None  # in this call
     seconds: float = 0.0  # of the modules that ran
     versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when they were returned
     ends: bool = False  # when all modules have run
@@ -176,7 +162,7 @@ class FrozenFront:
     Args:
         model: the model.
         found: its front.
-        entries: what is stored; one store for each set of inputs that modules read.
+        entries: what is stored.
         device: where the model computes.
         storage_dtype: data type in which fractions are stored; None stores them as they are computed.
     """
@@ -185,7 +171,7 @@ class FrozenFront:
         self,
         model: nn.Module,
         found: FoundFront,
-        entries: Mapping[frozenset[str], FrontEntries],
+        entries: FrontEntries,
         device: torch.device,
         storage_dtype: torch.dtype | None = None,
     ) -> None:
@@ -216,6 +202,7 @@ class FrozenFront:
         self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
         self._call: _Call | None = None
         self._modules = {module.name: module for module in found.modules}
+        self._stored = [(m.name, position) for m in found.modules for position in m.needed]  # leaves of an entry
         self._overrides: list[MethodOverride] = []
         self.open()
 
@@ -253,7 +240,7 @@ class FrozenFront:
                 return forward()
             finally:
                 self._call = None
-        self.counts.rows += max(batch.rows.values())
+        self.counts.rows += batch.rows
         # with a loss that may read padding, what is read must not have another
         may_read = not self.awaits_loss or batch.tokens is None or not batch.tokens.has_padding
         found = self._read(batch) if reads and may_read else None
@@ -264,7 +251,7 @@ class FrozenFront:
             try:
                 output = forward()
                 self.num_read += 1
-                given_back = max(batch.rows.values()) - len(found.missing)
+                given_back = batch.rows - len(found.missing)
                 self.counts.hits += given_back
                 self.counts.layers_skipped += given_back  # of one layer, which the front counts as
                 if found.missing and writes:
@@ -298,7 +285,7 @@ class FrozenFront:
         else:
             self._compare(call, found)
             self.is_verified = True
-            self.counts.hits += max(batch.rows.values()) - len(found.missing)
+            self.counts.hits += batch.rows - len(found.missing)
             if found.missing and writes and self.trouble is None:
                 self._write(_Call(batch, found.known, ran=call.ran))
         return output
@@ -316,11 +303,10 @@ class FrozenFront:
         batch = self._described(inputs)
         if batch is None or ran.keys() != self._modules.keys():
             return
-        self.seconds_per_row, self.share = seconds / max(batch.rows.values()), seconds / of_call
+        self.seconds_per_row, self.share = seconds / batch.rows, seconds / of_call
         known = self._known_by(batch, ran)
-        for name, module in self._modules.items():
-            if not all(known[name].leaves[position].is_of_rows for position in module.needed):
-                return
+        if not all(known[name].leaves[position].is_of_rows for name, position in self._stored):
+            return
         if batch.signature not in self._known:
             self._known[batch.signature] = known
         else:
@@ -328,7 +314,7 @@ class FrozenFront:
                 if of_module.leaves != self._known[batch.signature][name].leaves:
                     self.trouble = f"the shape of what {name} returns depends on the values of its inputs"
                     return
-                self._known[batch.signature][name].given.update(of_module.given)
+                self._known[batch.signature][name].others.update(of_module.others)
         if writes:
             self._write(_Call(batch, known, ran=dict(ran)))
 
@@ -337,88 +323,74 @@ class FrozenFront:
         inputs: Batch,
         calls: Mapping[str, Ran],
         forward: Callable[[Batch], Any],
-        only_loss: bool,
         may_cut: bool = True,
     ) -> bool:
         """Whether half of the samples alone have the same outputs of the front, up to rounding.
 
-        It finds out as well whether padding may be left out (`cuts_padding`), in about two forward passes.
+        It finds out as well whether padding may be left out (`cuts_padding`), as far as the outputs show it.
 
         Args:
             inputs: what the model was called on.
             calls: what the modules were called on, and have returned.
             forward: runs the model's forward on a batch.
-            only_loss: whether only the loss is taken from what the model returns.
             may_cut: whether padding may be left out.
         """
-        tokens = tokens_of(inputs) if may_cut else None
-        if tokens is not None and tokens.width > 1 and self._may_cut_padding(inputs, tokens, forward, only_loss):
-            self.cuts_padding = True
-            return True
-        self._wide = {}
-        part, _ = self._tried(_Call(ends=True), partial(forward, _half(inputs)))
-        self._note_rows(calls, part, batch_rows(inputs))
-        return part.keys() == self._modules.keys() and all(
-            self._is_same(part[name][2][position], _half_of(calls[name][2][position], batch_rows(inputs)))
-            for name, module in self._modules.items()
-            for position in module.needed
-        )
+        rows, tokens = batch_rows(inputs), self._cuttable(inputs) if may_cut else None
+        if tokens is not None and len(tokens.lengths) == rows:
+            columns = max(1, tokens.width // 4)
+            batch = with_less_columns(inputs, columns, removes=False)
+            half = _half(with_less_columns(batch, columns, removes=True))
+            ran, part = (self._tried(_Call(ends=True), partial(forward, given)) for given in (batch, half))
+            if self._hold(ran, part, rows, tokens.cut(columns), columns):
+                self.cuts_padding = self.awaits_loss = True
+                return True
+        part = self._tried(_Call(ends=True), partial(forward, _half(inputs)))
+        return self._hold(calls, part, rows)
 
-    def _may_cut_padding(
-        self, inputs: Batch, tokens: Tokens, forward: Callable[[Batch], Any], only_loss: bool
+    def _cuttable(self, inputs: Batch) -> Tokens | None:
+        """The samples' own tokens, if the front reads some that may be cut."""
+        tokens = tokens_of(inputs)
+        leaves = [leaf for name in self.found.reads & inputs.keys() for leaf in leaves_of(inputs[name], name)]
+        is_any = any(_is_wide(name, leaf, tokens) for name, leaf in leaves if isinstance(leaf, torch.Tensor))
+        return tokens if is_any and tokens is not None and tokens.width > 1 else None
+
+    def _hold(
+        self,
+        ran: Mapping[str, Ran],
+        half: Mapping[str, Ran],
+        rows: int,
+        tokens: Tokens | None = None,
+        columns: int = 0,
     ) -> bool:
-        """Whether outputs hold whatever the padded length, and nothing that follows reads what is in the padding.
-
-        The last columns are made padding, and removed, of half of the samples. Then the rest of the model runs on the
-        outputs, with noise in place of padding.
-        """
-        read = {name for module in self._modules.values() for name in module.reads} & inputs.keys()
-        leaves = [leaf for name in read for leaf in leaves_of(inputs[name], name)]
-        if not any(_is_wide(name, leaf, tokens) for name, leaf in leaves if isinstance(leaf, torch.Tensor)):
-            return False  # there is nothing to cut
-        if not can_ignore_labels(inputs):
-            return False
-        rows, columns = batch_rows(inputs), max(1, tokens.width // 4)
-        own = tokens.cut(columns)
-        batch = with_less_columns(inputs, columns, removes=False)
-        ran, output = self._tried(_Call(), partial(forward, in_new_containers(batch)))
-        less, _ = self._tried(_Call(ends=True), partial(forward, _half(with_less_columns(batch, columns, True))))
-        if not ran.keys() == less.keys() == self._modules.keys() or len(tokens.lengths) != rows:
-            return False
+        """Whether outputs are the same for half of the samples alone, with so many columns of padding less."""
         wide: dict[tuple[str, int], tuple[int, ...]] = {}
-        for name, module in self._modules.items():
-            for position, (whole, part) in enumerate(zip(ran[name][2], less[name][2], strict=False)):
-                if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
-                    continue
-                if whole.dim() != part.dim():
-                    return False
-                dims = tuple(dim for dim in range(1, whole.dim()) if whole.shape[dim] != part.shape[dim])
+        if not ran.keys() == half.keys() == self._modules.keys():
+            return False
+        pairs = ((n, k, *pair) for n in ran for k, pair in enumerate(zip(ran[n][2], half[n][2], strict=False)))
+        for name, position, whole, part in pairs:
+            is_stored = (name, position) in self._stored
+            if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
+                continue
+            if whole.dim() != part.dim():
+                return False
+            expected = _half_of(whole, rows)
+            dims = tuple(dim for dim in range(1, whole.dim()) if whole.shape[dim] != part.shape[dim])
+            if tokens is not None:
                 wide[name, position] = dims
-                if any((whole.shape[d], part.shape[d]) != (own.width, own.width - columns) for d in dims):
+                if any((whole.shape[d], part.shape[d]) != (tokens.width, tokens.width - columns) for d in dims):
                     return False
-                if position in module.needed:
-                    half = _half_of(whole, rows)
-                    half = half[:, :-columns] if dims == (1,) else half
-                    lengths = own.lengths[::2]
-                    computed, expected = (_cleared(t, lengths) if dims == (1,) else t for t in (part, half))
-                    if dims not in ((), (1,)) or not self._is_same(computed, expected):
-                        return False
+                if dims == (1,):
+                    expected, part = (_cleared(t, tokens.lengths[::2]) for t in (expected[:, :-columns], part))
+            if is_stored and not self._is_same(part, expected):  # also where they are wide elsewhere
+                return False
         self._wide = wide
-        self._note_rows(ran, less, rows)
-        made = self._described(batch, own)
-        if made is None:
-            return False
-        needed = {(n, p): ran[n][2][p] for n, module in self._modules.items() for p in module.needed}
-        noisy = {leaf: _with_noise(value, own.lengths) if wide[leaf] else value for leaf, value in needed.items()}
-        given = _Call(made, self._known_by(made, ran), noisy)
-        again, other = self._tried(given, partial(forward, in_new_containers(batch)))
-        if again.keys() != ran.keys() or not _are_outputs_same(output, other, own):
-            return False
-        self.awaits_loss = not only_loss
+        self._note_rows(ran, half, rows)
         return True
 
     def try_loss(self, loss_of: Callable[[], torch.Tensor]) -> None:
-        """Find out whether a loss of the user's reads padding in what the model returns; then samples keep theirs.
+        """Find out whether anything up to the loss reads padding in the outputs; then samples keep theirs.
+
+        The rest of the model, and the loss, run with noise in its place.
 
         Args:
             loss_of: computes the loss of a batch, and leaves everything as it was.
@@ -447,19 +419,19 @@ class FrozenFront:
                 one.dim() == other.dim() > 0 and len(one) * less == len(other) * rows > 0 for one, other in pairs
             )
 
-    def _tried(self, call: _Call, forward: Callable[[], Any]) -> tuple[dict[str, Ran], Any]:
-        """What the modules have returned in a call that leaves the model as it was, and what the model has."""
-        self._call, output = call, None
+    def _tried(self, call: _Call, forward: Callable[[], Any]) -> dict[str, Ran]:
+        """What the modules have returned in a call that leaves the model as it was."""
+        self._call = call
         try:
             with torch.no_grad(), left_as_found(self._model), global_state_kept(), generators_kept(self._model):
-                output = forward()
+                forward()
         except _AllRanError:
             pass
         except Exception:  # samples have different numbers of images, perhaps
-            return {}, None
+            return {}
         finally:
             self._call = None
-        return call.ran, output
+        return call.ran
 
     # ------------------------------------------------------------------------------------ inside
     def _is_same(self, computed: torch.Tensor, expected: torch.Tensor, is_stored: bool = False) -> bool:
@@ -476,7 +448,7 @@ class FrozenFront:
             if name not in call.ran:
                 self.trouble = f"{name} is not called in each forward pass"
                 return
-            rows = call.batch.rows[name]
+            rows = call.batch.rows
             there = torch.tensor(sorted(set(range(rows)) - set(found.missing)), device=stored.device)
             pair = [call.ran[name][2][position].detach(), stored]
             if pair[0].shape != stored.shape:
@@ -488,16 +460,11 @@ class FrozenFront:
             if not self._is_same(computed, expected, is_stored=True):
                 self.trouble = f"{name} is called on something else than before"
                 return
-        for name, (given, others, *_) in call.ran.items():
-            found.known[name].given.add(call.batch.way_of(name, given, others))
+        for name, (_, others, *_) in call.ran.items():
+            found.known[name].others.add(others)
 
-    def _described(self, inputs: Batch, tokens: Tokens | None = None) -> _Batch | None:
-        """What is known of a batch; None if nothing is stored of it, or read.
-
-        Args:
-            inputs: what the model is called on.
-            tokens: in a trial, which columns belong to the samples.
-        """
+    def _described(self, inputs: Batch) -> _Batch | None:
+        """What is known of what the model is called on; None if nothing is stored of it, or read."""
         values = {name: value for name, value in inputs.items() if not tensors_in(value) and name != ITEMS}
         device = self._device.type
         plain = {name: value for name, value in values.items() if name not in NOT_OF_STATES}
@@ -508,59 +475,41 @@ class FrozenFront:
         self._around = self._around or around
         if around != self._around:
             return None
-        if self.cuts_padding:
-            tokens = tokens_of(inputs)  # without, samples are stored with their padding
-        rows: dict[str, int] = {}
-        for name, module in self._modules.items():
-            of_module = rows_of(module.reads, inputs) if module.reads <= inputs.keys() else None
-            if not of_module or (tokens is not None and of_module != len(tokens.lengths)):
-                return None
-            rows[name] = of_module
-        keys = {}
-        for reads in self._entries:
-            of_reads = next(rows[name] for name, module in self._modules.items() if module.reads == reads)
-            read = {name: inputs[name] for name in reads}
-            found = keys_of(read, of_reads, tokens, f"{plain} {tokens is not None}")
-            if found is None:
-                return None
-            keys[reads] = found
-        of_all = frozenset().union(*(module.reads for module in self._modules.values()))
-        leaves = [leaf for name in sorted(of_all) for leaf in leaves_of(inputs[name], name)]
+        tokens = tokens_of(inputs) if self.cuts_padding else None  # without, samples are stored with their padding
+        reads = self.found.reads
+        rows = rows_of(reads, inputs) if reads <= inputs.keys() else None
+        if not rows or (tokens is not None and rows != len(tokens.lengths)):
+            return None
+        keys = keys_of({name: inputs[name] for name in reads}, rows, tokens, f"{plain} {tokens is not None}")
+        if keys is None:
+            return None
+        leaves = [leaf for name in sorted(reads) for leaf in leaves_of(inputs[name], name)]
         shapes = [(n, t.dtype, _without_width(n, t, tokens)) for n, t in leaves if isinstance(t, torch.Tensor)]
         covered = {
             id(leaf): (number, version_of(leaf))
             for number, (name, leaf) in enumerate(leaves)
             if isinstance(leaf, torch.Tensor) and name not in NOT_OF_STATES
         }
-        return _Batch(keys, rows, tokens, (repr(shapes), min(rows.values()) == 1), covered)
+        return _Batch(keys, tokens, (repr(shapes), rows == 1), covered)
 
     def _known_by(self, batch: _Batch, ran: Mapping[str, Ran]) -> dict[str, _Known]:
         return {
             name: _Known(
-                {batch.way_of(name, given, others)},
+                {others},
                 tuple(
-                    _Leaf.of(
-                        leaf, batch.rows[name], () if batch.tokens is None else self._wide.get((name, position), ())
-                    )
+                    _Leaf.of(leaf, batch.rows, () if batch.tokens is None else self._wide.get((name, position), ()))
                     if isinstance(leaf, torch.Tensor)
                     else leaf
                     for position, leaf in enumerate(leaves)
                 ),
                 structure,
             )
-            for name, (given, others, leaves, structure) in ran.items()
+            for name, (_, others, leaves, structure) in ran.items()
         }
 
-    def _stored_by(self, reads: frozenset[str]) -> list[tuple[str, int]]:
-        """The leaves that one entry has, by module and position, before the digests of all modules' arguments."""
-        return [(m.name, position) for m in self.found.modules if m.reads == reads for position in m.needed]
-
-    def _names_by(self, reads: frozenset[str]) -> list[str]:
-        return [module.name for module in self.found.modules if module.reads == reads]
-
-    def _layout(self, reads: frozenset[str], known: Mapping[str, _Known]) -> list[Leaf]:
-        digests = Leaf(torch.uint8, (1, DIGEST_BYTES * len(self._names_by(reads))))
-        rows = [known[name].leaves[position].row for name, position in self._stored_by(reads)]
+    def _layout(self, known: Mapping[str, _Known]) -> list[Leaf]:
+        rows = [known[name].leaves[position].row for name, position in self._stored]
+        digests = Leaf(torch.uint8, (1, DIGEST_BYTES * len(self._modules)))
         return [*(Leaf(self._stored_as(row.dtype), row.shape) for row in rows), digests]
 
     def _stored_as(self, dtype: torch.dtype) -> torch.dtype:
@@ -572,46 +521,33 @@ class FrozenFront:
         if known is None:
             return None
         began = time.perf_counter()
-        call = _Call(batch, known, {})
-        assert call.given_back is not None
-        missing: set[int] = set()
-        for reads, entries in self._entries.items():
-            rows, tensors = entries.read(batch.keys[reads], self._layout(reads, known), batch.tokens, self._device)
-            if not tensors:
-                return None
-            missing.update(rows)
-            *leaves, digests = tensors
-            for (name, position), leaf in zip(self._stored_by(reads), leaves, strict=True):
-                call.given_back[name, position] = leaf.to(known[name].leaves[position].row.dtype)
-            call.digests |= dict(zip(self._names_by(reads), digests.cpu().split(DIGEST_BYTES, dim=1), strict=True))
-        numbers = set(batch.rows.values())
-        if missing and (len(numbers) > 1 or len(missing) == max(numbers)):
+        missing, tensors = self._entries.read(batch.keys, self._layout(known), batch.tokens, self._device)
+        if not tensors:
             return None
-        call.missing = sorted(missing)
+        *leaves, digests = tensors
+        given_back = {
+            (name, position): leaf.to(known[name].leaves[position].row.dtype)
+            for (name, position), leaf in zip(self._stored, leaves, strict=True)
+        }
+        by_module = dict(zip(self._modules, digests.cpu().split(DIGEST_BYTES, dim=1), strict=True))
         self.counts.load_seconds += time.perf_counter() - began
-        return call
+        return _Call(batch, known, given_back, by_module, missing)
 
     def _write(self, call: _Call) -> None:
         """Store what the modules have returned in a call; of one in which something was given back, the rest."""
         batch = call.batch
         assert batch is not None
-        chosen = call.missing or None
         of_front = {id(leaf) for *_, leaves, _ in call.ran.values() for leaf in leaves}
-        stored = []
-        for reads, entries in self._entries.items():
-            leaves = [call.ran[name][2][position] for name, position in self._stored_by(reads)]
-            rows = len(batch.keys[reads])
-            made = ArgumentDigests(rows, batch.tokens, batch.covered)
-            names = self._names_by(reads)
-            digests = [made.of(call.ran[name][0], of_front, self._has_rows.get(name, ())) for name in names]
-            tensors = [*(leaf.detach().to(self._stored_as(leaf.dtype)) for leaf in leaves), torch.cat(digests, 1)]
-            keys, lengths = list(batch.keys[reads]), None if batch.tokens is None else list(batch.tokens.lengths)
-            if chosen is not None:
-                index = torch.tensor(chosen)
-                tensors = [t.unflatten(0, (rows, -1))[index.to(t.device)].flatten(0, 1) for t in tensors]
-                keys, lengths = [keys[row] for row in chosen], lengths and [lengths[row] for row in chosen]
-            stored.append(entries.write(keys, tensors, self._layout(reads, call.known), lengths))
-        self.counts.stored += max(stored)
+        made = ArgumentDigests(batch.rows, batch.tokens, batch.covered)
+        digests = [made.of(call.ran[name][0], of_front, self._has_rows.get(name, ())) for name in self._modules]
+        leaves = [call.ran[name][2][position].detach() for name, position in self._stored]
+        tensors = [*(leaf.to(self._stored_as(leaf.dtype)) for leaf in leaves), torch.cat(digests, 1)]
+        keys, lengths = list(batch.keys), None if batch.tokens is None else list(batch.tokens.lengths)
+        if call.missing:
+            index = torch.tensor(call.missing)
+            tensors = [t.unflatten(0, (batch.rows, -1))[index.to(t.device)].flatten(0, 1) for t in tensors]
+            keys, lengths = [keys[n] for n in call.missing], lengths and [lengths[n] for n in call.missing]
+        self.counts.stored += self._entries.write(keys, tensors, self._layout(call.known), lengths)
 
     def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self._call
@@ -647,19 +583,16 @@ class FrozenFront:
     ) -> Any:
         """What a module would return: what is stored, and what it returns for the samples of which nothing is."""
         assert call.batch is not None and call.given_back is not None
-        known, rows = call.known[name], call.batch.rows[name]
+        known, rows = call.known[name], call.batch.rows
         given, others = arguments_of(args, kwargs)
         if any(tensor.requires_grad for tensor in given):
             raise OtherCallsError(f"{name} is called on something that is trained")
-        if call.batch.way_of(name, given, others) not in known.given:
+        of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
+        call.made = call.made or ArgumentDigests(rows, call.batch.tokens, call.batch.covered)
+        now, there = call.made.of(given, of_front, self._has_rows.get(name, ())), torch.ones(rows, dtype=torch.bool)
+        there[call.missing] = False
+        if others not in known.others or not torch.equal(now[there], call.digests[name][there]):
             raise _NewCallError
-        if name in call.digests:
-            of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
-            made = call.made.setdefault(rows, ArgumentDigests(rows, call.batch.tokens, call.batch.covered))
-            now, there = made.of(given, of_front, self._has_rows.get(name, ())), torch.ones(rows, dtype=torch.bool)
-            there[call.missing] = False
-            if not torch.equal(now[there], call.digests[name][there]):
-                raise _NewCallError
         computed = self._of_missing(name, rows, forward, args, kwargs, call) if call.missing else None
         leaves = []
         for position, leaf in enumerate(known.leaves):
@@ -750,19 +683,6 @@ def _with_noise(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         for row, (into, length) in enumerate(zip(noisy.unflatten(0, (len(lengths), -1)), lengths, strict=True)):
             into[:, length:] = noise.unflatten(0, (len(lengths), -1))[row][:, length:]
     return noisy
-
-
-def _are_outputs_same(output: Any, other: Any, tokens: Tokens) -> bool:
-    """Whether a model returns the same, apart from columns of padding."""
-    pairs = [tree_flatten(value)[0] for value in (output, other)]
-    for one, two in zip(*pairs, strict=False):
-        if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
-            continue
-        if one.shape[:2] == (len(tokens.lengths), tokens.width):
-            one, two = (_cleared(tensor, tokens.lengths) for tensor in (one, two))
-        if one.numel() and relative_difference([one], [two]) > SAME:
-            return False
-    return len(pairs[0]) == len(pairs[1])
 
 
 def _without_width(name: str, tensor: torch.Tensor, tokens: Tokens | None) -> tuple[int, ...]:

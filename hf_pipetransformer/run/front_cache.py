@@ -58,7 +58,7 @@ MOST_OF_IT = 0.25
 """Share of the forward pass from which on a part of a frozen module that is stored goes for the module, in the log."""
 MOST_OPENED = 3
 """Number of times that it is looked for in the parts of modules that cannot be stored as a whole."""
-ENTRIES_VERSION = 3
+ENTRIES_VERSION = 4
 """Of what an entry of the store consists of."""
 MOST_SEARCHES = 5
 """Number of times that the front is looked for: with each change of `requires_grad`."""
@@ -193,7 +193,7 @@ class _Calls:
         self._flags: list[bool] | None = None  # those for which the front was looked for
         self._front: FrozenFront | None = None
         self._weights: WatchedWeights | None = None
-        self._entries: dict[frozenset[str], FrontEntries] = {}
+        self._entries: FrontEntries | None = None
         self._existed = False  # what is stored, before this training began to store
         self._is_decided, self._share = False, 0.0  # its share of the forward pass
         # what was counted in the epoch, with the forward passes that were not run, and what of the present front
@@ -296,7 +296,8 @@ class _Calls:
         except OtherCallsError as error:
             self._turn_off(str(error), is_wrong=True)
             return run()
-        failure = next((entries.failure for entries in self._entries.values() if entries.failure is not None), None)
+        assert self._entries is not None
+        failure = self._entries.failure
         if self._front.trouble is not None or (failure is not None and not self._existed):
             is_wrong = self._front.trouble is not None
             self._turn_off(self._front.trouble or f"it cannot be stored ({failure})", is_wrong)
@@ -331,7 +332,7 @@ class _Calls:
         modules = [self._model.get_submodule(module.name) for module in found.modules]
         self._weights = WatchedWeights.of(modules)
         self._entries = self._entries_of(found)
-        self._existed = all(entries.exists for entries in self._entries.values())
+        self._existed = self._entries.exists
         self._reads = self._existed
         storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
         self._expected_in = self.epoch + (1 if self._begun < 0.5 else 2)  # half an epoch tells nothing
@@ -358,7 +359,7 @@ class _Calls:
         may_cut &= self._is_training
         before = torch_states()
         try:
-            return front.is_of_samples(inputs, found.calls, lambda batch: forward(**batch), only_loss, may_cut)
+            return front.is_of_samples(inputs, found.calls, lambda batch: forward(**batch), may_cut)
         except Exception:  # out of memory, perhaps
             logger.debug("The front could not be tried.", exc_info=True)
             set_torch_states(before)
@@ -375,19 +376,14 @@ class _Calls:
                 self._say(f"{name} is frozen, but computed in each epoch: {why}.")
         self._why_not = {}
 
-    def _entries_of(self, found: FoundFront) -> dict[frozenset[str], FrontEntries]:
+    def _entries_of(self, found: FoundFront) -> FrontEntries:
         assert self._weights is not None
         job = self._job
         self._store.limit(job.args.activation_cache_max_gib)
         described = describe_model(self._model, job.mixed_precision)
         about = f"{described} {self._is_training} {job.args.activation_cache_dtype} {self._weights.digest()}"
-        opened = {}
-        for reads in {module.reads for module in found.modules if module.needed}:
-            stored = [(module.name, module.needed) for module in found.modules if module.reads == reads]
-            content = f"{ENTRIES_VERSION} {about} {sorted(reads)} {stored} {[m.name for m in found.modules]}"
-            name = xxhash.xxh3_128_hexdigest(content.encode())
-            opened[reads] = FrontEntries(self._store, len(found.modules), name)
-        return opened
+        content = f"{ENTRIES_VERSION} {about} {sorted(found.reads)} {found.modules}"
+        return FrontEntries(self._store, len(found.modules), xxhash.xxh3_128_hexdigest(content.encode()))
 
     # ------------------------------------------------------------------------------------ decisions
     def _decide(self) -> None:
@@ -434,9 +430,9 @@ class _Calls:
                     f"The output of {_described(self._model, front.found)} was read{where} for"
                     f" {counts.layers_skipped} of {counts.rows} samples."
                 )
-        for entries in self._entries.values():
-            entries.close(deletes)
-        self._front, self._weights, self._entries, self._is_decided = None, None, {}, False
+        if self._entries is not None:
+            self._entries.close(deletes)
+        self._front, self._weights, self._entries, self._is_decided = None, None, None, False
 
     def _say(self, text: str) -> None:
         tell(logger, self._job.args, text)

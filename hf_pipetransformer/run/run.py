@@ -27,7 +27,6 @@ from ..data.numbered_batches import TrainingBatches
 from ..errors import ONE_LINE
 from ..freezing.callback import LayerFreezeCallback
 from ..freezing.policies import agreed_num_frozen
-from ..logs import log_once
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.optimizer_state import unwrapped
 from ..pipeline.placed import Ways
@@ -39,7 +38,7 @@ from ..resilience.watchdog import PROGRESS, Watchdog, phase
 from ..token_slices.token_schedule import Slicing
 from .batches import BatchesInEpoch
 from .cache_control import OTHER_INPUTS, AutoCache
-from .cache_setup import UnusableFolderError, check_folder, make_cache
+from .cache_setup import check_folder, make_cache
 from .checkpointing import exporting_state
 from .consistency import check_same_size
 from .cutting import CutModel, make_planner, time_model
@@ -355,10 +354,11 @@ class PipelineRun(TrainerCallback):
         most = self._users_freezing.count if self._users_freezing is not None else None
         if job.may_cache and job.freeze_callback is not None:
             assert self.generations is not None
-            self.why_not_cached = self._why_not_for_calls(drives) or self._trouble_with_folder()
+            of_cache = job, data, self._cut.unit_costs, self.generations
+            self.why_not_cached = self._why_not_for_calls(drives) or check_folder(*of_cache)
             if self.why_not_cached is None:
                 with generators_kept(trainer, job.model):
-                    self.cache = make_cache(job, pipeline, data, self._cut.unit_costs, times, self.generations, most)
+                    self.cache = make_cache(pipeline, times, *of_cache, most)
         # 4
         num_frozen = attach_freezing(job, pipeline.freezable, self._users_freezing)
         # a newly made layout might differ, because the sequence of freezes that led to it is not recorded
@@ -409,22 +409,6 @@ class PipelineRun(TrainerCallback):
                 " without the cache."
             )
         return why
-
-    def _trouble_with_folder(self) -> str | None:
-        """Why nothing can be written to the cache's folder, or None. Collective over all processes.
-
-        Raises:
-            ValueError: nothing can, with `activation_cache="on"`. Every process raises it.
-        """
-        assert self.data is not None and self._cut is not None and self.generations is not None
-        try:
-            check_folder(self._job, self.data, self._cut.unit_costs, self.generations)
-        except UnusableFolderError as error:
-            if self._job.args.activation_cache == "on":
-                raise
-            log_once(logger, logging.WARNING, "The activation cache is off: %s", error)
-            return str(error)
-        return None
 
     # ------------------------------------------------------------------------------------ between two steps
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
