@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,15 +36,8 @@ from ..model.nested import on_device, tensors_of
 from ..model.origins import UNKNOWN, Origins
 from ..model.placeholders import evaluation_mode, reachable_leaves
 from ..randomness import global_state_kept
-from .content_keys import MASK, NOT_IN_KEYS, TOKEN_INPUTS, by_sequences, content_keys, sequences_per_sample, spans_of
-
-SAME = 1e-6
-"""Relative to the largest value. If the same kernels run on the same shapes, the results must be identical."""
-
-TOLERANCES: Mapping[torch.dtype, float] = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
-"""Relative to the largest value, in other batches: other shapes run other kernels, with another order of summation."""
-
-FLOAT32_TOLERANCE = 1e-5
+from .comparing import SAME, aligned, relative_difference, rounding_of, with_noise
+from .content_keys import MASK, NOT_IN_KEYS, TOKEN_INPUTS, by_sequences, row_keys, sequences_per_sample, spans_of
 
 IGNORED_LABEL = -100
 """The label that cross entropy ignores."""
@@ -112,7 +105,7 @@ def probe_boundaries(
         freezable: which parameters are frozen for each number of units.
         samples: about four samples of the dataset, of different lengths if it has them.
         collate: the user's collator.
-        ignored: names of inputs that are not part of a sample's key (`content_keys`), whatever reads them.
+        ignored: names of inputs that are not part of a sample's key (`row_keys`), whatever reads them.
         loss_of: the loss of a batch as the Trainer computes it, if it is not the model's own.
         keeps_padding: whether samples are stored with their padding. Then it may be read, but a sample must have the
             same padding in each batch.
@@ -321,7 +314,7 @@ class _Probe:
         def disturb(boundary: int, state: torch.Tensor) -> None:
             errors.append(self._error(boundary, state, sample))
             if mask is not None and not mask.all() and sample.fits(state):
-                state.copy_(_with_noise(state, mask, generator))  # in place, because the next unit reads this tensor
+                state.copy_(with_noise(state, mask, generator))  # in place, because the next unit reads this tensor
 
         runner.freeze(self._stack.num_units)
         self._stack.model.train()
@@ -372,28 +365,27 @@ class _Probe:
             pad_id = getattr(getattr(self._stack.model, "config", None), "pad_token_id", None)
             batch = _shortened(batch, [row for row, i in enumerate(indices) if i % 2], max(pad_id or 0, 0))
         not_in_keys = {*self._ignored, *self.unread}
-        spans, keys = spans_of(batch, not_in_keys), content_keys(batch, not_in_keys, self._keeps_padding)
-        if spans is None:
-            raise _Refusal("the attention mask is not [samples, tokens] of 0 and 1 with padding only at the ends")
+        keys = row_keys(batch, not_in_keys, self._keeps_padding)
         if keys is None:
-            raise _Refusal("the batch contains inputs other than tensors and plain values")
+            raise _Refusal(
+                "the attention mask is not [samples, tokens] of 0 and 1 with padding only at the ends, or there are"
+                " inputs other than tensors and plain values"
+            )
         if len(keys) % len(indices):
             raise _Refusal(f"the data collator makes {len(keys)} rows of {len(indices)} samples")
-        if self._keeps_padding:
-            spans = [slice(None)] * len(spans)
         count = sequences_per_sample(batch)
         if count > 1:
             indices = [i * count + number for i in indices for number in range(count)]
         else:
             blocks = range(len(keys) // len(indices))
             indices = [block * len(self._samples) + i for block in blocks for i in indices]
-        if any(self._keys.setdefault(i, key) != key for i, key in zip(indices, keys, strict=True)):
+        if any(self._keys.setdefault(i, key.digest) != key.digest for i, key in zip(indices, keys, strict=True)):
             raise _Refusal(
                 "a sample has different inputs in another batch, so its cached state would not be found again"
                 " (possible reasons: random masking or augmentation, padding without an attention mask, images beside"
                 " text)"
             )
-        return _Rows(batch, tuple(indices), spans, count, self._keeps_padding)
+        return _Rows(batch, tuple(indices), [key.span for key in keys], count, self._keeps_padding)
 
     def _crossing(self, visit: Callable[[int, torch.Tensor], None]) -> Callable[[Unit, Any], None]:
         """Call `visit` with each open boundary and the tensor that crosses it."""
@@ -460,7 +452,7 @@ def _shortened(batch: Batch, rows: Sequence[int], pad_id: int) -> Batch:
         if not isinstance(value, torch.Tensor) or value.shape[: mask.dim()] != mask.shape or name == "attention_mask":
             continue
         if name in TOKEN_INPUTS:
-            others[name] = value.masked_fill(_aligned(padding, value), pad_id if name == "input_ids" else 0)
+            others[name] = value.masked_fill(aligned(padding, value), pad_id if name == "input_ids" else 0)
         elif name in NOT_IN_KEYS and value.shape == mask.shape and not value.is_floating_point():
             others[name] = value.masked_fill(padding, IGNORED_LABEL)
         else:
@@ -478,7 +470,7 @@ def _with_other_padding(rows: _Rows) -> Batch:
     others = {}
     for name, value in by_sequences(rows.batch).items():
         if name in TOKEN_INPUTS and name != "attention_mask" and value.shape[:2] == rows.mask.shape:
-            replaced = torch.where(_aligned(rows.mask, value), value, value[number, first].unsqueeze(1))
+            replaced = torch.where(aligned(rows.mask, value), value, value[number, first].unsqueeze(1))
             others[name] = replaced.view_as(rows.batch[name])
     return {**rows.batch, **others}
 
@@ -491,20 +483,6 @@ def _num_tokens(span: slice) -> int:
     return 0 if span.stop is None else span.stop - span.start
 
 
-# ------------------------------------------------------------------------------------ numbers
-def _with_noise(state: torch.Tensor, mask: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Put noise as large as the state in half of the padding, and zeros in the other half."""
-    real = _aligned(mask, state)
-    noise = torch.empty_like(state).normal_(generator=generator) * state[mask].abs().max()
-    half = torch.empty_like(real, dtype=state.dtype).bernoulli_(0.5, generator=generator)
-    return torch.where(real, state, noise * half)
-
-
-def _aligned(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """View [B, T] or [B, C, T] as [B, T, 1, ...], with as many dimensions as the tensor."""
-    return mask.view(*mask.shape, *[1] * (tensor.dim() - mask.dim()))
-
-
 def _results(output: Any, mask: torch.Tensor | None, with_loss: bool) -> list[torch.Tensor]:
     """The outputs that a loss reads, at real tokens, and the model's own loss if requested or if there is no other."""
     tensors = output_tensors(output)
@@ -514,27 +492,6 @@ def _results(output: Any, mask: torch.Tensor | None, with_loss: bool) -> list[to
         for tensor in loss_outputs(tensors)
     ]
     return [loss, *of_tokens] if loss is not None and (with_loss or not of_tokens) else of_tokens
-
-
-def relative_difference(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """Largest difference, relative to the largest expected value; infinite if shapes differ or a value is NaN."""
-    if any(a.shape != b.shape for a, b in zip(actual, expected, strict=True)):
-        return math.inf
-    differences = [(a.float() - b.float()).abs().max() for a, b in zip(actual, expected, strict=True)]
-    largest = torch.stack([b.float().abs().max() for b in expected]).max().clamp(min=1e-30)
-    error = float(torch.stack(differences).max() / largest)
-    return math.inf if math.isnan(error) else error
-
-
-def rounding_of(state: torch.Tensor) -> float:
-    """The difference that rounding explains if other kernels run, for the dtype of the state or of its computation."""
-    device = state.device.type
-    dtypes = [state.dtype]
-    if torch.is_autocast_enabled(device):
-        dtypes.append(torch.get_autocast_dtype(device))
-    if device == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        dtypes.append(torch.float16)  # which has as many mantissa bits
-    return max(TOLERANCES.get(dtype, FLOAT32_TOLERANCE) for dtype in dtypes)
 
 
 # ------------------------------------------------------------------------------------ restoring the model

@@ -65,7 +65,7 @@ class RowKey(NamedTuple):
     """The key under which a sample's state is stored."""
 
     digest: bytes
-    """16 bytes (`content_keys`)."""
+    """16 bytes (`row_keys`)."""
     span: slice
     """Positions of the sample's own tokens (`spans_of`)."""
 
@@ -137,9 +137,9 @@ def padded_length(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> in
     return None if mask is None else int(mask.shape[-1])
 
 
-def content_keys(
+def row_keys(
     batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEYS, keeps_padding: bool = False
-) -> list[bytes] | None:
+) -> list[RowKey] | None:
     """16 bytes for each sample: a hash of names, dtypes, shapes and values of the inputs that the sample depends on.
 
     1. `TOKEN_INPUTS` count without padding, if what is removed repeats one value; otherwise they count unchanged.
@@ -157,35 +157,24 @@ def content_keys(
         One key per sample (per sequence, `by_sequences`), or None for a batch without keys: `spans_of` it is None, or
         an input is neither a tensor nor None, a bool, a number or a string.
     """
-    keys = row_keys(batch, ignored, keeps_padding)
-    return None if keys is None else [key.digest for key in keys]
-
-
-def row_keys(batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: bool = False) -> list[RowKey] | None:
-    """The keys of `content_keys` with the positions of each sample's tokens; None under the same conditions."""
     spans = spans_of(batch, ignored)
     if spans is None:
         return None
+    rows = len(spans)
     if keeps_padding:
-        spans = [slice(None)] * len(spans)
+        spans = [slice(None)] * rows
     batch = by_sequences(batch)
     inputs = {name: batch[name] for name in sorted(batch) if name not in ignored and name != KEYS_NAME}
+    if not all(isinstance(value, (torch.Tensor, *_PLAIN)) for value in inputs.values()):
+        return None
     tensors = {name: value.to_dense() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     plain = {name: value for name, value in inputs.items() if name not in tensors}
-    if not all(isinstance(value, _PLAIN) for value in plain.values()):
-        return None
-
-    rows = len(spans)
-    length = next(
-        (tensor.shape[1] for name, tensor in tensors.items() if name in TOKEN_INPUTS and tensor.dim() > 1), 0
-    )
+    length = next((t.shape[1] for name, t in tensors.items() if name in TOKEN_INPUTS and t.dim() > 1), 0)
     large = [name for name, tensor in tensors.items() if tensor.dim() > 1 and name != MASK]
 
     def belongs_to_rows(name: str, tensor: torch.Tensor) -> bool:
-        if tensor.shape[:1] != (rows,):
-            return False
         is_of_tokens = tensor.shape == (rows, length) and not tensor.is_floating_point()
-        return tensor.dim() == 1 or is_of_tokens or large == [name]
+        return tensor.shape[:1] == (rows,) and (tensor.dim() == 1 or is_of_tokens or large == [name])
 
     by_token = {n: t for n, t in tensors.items() if n in TOKEN_INPUTS and t.shape[:2] == (rows, length)}
     by_row = {n: t for n, t in tensors.items() if n not in by_token and belongs_to_rows(n, t)}
@@ -245,7 +234,7 @@ class KeyingCollator:
     Args:
         inner: the user's collator.
         ignored: names of inputs that are not part of a key.
-        keeps_padding: as for `content_keys`.
+        keeps_padding: as for `row_keys`.
     """
 
     def __init__(

@@ -162,12 +162,13 @@ class AutoCache:
         return "on" if self._is_forced else "auto (used only if faster)"
 
     # ------------------------------------------------------------------------------------ decisions
-    def freeze(self, num_frozen: int, is_start: bool = False) -> str | None:
+    def freeze(self, num_frozen: int, is_start: bool = False, goes_on: bool = False) -> str | None:
         """Start to store the outputs of the frozen layers, after the first `num_frozen` layers have been frozen.
 
         Args:
             num_frozen: number of frozen layers.
             is_start: they were frozen before the first step, so that their weights are those that were loaded.
+            goes_on: the resumed job had these layers cached, so they count as cached if all nodes still have them.
 
         Returns:
             What will be stored, in words, if that is new.
@@ -203,7 +204,7 @@ class AutoCache:
             self.cache.advance(boundary, fingerprint, is_new=not exists)
             self._mark_used()  # an earlier training may have created the generation
             self._pipeline.use_cache(self.cache)
-            if self._is_shared and exists:  # what is missing of it is noticed as a loss
+            if exists and (self._is_shared or goes_on):  # what is missing of it is noticed as a loss
                 self.num_cached, self._had_rows = boundary, True
                 if self._mesh.rank == 0:
                     logger.info("The activation cache holds the outputs of the first %d layers already.", boundary)
@@ -215,13 +216,6 @@ class AutoCache:
         of_epoch = self._store.epoch_in_words(size, is_bound=True)
         first = "layer" if boundary == 1 else f"{boundary} layers"
         return f"The output of the first {first} is stored for later epochs{of_epoch}."
-
-    def resume(self, num_cached: int) -> None:
-        """Count layers as cached, as the resumed job did, if all nodes still have the generation."""
-        self.freeze(num_cached)
-        has_all = self._boundary == num_cached and self.cache.generations[0] in self._store.generations()
-        if all(self._mesh.gather_objects(has_all)):
-            self.num_cached, self._had_rows = num_cached, True
 
     def follow(
         self, num_epochs_begun: int, state: TrainerState, *, may_never_repeat: bool, doubts_weights: bool
@@ -334,7 +328,10 @@ class AutoCache:
         loading = max((seconds for seconds in measured if seconds is not None), default=None)
         if loading is None or self._seconds_per_row is None:
             return True
-        if is_worth_loading(loading, self._seconds_of_computing, self._seconds_beside_loading):
+        # beside it, at least the first stage's other units run on an accelerator; a CPU loads with the same cores
+        units = slice(self._boundary, self._pipeline.current_plan.stage_bounds[1])
+        beside = 0.0 if self._pipeline.device.type == "cpu" else sum(self._seconds_per_row[units])
+        if is_worth_loading(loading, self._seconds_of_computing, beside):
             return True
         self._turn_off_as_slow(loading)
         return False
@@ -355,18 +352,6 @@ class AutoCache:
         """Time to compute one sample's output of the layers up to the boundary, in seconds."""
         assert self._seconds_per_row is not None
         return sum(self._seconds_per_row[: self._boundary])
-
-    @property
-    def _seconds_beside_loading(self) -> float:
-        """Time of one sample's step in which the host is free to load the next batch, in seconds.
-
-        At least the forward pass of the first stage's other units, if an accelerator computes them. A CPU is not free:
-        it loads with the same cores.
-        """
-        if self._pipeline.device.type == "cpu":
-            return 0.0
-        assert self._seconds_per_row is not None
-        return sum(self._seconds_per_row[self._boundary : self._pipeline.current_plan.stage_bounds[1]])
 
     def _turn_off_as_slow(self, loading: float) -> None:
         self._turn_off(

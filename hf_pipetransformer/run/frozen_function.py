@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import nn
 
-from ..cache.cache_probe import SAME
+from ..cache.comparing import SAME
 from ..model.nested import are_close, on_device
 from ..model.watched_weights import WatchedWeights, digest_of
 from ..pipeline.elastic_pipeline import ElasticPipeline
