@@ -37,10 +37,16 @@ from ..model.origins import UNKNOWN, Origins
 from ..model.placeholders import evaluation_mode, reachable_leaves
 from ..randomness import global_state_kept
 from .comparing import SAME, aligned, relative_difference, rounding_of, with_noise
-from .content_keys import MASK, NOT_IN_KEYS, TOKEN_INPUTS, by_sequences, row_keys, sequences_per_sample, spans_of
-
-IGNORED_LABEL = -100
-"""The label that cross entropy ignores."""
+from .content_keys import (
+    IGNORED_LABEL,
+    MASK,
+    NOT_IN_KEYS,
+    TOKEN_INPUTS,
+    by_sequences,
+    row_keys,
+    sequences_per_sample,
+    spans_of,
+)
 
 REPEATED = "padding, random numbers, a call counter or training mode change the hidden state of frozen layers"
 ELSEWHERE = "a sample's hidden state depends on the padded length, or on the other samples in the batch"
@@ -297,7 +303,8 @@ class _Probe:
         if sample.fits(state):  # cloned, because a layer may write into its input
             self._states[boundary] = [state[row, span].clone() for row, span in enumerate(sample.spans)]
         else:
-            expected = f"[{len(sample.indices)} samples, {_width(sample) or 'some'} tokens, ...]"
+            tokens = "some" if sample.mask is None else sample.mask.shape[1]
+            expected = f"[{len(sample.indices)} samples, {tokens} tokens, ...]"
             self.refuse(boundary, f"the hidden state has shape {list(state.shape)}, not {expected}")
 
     def _repeat(self, sample: _Rows) -> Carry:
@@ -338,11 +345,9 @@ class _Probe:
 
     def _check_above(self, sample: _Rows, expected: Any, carries: Sequence[Carry], loss_of: LossOf | None) -> None:
         """Part 4: what is computed of the last layer's output, also of one with noise as padding."""
-        results = [
-            _results(output, sample.mask, loss_of is None)
-            for output in (expected, self._above(carries[-1], sample.batch, self._call))
-        ]
-        errors = [relative_difference([actual], [result]) for result, actual in zip(*results, strict=True)]
+        outputs = expected, self._above(carries[-1], sample.batch, self._call)
+        pairs = zip(*(_results(output, sample.mask, loss_of is None) for output in outputs), strict=True)
+        errors = [relative_difference([actual], [result]) for result, actual in pairs]
         if loss_of is not None:
             with left_as_found(self._stack.model), self._stack.runner.to_the_end(0, None, may_repeat=True):
                 whole = loss_of(dict(sample.batch))
@@ -473,10 +478,6 @@ def _with_other_padding(rows: _Rows) -> Batch:
             replaced = torch.where(aligned(rows.mask, value), value, value[number, first].unsqueeze(1))
             others[name] = replaced.view_as(rows.batch[name])
     return {**rows.batch, **others}
-
-
-def _width(rows: _Rows) -> int | None:
-    return None if rows.mask is None else int(rows.mask.shape[1])
 
 
 def _num_tokens(span: slice) -> int:

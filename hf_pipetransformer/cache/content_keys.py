@@ -42,6 +42,8 @@ _WHOLE_ROW, _NO_KEY = -1, -2  # special values in place of a span
 _PLAIN = (bool, int, float, str, type(None))
 
 MASK = "attention_mask"
+IGNORED_LABEL = -100
+"""The label that cross entropy ignores."""
 
 NOT_IN_KEYS: frozenset[str] = frozenset(
     {"labels", "label", "label_ids", "decoder_input_ids", "decoder_attention_mask"}

@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from ..cache.content_keys import (
+    IGNORED_LABEL,
     MASK,
     NOT_IN_KEYS,
     NOT_OF_STATES,
@@ -26,8 +27,6 @@ from ..cache.content_keys import (
 )
 
 DIGEST_BYTES = 16
-IGNORED_LABEL = -100
-"""The label that cross entropy ignores."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -41,6 +42,9 @@ class WatchedWeights:
         ]
         self.buffers = list(dict.fromkeys(b for b in self._held_buffers() if b is not None and b.numel()))
         """The buffers of the modules."""
+        self._counting = [p for p in self._parameters if not p.is_inference()]  # those whose writes are counted
+        held = (*self._parameters, *self.buffers)
+        self._held, self._wrappers = ([t for t in held if is_wrapper(t) is kind] for kind in (False, True))
         self._where: list[int] = []  # of the parameters that the views belong to
         self._middles: list[list[torch.Tensor]] = []
         self._checksums: dict[int, tuple[int, float]] = {}  # of buffers: with the number of writes
@@ -75,18 +79,20 @@ class WatchedWeights:
 
     def _are_settings_same(self) -> bool:
         """Objects are compared first: only what is in containers may change while they are the same."""
-        sizes, settings = self._settings()
-        noted_sizes, noted = self._noted_settings
-        return sizes == noted_sizes and (_are_identical(settings, noted) or settings == noted)
+        sizes, values, inside = self._settings()
+        noted_sizes, noted, noted_inside = self._noted_settings
+        are_same = _are_identical(values, noted) or list(map(_setting, values)) == list(map(_setting, noted))
+        return are_same and sizes == noted_sizes and inside == noted_inside
 
-    def _settings(self) -> tuple[list[int], list[Any]]:
-        """Numbers of attributes, without `forward`, which is replaced for each call; and the plain ones."""
+    def _settings(self) -> tuple[list[int], list[Any], list[Any]]:
+        """Numbers of attributes (without `forward`, which each call replaces), the plain ones, and what is in them."""
         values = [of.get(name) for of, name in self._plain]
-        settings = [value if type(value) in PLAIN else _setting(value) for value in values]
-        return [len(of) - ("forward" in of) for of in self._owners], settings
+        inside = [_setting(value) for value in values if type(value) in (dict, list, tuple)]
+        return [len(of) - ("forward" in of) for of in self._owners], values, inside
 
     def _parts(self) -> list[Any]:
-        return [entry for of in self._owners for part in PARTS for entry in (*of[part], *of[part].values())]
+        tables = [of[part] for of in self._owners for part in PARTS if of[part]]
+        return [*chain.from_iterable(tables), *chain.from_iterable(table.values() for table in tables)]
 
     def _modes(self) -> list[bool]:
         return [of["training"] for of in self._owners]
@@ -96,13 +102,14 @@ class WatchedWeights:
 
     def _values(self) -> tuple[list[Any], ...]:
         """Flags of weights, how often they were written to, what is in buffers, and one number of each tensor."""
-        held = (*self._parameters, *self.buffers)
-        where = [(values_of(tensor)[0] if is_wrapper(tensor) else tensor).data_ptr() for tensor in held]
+        where = [tensor.data_ptr() for tensor in self._held]
+        where += [values_of(tensor)[0].data_ptr() for tensor in self._wrappers]
         if where != self._where:  # weights may be moved to other memory
             self._where, self._middles = where, self._views_of_middles()
         numbers = [torch.cat(views) for views in self._middles]
         return (
-            [(p.requires_grad, _version(p)) for p in self._parameters],
+            [p.requires_grad for p in self._parameters],
+            [p._version for p in self._counting],
             [self._checksum(buffer) for buffer in self.buffers],
             [(n.nan_to_num() if n.is_floating_point() else n).tolist() for n in numbers],  # NaN equals nothing
         )
