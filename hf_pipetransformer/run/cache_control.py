@@ -24,7 +24,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -94,7 +93,6 @@ class AutoCache:
         is_forced: cache even if loading is slower than computing.
         seconds_per_row: forward time per sample (per sequence of it) of each unit, in seconds; None if not measured.
         description: everything that the hidden states depend on besides the weights.
-        current: this training's name in the folder of the store.
         is_shared: whether other trainings may use the store too; then nothing is deleted that they may read.
         rows: a few samples, collated, the same on every process. The frozen layers' outputs for them are part of a
             generation's name.
@@ -111,7 +109,6 @@ class AutoCache:
         is_forced: bool,
         seconds_per_row: Sequence[float] | None,
         description: str,
-        current: Path,
         is_shared: bool,
         rows: Mapping[str, Any],
         epoch_bytes: Sequence[int] = (),
@@ -133,7 +130,7 @@ class AutoCache:
         self._is_forced = is_forced
         self._seconds_per_row = seconds_per_row
         self._description = description
-        self._current, self._is_shared = current, is_shared
+        self._is_shared = is_shared
         self._epoch_bytes = epoch_bytes
         self._serves_others = False  # whether other trainings may freeze the same layers with the same weights
         self._repeats = True  # whether the epoch's samples may come again
@@ -458,7 +455,7 @@ class AutoCache:
             What has become of the store, for a message.
         """
         self.cache.stop_writing(OSError("the training was interrupted"))
-        folder = self._current.parent
+        folder = self._store.folder
         if not folder.is_dir():
             return ""
         if is_resumable or self._is_shared:

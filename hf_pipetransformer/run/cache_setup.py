@@ -202,7 +202,6 @@ def make_cache(
         seconds_per_row=[unit.forward.per_row / sequences for unit in times.units] if times is not None else None,
         # that of process 0: values without a fixed text representation differ between processes
         description=mesh.gather_objects(description)[0],
-        current=generations,
         is_shared=job.shares_store,
         rows=mesh.gather_objects(rows if mesh.rank == 0 else {})[0],
         epoch_bytes=epoch_bytes(job, data, unit_costs, mesh.gather_objects(node_name())),
