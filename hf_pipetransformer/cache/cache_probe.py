@@ -36,17 +36,9 @@ from ..model.nested import on_device, tensors_of
 from ..model.origins import UNKNOWN, Origins
 from ..model.placeholders import evaluation_mode, reachable_leaves
 from ..randomness import global_state_kept
-from .comparing import SAME, aligned, relative_difference, rounding_of, with_noise
-from .content_keys import (
-    IGNORED_LABEL,
-    MASK,
-    NOT_IN_KEYS,
-    TOKEN_INPUTS,
-    by_sequences,
-    row_keys,
-    sequences_per_sample,
-    spans_of,
-)
+from .comparing import SAME, relative_difference, rounding_of, with_noise
+from .content_keys import MASK, NOT_IN_KEYS, TOKEN_INPUTS, row_keys, sequences_per_sample
+from .probe_batches import Collator, Rows, num_tokens, shortened, with_other_padding
 
 REPEATED = "padding, random numbers, a call counter or training mode change the hidden state of frozen layers"
 ELSEWHERE = "a sample's hidden state depends on the padded length, or on the other samples in the batch"
@@ -55,7 +47,6 @@ ABOVE = (
     " changes the inputs before the model receives them)"
 )
 
-Collator = Callable[[list[Any]], Any]
 LossOf = Callable[[Batch], torch.Tensor]
 
 
@@ -134,43 +125,6 @@ def probe_boundaries(
     return Trial(tuple(verdicts), probe.unread)
 
 
-def varied_samples(samples: Sequence[Any], collate: Collator, count: int = 4) -> list[Any]:
-    """Select the shortest sample, the longest, and some in between, by their number of tokens."""
-    lengths = []
-    try:
-        for sample in samples:
-            spans = spans_of(collate([copy.copy(sample)])) or [slice(None)]
-            lengths.append(max(map(_num_tokens, spans)))
-    except Exception:  # the collator does not accept a single sample; the probe will report it
-        return list(samples[:count])
-    order = sorted(range(len(samples)), key=lengths.__getitem__)
-    count = min(count, len(samples))
-    return [samples[order[i * (len(samples) - 1) // max(count - 1, 1)]] for i in range(count)]
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """A batch of some of the samples, on the model's device."""
-
-    batch: Batch
-    indices: Sequence[int]  # for each row (each sequence) its index in a batch of all samples
-    spans: Sequence[slice]
-    sequences: int = 1  # of each sample, one after the other
-    keeps_padding: bool = False
-
-    @property
-    def mask(self) -> torch.Tensor | None:
-        """[rows, T], true at real tokens; None if there is no attention mask, or if padding counts as well."""
-        mask = None if self.keeps_padding else self.batch.get("attention_mask")
-        return None if mask is None else mask.reshape(-1, mask.shape[-1]).bool()
-
-    def fits(self, state: torch.Tensor) -> bool:
-        """Whether a tensor has the shape [B, T, ...]. Without a mask any T is accepted."""
-        if self.mask is None:
-            return state.dim() > 1 and state.shape[0] == len(self.indices)
-        return state.shape[:2] == self.mask.shape
-
-
 class _Refusal(Exception):
     """A reason that rules out every boundary."""
 
@@ -226,7 +180,7 @@ class _Probe:
         with left_as_found(self._stack.model):  # one context for both forwards, so that a counter of calls shows up
             output, carry = self._forward(sample.batch, self._crossing(partial(self._record, sample)))
             with_noise = self._repeat(sample)  # 2
-        order = sorted(everyone, key=lambda i: _num_tokens(sample.spans[i * sample.sequences]))
+        order = sorted(everyone, key=lambda i: num_tokens(sample.spans[i * sample.sequences]))
         for group in dict.fromkeys(((*order[-1:], *order[1:2]), tuple(order[:2]), tuple(order[:1]))):  # 3
             if group and self.open:
                 with left_as_found(self._stack.model):
@@ -298,7 +252,7 @@ class _Probe:
             for position, leaf in enumerate(tensors)
         ]
 
-    def _record(self, sample: _Rows, boundary: int, state: torch.Tensor) -> None:
+    def _record(self, sample: Rows, boundary: int, state: torch.Tensor) -> None:
         """Record the states that all others are compared with."""
         if sample.fits(state):  # cloned, because a layer may write into its input
             self._states[boundary] = [state[row, span].clone() for row, span in enumerate(sample.spans)]
@@ -307,7 +261,7 @@ class _Probe:
             expected = f"[{len(sample.indices)} samples, {tokens} tokens, ...]"
             self.refuse(boundary, f"the hidden state has shape {list(state.shape)}, not {expected}")
 
-    def _repeat(self, sample: _Rows) -> Carry:
+    def _repeat(self, sample: Rows) -> Carry:
         """Part 2: repeat the batch as in a step, the model in training mode, all layers frozen in eval mode.
 
         The padding has other token ids, and noise and zeros after each unit. A single unit that reads it rules out all
@@ -326,14 +280,14 @@ class _Probe:
         runner.freeze(self._stack.num_units)
         self._stack.model.train()
         try:
-            _, carry = self._forward(_with_other_padding(sample), self._crossing(disturb))
+            _, carry = self._forward(with_other_padding(sample), self._crossing(disturb))
         finally:
             self._stack.model.eval()
             runner.freeze(num_frozen)
         self._judge_all(max(errors), REPEATED)
         return carry
 
-    def _compare_in(self, rows: _Rows) -> None:
+    def _compare_in(self, rows: Rows) -> None:
         """Part 3: some of the samples in a batch of their own."""
 
         def judge(boundary: int, state: torch.Tensor) -> None:
@@ -343,7 +297,7 @@ class _Probe:
 
         self._forward(rows.batch, self._crossing(judge))
 
-    def _check_above(self, sample: _Rows, expected: Any, carries: Sequence[Carry], loss_of: LossOf | None) -> None:
+    def _check_above(self, sample: Rows, expected: Any, carries: Sequence[Carry], loss_of: LossOf | None) -> None:
         """Part 4: what is computed of the last layer's output, also of one with noise as padding."""
         outputs = expected, self._above(carries[-1], sample.batch, self._call)
         pairs = zip(*(_results(output, sample.mask, loss_of is None) for output in outputs), strict=True)
@@ -359,7 +313,7 @@ class _Probe:
         # copied, because some collators remove the labels from the samples
         return on_device(dict(self._collate([copy.copy(self._samples[i]) for i in indices])), self._device)
 
-    def _rows(self, indices: Sequence[int]) -> _Rows:
+    def _rows(self, indices: Sequence[int]) -> Rows:
         """Collate some of the samples. A collator may make several rows of each, in blocks (`micro_batch`).
 
         Raises:
@@ -368,7 +322,7 @@ class _Probe:
         batch = self._unkeyed(indices)
         if self._shortens:
             pad_id = getattr(getattr(self._stack.model, "config", None), "pad_token_id", None)
-            batch = _shortened(batch, [row for row, i in enumerate(indices) if i % 2], max(pad_id or 0, 0))
+            batch = shortened(batch, [row for row, i in enumerate(indices) if i % 2], max(pad_id or 0, 0))
         not_in_keys = {*self._ignored, *self.unread}
         keys = row_keys(batch, not_in_keys, self._keeps_padding)
         if keys is None:
@@ -390,7 +344,7 @@ class _Probe:
                 " (possible reasons: random masking or augmentation, padding without an attention mask, images beside"
                 " text)"
             )
-        return _Rows(batch, tuple(indices), [key.span for key in keys], count, self._keeps_padding)
+        return Rows(batch, tuple(indices), [key.span for key in keys], count, self._keeps_padding)
 
     def _crossing(self, visit: Callable[[int, torch.Tensor], None]) -> Callable[[Unit, Any], None]:
         """Call `visit` with each open boundary and the tensor that crosses it."""
@@ -429,7 +383,7 @@ class _Probe:
         with left_as_found(self._stack.model), runner.to_the_end(self._stack.num_units, carry, may_repeat=True):
             return call(dict(batch))
 
-    def _error(self, boundary: int, state: torch.Tensor, rows: _Rows) -> float:
+    def _error(self, boundary: int, state: torch.Tensor, rows: Rows) -> float:
         """Difference of the real tokens' states from the recorded ones, relative to the largest value."""
         if not rows.fits(state):
             return math.inf
@@ -439,49 +393,6 @@ class _Probe:
     def _judge_all(self, error: float, reason: str) -> None:
         if error > SAME:
             self.refuse_all(f"{reason} ({error:.0e})")
-
-
-# ------------------------------------------------------------------------------------ batches
-def _shortened(batch: Batch, rows: Sequence[int], pad_id: int) -> Batch:
-    """Turn the last third of some samples into padding, as if these samples were shorter.
-
-    A batch of such samples only becomes narrower, unless other inputs may refer to positions in it.
-    """
-    mask = batch["attention_mask"].clone()
-    tokens = mask.shape[-1]
-    mask[rows, ..., tokens - tokens // 3 :] = 0
-    padding = mask == 0
-    others: Batch = {"attention_mask": mask}
-    is_known = True
-    for name, value in batch.items():
-        if not isinstance(value, torch.Tensor) or value.shape[: mask.dim()] != mask.shape or name == "attention_mask":
-            continue
-        if name in TOKEN_INPUTS:
-            others[name] = value.masked_fill(aligned(padding, value), pad_id if name == "input_ids" else 0)
-        elif name in NOT_IN_KEYS and value.shape == mask.shape and not value.is_floating_point():
-            others[name] = value.masked_fill(padding, IGNORED_LABEL)
-        else:
-            is_known = False
-    width = int(mask.reshape(-1, tokens).any(0).sum()) if is_known else tokens
-    return {**batch, **{name: value.narrow(mask.dim() - 1, 0, width) for name, value in others.items()}}
-
-
-def _with_other_padding(rows: _Rows) -> Batch:
-    """The batch with the sample's first token in place of all padding."""
-    if rows.mask is None:
-        return rows.batch
-    number = torch.arange(len(rows.indices), device=rows.mask.device)
-    first = torch.tensor([span.start for span in rows.spans], device=rows.mask.device)
-    others = {}
-    for name, value in by_sequences(rows.batch).items():
-        if name in TOKEN_INPUTS and name != "attention_mask" and value.shape[:2] == rows.mask.shape:
-            replaced = torch.where(aligned(rows.mask, value), value, value[number, first].unsqueeze(1))
-            others[name] = replaced.view_as(rows.batch[name])
-    return {**rows.batch, **others}
-
-
-def _num_tokens(span: slice) -> int:
-    return 0 if span.stop is None else span.stop - span.start
 
 
 def _results(output: Any, mask: torch.Tensor | None, with_loss: bool) -> list[torch.Tensor]:

@@ -16,9 +16,10 @@ from torch import nn
 
 from ..cache.activation_cache import ActivationCache
 from ..cache.activation_files import FORMAT_VERSION
-from ..cache.cache_probe import probe_boundaries, varied_samples
+from ..cache.cache_probe import probe_boundaries
 from ..cache.content_keys import sequences_per_sample
 from ..cache.file_store import FileStore
+from ..cache.probe_batches import varied_samples
 from ..cache.sharing import node_name
 from ..data.numbered_batches import NumberedBatches, TrainingBatches
 from ..logs import log_once
