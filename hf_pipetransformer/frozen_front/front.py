@@ -363,7 +363,8 @@ class FrozenFront:
         if keys is None:
             return None
         leaves = [leaf for name in sorted(reads) for leaf in leaves_of(inputs[name], name)]
-        shapes = [(n, t.dtype, _without_width(n, t, tokens)) for n, t in leaves if isinstance(t, torch.Tensor)]
+        given = [(n, t, is_wide(n, t, tokens)) for n, t in leaves if isinstance(t, torch.Tensor)]
+        shapes = [(n, t.dtype, wide, tuple(t.shape[2 if wide else 1 :])) for n, t, wide in given]
         covered = {
             id(leaf): (number, version_of(leaf))
             for number, (name, leaf) in enumerate(leaves)
@@ -494,8 +495,3 @@ class FrozenFront:
                 leaves.append(call.given_back.get((name, position), leaf))
         call.ran[name] = given, others, leaves, known.structure
         return tree_unflatten(leaves, known.structure)
-
-
-def _without_width(name: str, tensor: torch.Tensor, tokens: Tokens | None) -> tuple[int, ...]:
-    shape = tuple(tensor.shape[1:])
-    return (TOKENS, *shape[1:]) if is_wide(name, tensor, tokens) else shape

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import recursively_apply
 
-from ..cache.comparing import SAME, aligned, relative_difference, rounding_of, with_noise
+from ..cache.comparing import SAME, aligned, relative_difference, rounding_of
 from ..cache.content_keys import TOKEN_INPUTS
 from ..model.micro_batch import Batch, batch_rows
 from .finding import FoundFront, Ran
@@ -17,6 +17,8 @@ from .rows import Tokens, leaves_of, tokens_of, with_less_columns
 
 MOST_TRIES = 3
 """Number of batches on which it is tried whether a loss reads padding."""
+LOUD = 2.0
+"""Amplitude of the noise in place of padding, relative to the largest value."""
 EVERY_OTHER = slice(None, None, 2)
 """The half of the samples that is tried."""
 
@@ -168,11 +170,12 @@ def cleared(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 
 def noisy(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """The same with noise as padding, if there are fractions in it."""
+    """The same with noise as padding, and no zeros, which a norm may divide by; if there are fractions in it."""
     if not tensor.is_floating_point():
         return tensor
     generator = torch.Generator(tensor.device).manual_seed(0)  # the global one is the model's
-    return with_noise(tensor.detach(), _own(tensor, lengths), generator)
+    noise = torch.empty_like(tensor).normal_(generator=generator) * LOUD * tensor.detach().abs().max()
+    return torch.where(aligned(_own(tensor, lengths), tensor), tensor.detach(), noise)
 
 
 def is_wide(name: str, tensor: torch.Tensor, tokens: Tokens | None) -> bool:
