@@ -1,10 +1,8 @@
 """Computes the frozen front of a model once for each sample: its outputs are stored, and given back afterwards.
 
     in a call of the model     none of its samples is in the store      some are, or all
-    before                                                              the front runs on the others only, and they
-                                                                        are stored
-    a module of the front      runs; what is needed of its output       returns what was stored, in the same
-                               is stored when the call has ended        containers
+    a module of the front      runs; what is needed of its output       runs on the others only; returns what
+                               is stored when the call has ended        was stored, in the same containers
 
 A value that is neither needed nor stored cannot be read. What could make a stored value a wrong one is looked at in
 each call: the front's weights, buffers, flags and modes, the shapes that its modules are called on, and how often.
@@ -13,39 +11,29 @@ each call: the front's weights, buffers, flags and modes, the shapes that its mo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..cache.activation_cache import CacheCounts
 from ..cache.comparing import TOLERANCES, relative_difference, rounding_of
 from ..cache.content_keys import NOT_OF_STATES, version_of
-from ..model.elsewhere import hidden_like
 from ..model.left_as_found import left_as_found
 from ..model.method_override import MethodOverride
 from ..model.micro_batch import Batch
 from ..pipeline.devices import synchronise
 from ..randomness import generators_kept, global_state_kept, set_torch_states, torch_states
-from .entries import TOKENS, FrontEntries, Leaf
+from .calls import Call, Known, KnownBatch, ReturnedLeaf
+from .entries import FrontEntries, Leaf
 from .finding import FoundFront, Ran, arguments_of, rows_of, tensors_in, versions_of
-from .rows import (
-    DIGEST_BYTES,
-    ArgumentDigests,
-    Tokens,
-    keys_of,
-    leaves_of,
-    tokens_of,
-)
-from .trial import FrontTrial, cleared, is_wide, noisy, part_of
+from .rows import DIGEST_BYTES, ArgumentDigests, keys_of, leaves_of, tokens_of
+from .trial import FrontTrial, cleared, is_wide, noisy, rows_in
 
 NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were looked for"
-REMEDY = "Set activation_cache='off'"
-
 ITEMS = "num_items_in_batch"
 
 
@@ -59,94 +47,6 @@ class _NewCallError(Exception):
 
 class _AllRanError(Exception):
     """Ends a forward pass of which only the front is wanted."""
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """A tensor in the output of a module: its device, and what one row of it is; or all, if it is not of rows."""
-
-    device: torch.device
-    row: Leaf
-    is_of_rows: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, rows: int, wide: Collection[int]) -> _Leaf:
-        shape = [TOKENS if dim in wide else size for dim, size in enumerate(tensor.shape)]
-        is_of_rows = tensor.dim() > 0 and len(tensor) > 0 and len(tensor) % rows == 0
-        if is_of_rows:
-            shape[0] //= rows
-        return cls(tensor.device, Leaf(tensor.dtype, tuple(shape)), is_of_rows)
-
-    def hidden(self, rows: int, width: int, text: str) -> torch.Tensor:
-        shape = list(self.row.sized(width))
-        if self.is_of_rows:
-            shape[0] *= rows
-        return hidden_like(torch.empty((), dtype=self.row.dtype, device=self.device).expand(shape), text, REMEDY)
-
-
-@dataclass(frozen=True)
-class _Known:
-    """How a module is called, and what it returns, for inputs of some shape.
-
-    Attributes:
-        others: arguments that are no tensors, in each way in which it was called.
-        leaves: of its output: tensors as `_Leaf`, other values as they are.
-        structure: the containers of the leaves.
-    """
-
-    others: set[str]
-    leaves: tuple[Any, ...]
-    structure: TreeSpec
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """What is known of the inputs of a call.
-
-    Attributes:
-        keys: of the samples.
-        tokens: which columns belong to the samples, if padding is not stored.
-        signature: what the shapes of the front's outputs depend on.
-        covered: of the tensors that the keys are made of, by their identity: which it is, and its number of writes.
-    """
-
-    keys: Sequence[bytes]
-    tokens: Tokens | None
-    signature: Any
-    covered: Mapping[int, tuple[int, int]]
-
-    @property
-    def width(self) -> int:
-        return 0 if self.tokens is None else self.tokens.width
-
-    @property
-    def rows(self) -> int:
-        return len(self.keys)
-
-
-@dataclass
-class _Call:
-    """A call of the model.
-
-    Attributes:
-        batch: what is known of its inputs; None in a trial.
-        known: of each module, if something is given back.
-        given_back: what is given back, by module and leaf; None if all modules run on all samples.
-        digests: of the arguments, when what is given back was computed, for each module.
-        missing: rows of which nothing was stored.
-        ran: the modules that have been called, with what they have returned.
-    """
-
-    batch: _Batch | None = None
-    known: Mapping[str, _Known] = field(default_factory=dict)
-    given_back: dict[tuple[str, int], torch.Tensor] | None = None
-    digests: dict[str, torch.Tensor] = field(default_factory=dict)
-    missing: list[int] = field(default_factory=list)
-    ran: dict[str, Ran] = field(default_factory=dict)
-    made: ArgumentDigests | None = None  # in this call
-    seconds: float = 0.0  # of the modules that ran
-    versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when they were returned
-    ends: bool = False  # when all modules have run
 
 
 class FrozenFront:
@@ -184,10 +84,10 @@ class FrozenFront:
         self._model, self._entries, self._device, self._storage_dtype = model, entries, device, storage_dtype
         self.trial = FrontTrial(found, self._tried)
         """What trials have shown of it."""
-        self._known: dict[Any, dict[str, _Known]] = {}
+        self._known: dict[Any, dict[str, Known]] = {}
         self._around: str | None = None  # what it is called on besides tensors, on which names, autocast, and adapters
         self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
-        self._call: _Call | None = None
+        self._call: Call | None = None
         self._stored = found.stored
         self._overrides: list[MethodOverride] = []
         self.open()
@@ -205,15 +105,12 @@ class FrozenFront:
         self._overrides = []
 
     # ------------------------------------------------------------------------------------ calls of the model
-    def run(
-        self, inputs: Batch, forward: Callable[[], Any], forward_of: Callable[[Batch], Any], reads: bool, writes: bool
-    ) -> Any:
+    def run(self, inputs: Batch, forward: Callable[[], Any], reads: bool, writes: bool) -> Any:
         """Run a call of the model, in which the front is computed or given back.
 
         Args:
             inputs: what the model is called on, by name.
             forward: runs its forward.
-            forward_of: runs it on other inputs.
             reads: whether stored outputs may be given back.
             writes: whether outputs that are not in the store are stored.
 
@@ -224,7 +121,7 @@ class FrozenFront:
         if batch is None:
             return forward()
         if self.trial.is_noisy:
-            self._call = _Call(batch)
+            self._call = Call(batch)
             try:
                 return forward()
             finally:
@@ -235,13 +132,15 @@ class FrozenFront:
         hits = 0 if found is None else batch.rows - len(found.missing)
         self.counts += CacheCounts(batch.rows, hits)
         self.num_missed += reads and found is None
-        if found is not None and self.is_verified and self._complete(found, batch, inputs, forward_of, writes):
+        if found is not None and self.is_verified:
             before = torch_states()
             self._call = found
             try:
                 output = forward()
                 self.num_read += 1
                 self.counts.layers_skipped += hits  # of one layer, which the front counts as
+                if found.missing and writes:
+                    self._write(found)
                 return output
             except OtherCallsError:
                 set_torch_states(before)
@@ -255,7 +154,7 @@ class FrozenFront:
                 set_torch_states(before)
             finally:
                 self._call = None
-        self._call = call = _Call(batch)
+        self._call = call = Call(batch)
         began = time.perf_counter()
         try:
             output = forward()
@@ -272,7 +171,7 @@ class FrozenFront:
             self._compare(call, found)
             self.is_verified = True
             if found.missing and writes and self.trouble is None:
-                self._write(_Call(batch, found.known, ran=call.ran))
+                self._write(Call(batch, found.known, ran=call.ran))
         return output
 
     def learn(self, inputs: Batch, ran: Mapping[str, Ran], seconds: float, of_call: float, writes: bool) -> None:
@@ -301,11 +200,11 @@ class FrozenFront:
                     return
                 self._known[batch.signature][name].others.update(of_module.others)
         if writes:
-            self._write(_Call(batch, known, ran=dict(ran)))
+            self._write(Call(batch, known, ran=dict(ran)))
 
     def _tried(self, forward: Callable[[], Any]) -> dict[str, Ran]:
         """What the modules have returned in a call that leaves the model as it was, and ends when all have run."""
-        self._call = call = _Call(ends=True)
+        self._call = call = Call(ends=True)
         try:
             with torch.no_grad(), left_as_found(self._model), global_state_kept(), generators_kept(self._model):
                 forward()
@@ -318,7 +217,7 @@ class FrozenFront:
         return call.ran
 
     # ------------------------------------------------------------------------------------ inside
-    def _compare(self, call: _Call, found: _Call) -> None:
+    def _compare(self, call: Call, found: Call) -> None:
         """Compare what modules return, which are called in a new way, with what is stored of the samples."""
         assert call.batch is not None and found.given_back is not None
         tokens = call.batch.tokens
@@ -342,7 +241,7 @@ class FrozenFront:
         for name, (_, others, *_) in call.ran.items():
             found.known[name].others.add(others)
 
-    def _described(self, inputs: Batch) -> _Batch | None:
+    def _described(self, inputs: Batch) -> KnownBatch | None:
         """What is known of what the model is called on; None if nothing is stored of it, or read."""
         values = {name: value for name, value in inputs.items() if not tensors_in(value) and name != ITEMS}
         device = self._device.type
@@ -370,20 +269,20 @@ class FrozenFront:
             for number, (name, leaf) in enumerate(leaves)
             if isinstance(leaf, torch.Tensor) and name not in NOT_OF_STATES
         }
-        return _Batch(keys, tokens, (repr(shapes), rows == 1), covered)
+        return KnownBatch(keys, tokens, (repr(shapes), rows == 1), covered)
 
-    def _known_by(self, batch: _Batch, ran: Mapping[str, Ran]) -> dict[str, _Known]:
+    def _known_by(self, batch: KnownBatch, ran: Mapping[str, Ran]) -> dict[str, Known]:
         wide = {} if batch.tokens is None else self.trial.wide
         known = {}
         for name, (_, others, leaves, structure) in ran.items():
             of_leaves = (
-                _Leaf.of(leaf, batch.rows, wide.get((name, k), ())) if isinstance(leaf, torch.Tensor) else leaf
+                ReturnedLeaf.of(leaf, batch.rows, wide.get((name, k), ())) if isinstance(leaf, torch.Tensor) else leaf
                 for k, leaf in enumerate(leaves)
             )
-            known[name] = _Known({others}, tuple(of_leaves), structure)
+            known[name] = Known({others}, tuple(of_leaves), structure)
         return known
 
-    def _layout(self, known: Mapping[str, _Known]) -> list[Leaf]:
+    def _layout(self, known: Mapping[str, Known]) -> list[Leaf]:
         rows = [known[name].leaves[position].row for name, position in self._stored]
         digests = Leaf(torch.uint8, (1, DIGEST_BYTES * len(self.found.needed)))
         return [*(Leaf(self._stored_as(row.dtype), row.shape) for row in rows), digests]
@@ -391,7 +290,7 @@ class FrozenFront:
     def _stored_as(self, dtype: torch.dtype) -> torch.dtype:
         return self._storage_dtype if self._storage_dtype is not None and dtype.is_floating_point else dtype
 
-    def _read(self, batch: _Batch) -> _Call | None:
+    def _read(self, batch: KnownBatch) -> Call | None:
         """What is stored of a batch, as the call in which it is given back; None if it is nothing."""
         known = self._known.get(batch.signature)
         if known is None:
@@ -407,46 +306,26 @@ class FrozenFront:
         }
         by_module = dict(zip(self.found.needed, digests.cpu().split(DIGEST_BYTES, dim=1), strict=True))
         self.counts.load_seconds += time.perf_counter() - began
-        return _Call(batch, known, given_back, by_module, missing)
+        return Call(batch, known, given_back, by_module, missing)
 
-    def _complete(
-        self, found: _Call, batch: _Batch, inputs: Batch, forward_of: Callable[[Batch], Any], writes: bool
-    ) -> bool:
-        """Compute, and store, what was not found of a batch. Returns whether it runs on these samples alone."""
-        if not found.missing:
-            return True
-        chosen = part_of(inputs, batch.rows, found.missing)
-        ran, part = self._tried(partial(forward_of, chosen)), self._described(chosen)
-        if part is None or ran.keys() != self.found.needed.keys() or part.rows != len(found.missing):
-            return False
-        known = self._known_by(part, ran)
-        if any(known[name].leaves[k] != found.known[name].leaves[k] for name, k in self._stored):
-            return False  # it depends on the other samples
-        assert found.given_back is not None
-        for (name, position), stored in found.given_back.items():
-            into, computed = stored.unflatten(0, (batch.rows, -1)), ran[name][2][position].detach()
-            into[found.missing] = computed.unflatten(0, (part.rows, -1)).to(into.dtype)
-        for name, digests in self._digests_of(part, ran).items():
-            found.digests[name][found.missing] = digests
-        if writes:
-            self._write(_Call(part, known, ran=ran))
-        return True
-
-    def _digests_of(self, batch: _Batch, ran: Mapping[str, Ran]) -> dict[str, torch.Tensor]:
+    def _digests_of(self, batch: KnownBatch, ran: Mapping[str, Ran]) -> dict[str, torch.Tensor]:
         """Of what the modules were called on, beside one another's outputs."""
         of_front = {id(leaf) for *_, leaves, _ in ran.values() for leaf in leaves}
         made = ArgumentDigests(batch.rows, batch.tokens, batch.covered)
         return {name: made.of(ran[name][0], of_front, self.trial.has_rows.get(name, ())) for name in self.found.needed}
 
-    def _write(self, call: _Call) -> None:
-        """Store what the modules have returned in a call."""
+    def _write(self, call: Call) -> None:
+        """Store what the modules have returned in a call; of one in which something was given back, the rest."""
         batch = call.batch
         assert batch is not None
         digests = self._digests_of(batch, call.ran)
         leaves = [call.ran[name][2][position].detach() for name, position in self._stored]
         tensors = [*(leaf.to(self._stored_as(leaf.dtype)) for leaf in leaves), torch.cat(list(digests.values()), 1)]
-        lengths = None if batch.tokens is None else batch.tokens.lengths
-        self.counts.stored += self._entries.write(batch.keys, tensors, self._layout(call.known), lengths)
+        keys, lengths = list(batch.keys), None if batch.tokens is None else list(batch.tokens.lengths)
+        if call.missing:
+            tensors = [rows_in(tensor, batch.rows, call.missing) for tensor in tensors]
+            keys, lengths = [keys[n] for n in call.missing], lengths and [lengths[n] for n in call.missing]
+        self.counts.stored += self._entries.write(keys, tensors, self._layout(call.known), lengths)
 
     def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self._call
@@ -455,7 +334,7 @@ class FrozenFront:
         if name in call.ran:
             raise OtherCallsError(f"{name} is called several times in a forward pass")
         if call.given_back is not None:
-            return self._given_back(name, args, kwargs, call)
+            return self._given_back(name, forward, args, kwargs, call)
         synchronise(self._device)
         began = time.perf_counter()
         output = forward(*args, **kwargs)
@@ -475,8 +354,10 @@ class FrozenFront:
             raise _AllRanError
         return output
 
-    def _given_back(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], call: _Call) -> Any:
-        """What a module would return: what is stored."""
+    def _given_back(
+        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+    ) -> Any:
+        """What a module would return: what is stored, and what it returns for the samples of which nothing is."""
         assert call.batch is not None and call.given_back is not None
         known, batch = call.known[name], call.batch
         given, others = arguments_of(args, kwargs)
@@ -485,13 +366,51 @@ class FrozenFront:
         of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
         call.made = call.made or ArgumentDigests(batch.rows, batch.tokens, batch.covered)
         digests = call.made.of(given, of_front, self.trial.has_rows.get(name, ()))
+        digests[call.missing] = call.digests[name][call.missing]
         if others not in known.others or not torch.equal(digests, call.digests[name]):
             raise _NewCallError
+        computed = self._of_missing(name, forward, args, kwargs, call) if call.missing else []
         leaves = []
         for position, leaf in enumerate(known.leaves):
-            if isinstance(leaf, _Leaf) and (name, position) not in call.given_back:
-                leaves.append(leaf.hidden(batch.rows, batch.width, f"the output of {name} {NOT_KEPT}"))
-            else:
-                leaves.append(call.given_back.get((name, position), leaf))
+            value = call.given_back.get((name, position), leaf)
+            if isinstance(value, ReturnedLeaf):
+                value = value.hidden(batch.rows, batch.width, f"the output of {name} {NOT_KEPT}")
+            elif computed and isinstance(leaf, ReturnedLeaf):
+                into = value.unflatten(0, (batch.rows, -1))
+                into[call.missing] = computed[position].unflatten(0, (len(call.missing), -1)).to(into.dtype)
+            if computed and isinstance(leaf, ReturnedLeaf):
+                call.computed[id(value)] = computed[position]
+            leaves.append(value)
         call.ran[name] = given, others, leaves, known.structure
         return tree_unflatten(leaves, known.structure)
+
+    def _of_missing(
+        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+    ) -> list[Any]:
+        """The leaves of what a module returns for the samples of which nothing is stored."""
+        assert call.batch is not None
+        given, has_rows = arguments_of(args, kwargs)[0], self.trial.has_rows.get(name, ())
+        if len(given) != len(has_rows):
+            raise _NewCallError
+        rows, of_rows = call.batch.rows, {id(tensor) for tensor, has in zip(given, has_rows, strict=True) if has}
+
+        def chosen(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in call.computed:
+                return call.computed[id(tensor)]
+            return rows_in(tensor, rows, call.missing) if id(tensor) in of_rows else tensor
+
+        args, kwargs = tree_map_only(torch.Tensor, chosen, (args, kwargs))
+        try:
+            with torch.no_grad():
+                leaves, structure = tree_flatten(forward(*args, **kwargs))
+        except Exception as error:  # it does not run on a part of the samples
+            raise _NewCallError from error
+        known = call.known[name]
+        if structure != known.structure:
+            raise _NewCallError
+        for leaf, found in zip(known.leaves, leaves, strict=True):
+            if isinstance(leaf, ReturnedLeaf) and leaf.is_of_rows:
+                first, *rest = leaf.row.sized(call.batch.width)
+                if not isinstance(found, torch.Tensor) or found.shape != (first * len(call.missing), *rest):
+                    raise _NewCallError  # it depends on the other samples
+        return leaves

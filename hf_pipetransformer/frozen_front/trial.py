@@ -99,7 +99,7 @@ class FrontTrial:
                 continue
             if whole.dim() != part.dim():
                 return False
-            expected = _rows_of(whole, rows)
+            expected = rows_in(whole, rows)
             dims = tuple(dim for dim in range(1, whole.dim()) if whole.shape[dim] != part.shape[dim])
             if tokens is not None:
                 wide[name, position] = dims
@@ -148,11 +148,11 @@ class FrontTrial:
 
 def part_of(inputs: Batch, rows: int, chosen: slice | list[int]) -> Batch:
     """Some of the rows of what has entries for them: several images of a sample follow one another."""
-    part: Batch = recursively_apply(lambda tensor: _rows_of(tensor, rows, chosen), inputs)
+    part: Batch = recursively_apply(lambda tensor: rows_in(tensor, rows, chosen), inputs)
     return part
 
 
-def _rows_of(tensor: torch.Tensor, rows: int, chosen: slice | list[int] = EVERY_OTHER) -> torch.Tensor:
+def rows_in(tensor: torch.Tensor, rows: int, chosen: slice | list[int] = EVERY_OTHER) -> torch.Tensor:
     if not tensor.dim() or len(tensor) % rows:
         return tensor
     return tensor.unflatten(0, (rows, -1))[chosen].flatten(0, 1)

@@ -273,7 +273,7 @@ class _Calls:
             assert self._front is not None
             if flags != self._flags:
                 return run()
-            return self._front.run(inputs, run, run_on, self._reads and self._is_decided, self.writes)
+            return self._front.run(inputs, run, self._reads and self._is_decided, self.writes)
         if flags != self._flags:
             self.drop(deletes=not self._job.shares_store)
             if self._flags is not None:
@@ -293,7 +293,7 @@ class _Calls:
             self._turn_off(changed, is_wrong=True)
             return run()
         try:
-            output = self._front.run(inputs, run, run_on, self._reads and self._is_decided, self.writes)
+            output = self._front.run(inputs, run, self._reads and self._is_decided, self.writes)
         except OtherCallsError as error:
             self._turn_off(str(error), is_wrong=True)
             return run()
