@@ -65,12 +65,12 @@ class FrontTrial:
         if tokens is not None and len(tokens.lengths) == rows:
             columns = max(1, tokens.width // 4)
             batch = with_less_columns(inputs, columns, removes=False)
-            half = part_of(with_less_columns(batch, columns, removes=True), rows, EVERY_OTHER)
+            half = _half(with_less_columns(batch, columns, removes=True), rows)
             ran, part = (self._tried(partial(forward, given)) for given in (batch, half))
             if self._hold(ran, part, rows, tokens.cut(columns), columns):
                 self.cuts_padding = self.awaits_loss = True
                 return True
-        part = self._tried(partial(forward, part_of(inputs, rows, EVERY_OTHER)))
+        part = self._tried(partial(forward, _half(inputs, rows)))
         return self._hold(calls, part, rows)
 
     def _cuttable(self, inputs: Batch) -> Tokens | None:
@@ -94,21 +94,21 @@ class FrontTrial:
             return False
         pairs = ((n, k, *pair) for n in ran for k, pair in enumerate(zip(ran[n][2], half[n][2], strict=False)))
         for name, position, whole, part in pairs:
-            is_stored = (name, position) in self._found.stored
             if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
                 continue
             if whole.dim() != part.dim():
                 return False
-            expected = rows_in(whole, rows)
             dims = tuple(dim for dim in range(1, whole.dim()) if whole.shape[dim] != part.shape[dim])
             if tokens is not None:
                 wide[name, position] = dims
                 if any((whole.shape[d], part.shape[d]) != (tokens.width, tokens.width - columns) for d in dims):
                     return False
-                if dims == (1,):
+            if (name, position) in self._found.stored:
+                expected = rows_in(whole, rows, EVERY_OTHER)
+                if tokens is not None and dims == (1,):
                     expected, part = (cleared(t, tokens.lengths[::2]) for t in (expected[:, :-columns], part))
-            if is_stored and relative_difference([part], [expected]) > rounding_of(expected):
-                return False  # also where they are wide elsewhere
+                if relative_difference([part], [expected]) > rounding_of(expected):
+                    return False  # also where they are wide in another dimension
         self.wide = wide
         self._note_rows(ran, half, rows)
         return True
@@ -146,13 +146,13 @@ class FrontTrial:
             )
 
 
-def part_of(inputs: Batch, rows: int, chosen: slice | list[int]) -> Batch:
-    """Some of the rows of what has entries for them: several images of a sample follow one another."""
-    part: Batch = recursively_apply(lambda tensor: rows_in(tensor, rows, chosen), inputs)
+def _half(inputs: Batch, rows: int) -> Batch:
+    part: Batch = recursively_apply(lambda tensor: rows_in(tensor, rows, EVERY_OTHER), inputs)
     return part
 
 
-def rows_in(tensor: torch.Tensor, rows: int, chosen: slice | list[int] = EVERY_OTHER) -> torch.Tensor:
+def rows_in(tensor: torch.Tensor, rows: int, chosen: slice | list[int]) -> torch.Tensor:
+    """Some of a tensor's rows, if it has entries for them: several images of a sample follow one another."""
     if not tensor.dim() or len(tensor) % rows:
         return tensor
     return tensor.unflatten(0, (rows, -1))[chosen].flatten(0, 1)
