@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,16 +86,6 @@ class CacheCounts:
         return CacheCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-@dataclass(frozen=True)
-class _Awaited:
-    """How a pass starts once the model is called on these inputs."""
-
-    inputs: KeyedInputs
-    start: int
-    carry: Carry | None  # None: the pass uses its own carry
-    observer: Observer | None
-
-
 class ActivationCache:
     """Reads and writes the store from one process, for one model.
 
@@ -138,7 +129,8 @@ class ActivationCache:
         self._ignored = frozenset(ignored)
         self._num_calls = 0  # of the model, in the current pass of `watching_calls`
         self._has_adapters = any(hasattr(module, "adapter_layer_names") for module in stack.model.modules())
-        self._awaited: _Awaited | None = None
+        # inputs of a call that is looked up, and what begins it where they were found
+        self._awaited: tuple[KeyedInputs, Callable[[], None]] | None = None
         self._hook: RemovableHandle | None = None
         self._writes = False
 
@@ -190,24 +182,11 @@ class ActivationCache:
     def time_reading(self) -> float | None:
         """Seconds per sample to read back the states that were stored last; None if this process stored none."""
         self.flush()
-        last = self._writing.last
-        if last is None:
+        if self._writing.last is None:
             return None
-        tokens = last.states.tensor.shape[1] if last.layout.has_mask else None
-        return self.look_for(last.keys, tokens)[1] or None
-
-    def look_for(self, keys: Sequence[RowKey], tokens: int | None) -> tuple[float, float]:
-        """Return the fraction of these samples that is in the newest generation, and the seconds to read one of them.
-
-        Args:
-            keys: one key per sample.
-            tokens: a padded length that is enough for each of them; None without an attention mask.
-        """
-        if not keys or self._is_refused(keys) or not self._reading.generations:
-            return 0.0, 0.0
-        found = self._reading.find(keys, None if MASK in self._ignored else tokens, self._stack.num_units)
+        found = self._reading.find(*self._writing.last, self._stack.num_units)
         here = found.states.get(self._reading.generations[0].num_frozen)
-        return (len(here[0]) / len(keys), found.seconds / len(here[0])) if here else (0.0, 0.0)
+        return found.seconds / len(here[0]) if here else None
 
     def read_ahead(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> None:
         """Begin to read the samples of the batch that will be looked up after the current one.
@@ -365,7 +344,8 @@ class ActivationCache:
 
     def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
         """Wait for the model to be called on these inputs."""
-        self._awaited = _Awaited(KeyedInputs(inputs), start, carry, observer)
+        begin = partial(self._stack.runner.begin_elsewhere, start, carry, observer)
+        self._awaited = KeyedInputs(inputs), begin
         self._before_calls(self.begin_call)
 
     def _before_calls(self, react: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
@@ -398,10 +378,11 @@ class ActivationCache:
         called = named_inputs(self._stack.model, args, kwargs)
         if self.is_called_otherwise(called):
             return
-        if not awaited.inputs.are(called, self._ignored, runner.called.added):
+        inputs, begin = awaited
+        if not inputs.are(called, self._ignored, runner.called.added):
             self.met_other_inputs = True
             return
-        runner.begin_elsewhere(awaited.start, awaited.carry, awaited.observer)
+        begin()
 
     # ------------------------------------------------------------------------------------ writing
     def observer(self, batch: Batch, keys: Sequence[RowKey], start: int, stop: int) -> Observer | None:

@@ -29,7 +29,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -301,9 +301,6 @@ class FileWriter:
         self.facts = self._reader.open(facts)
         self._outputs: tuple[int, int] | None = None  # segment and index
         self._ends = (0, 0)
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("A FileWriter cannot be sent to another process. Send the FileStore instead.")
 
     def put(self, keys: Sequence[bytes], rows: Sequence[Row]) -> int:
         """Store samples, so that the readers of all processes find them.

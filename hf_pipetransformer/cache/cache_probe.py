@@ -4,13 +4,11 @@ It may only if a sample's real tokens have the same hidden state whatever other 
 far it is padded, and if nothing above the cached layers reads the padding, which is not stored. There is no list of
 model families for this: one trial on a few real samples shows it, for all boundaries between layers at once.
 
-    1  a b c d             watched: what each state is computed of. Its parameters must be frozen, its inputs are what
-                           a sample's key is made of, and a single tensor of [samples, tokens, ...] is read above it
-    2  a b c d  training   no random numbers, nothing that counts calls or asks whether the model trains
-    3  a b c d  with noise no layer reads the padding, nor does the head or the loss
-       as padding
-    4  d b, a b, a         a sample's state is the same in other batches, with other padding, and alone
-    5  a b c d  its loss   is the same from the states above: it reads nothing below, and changes no input
+    1  a b c d     watched: what each state is computed of. Its parameters must be frozen, its inputs are what a
+                   sample's key is made of, and a single tensor of [samples, tokens, ...] is read above it
+    2  a b c d     as in a step, with noise as padding: nothing draws, counts calls or reads the padding
+    3  d b, a b, a a sample's state is the same in other batches, with other padding, and alone
+    4  a b c d     its loss is the same from the states above: it reads no padding and nothing below
 
 `varied_samples` selects samples of different lengths. If all have the same length, every second sample is shortened,
 since later samples of the dataset may be shorter.
@@ -21,9 +19,10 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,20 +36,17 @@ from ..model.nested import on_device, tensors_of
 from ..model.origins import UNKNOWN, Origins
 from ..model.placeholders import evaluation_mode, reachable_leaves
 from ..randomness import global_state_kept
-from .content_keys import MASK, NOT_IN_KEYS, TOKEN_INPUTS, by_sequences, content_keys, sequences_per_sample, spans_of
+from .comparing import SAME, relative_difference, rounding_of, with_noise
+from .content_keys import MASK, NOT_IN_KEYS, TOKEN_INPUTS, row_keys, sequences_per_sample
+from .probe_batches import Collator, Rows, num_tokens, shortened, with_other_padding
 
-SAME = 1e-6
-"""Relative to the largest value. If the same kernels run on the same shapes, the results must be identical."""
+REPEATED = "padding, random numbers, a call counter or training mode change the hidden state of frozen layers"
+ELSEWHERE = "a sample's hidden state depends on the padded length, or on the other samples in the batch"
+ABOVE = (
+    "the loss differs when the layers' outputs come from the cache (it reads padding or lower layers' outputs, or"
+    " changes the inputs before the model receives them)"
+)
 
-TOLERANCES: Mapping[torch.dtype, float] = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
-"""Relative to the largest value, in other batches: other shapes run other kernels, with another order of summation."""
-
-FLOAT32_TOLERANCE = 1e-5
-
-IGNORED_LABEL = -100
-"""The label that cross entropy ignores."""
-
-Collator = Callable[[list[Any]], Any]
 LossOf = Callable[[Batch], torch.Tensor]
 
 
@@ -62,14 +58,12 @@ class CacheVerdict:
         num_frozen: number of units.
         reason: why it may not be cached; None if it may.
         slot: the tensor to cache, if it may be cached.
-        reads_padding: whether it is refused because something reads the padding, or what layers make of it.
         padded_left: whether the sample had padding on the left. If not, such samples have not been checked.
     """
 
     num_frozen: int
     reason: str | None
     slot: CarrySlot | None = None
-    reads_padding: bool = False
     padded_left: bool = False
 
 
@@ -108,7 +102,7 @@ def probe_boundaries(
         freezable: which parameters are frozen for each number of units.
         samples: about four samples of the dataset, of different lengths if it has them.
         collate: the user's collator.
-        ignored: names of inputs that are not part of a sample's key (`content_keys`), whatever reads them.
+        ignored: names of inputs that are not part of a sample's key (`row_keys`), whatever reads them.
         loss_of: the loss of a batch as the Trainer computes it, if it is not the model's own.
         keeps_padding: whether samples are stored with their padding. Then it may be read, but a sample must have the
             same padding in each batch.
@@ -126,48 +120,9 @@ def probe_boundaries(
             except Exception as error:  # models and collators may raise anything; training continues without a cache
                 what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
                 probe.refuse_all(f"the model or the data collator fails on a part of the sample ({what})")
-    verdicts = tuple(
-        CacheVerdict(f, probe.reasons.get(f), probe.open.get(f), probe.reads_padding, probe.padded_left)
-        for f in range(1, stack.num_units + 1)
-    )
-    return Trial(verdicts, probe.unread)
-
-
-def varied_samples(samples: Sequence[Any], collate: Collator, count: int = 4) -> list[Any]:
-    """Select the shortest sample, the longest, and some in between, by their number of tokens."""
-    lengths = []
-    try:
-        for sample in samples:
-            spans = spans_of(collate([copy.copy(sample)])) or [slice(None)]
-            lengths.append(max(map(_num_tokens, spans)))
-    except Exception:  # the collator does not accept a single sample; the probe will report it
-        return list(samples[:count])
-    order = sorted(range(len(samples)), key=lengths.__getitem__)
-    count = min(count, len(samples))
-    return [samples[order[i * (len(samples) - 1) // max(count - 1, 1)]] for i in range(count)]
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """A batch of some of the samples, on the model's device."""
-
-    batch: Batch
-    indices: Sequence[int]  # for each row (each sequence) its index in a batch of all samples
-    spans: Sequence[slice]
-    sequences: int = 1  # of each sample, one after the other
-    keeps_padding: bool = False
-
-    @property
-    def mask(self) -> torch.Tensor | None:
-        """[rows, T], true at real tokens; None if there is no attention mask, or if padding counts as well."""
-        mask = None if self.keeps_padding else self.batch.get("attention_mask")
-        return None if mask is None else mask.reshape(-1, mask.shape[-1]).bool()
-
-    def fits(self, state: torch.Tensor) -> bool:
-        """Whether a tensor has the shape [B, T, ...]. Without a mask any T is accepted."""
-        if self.mask is None:
-            return state.dim() > 1 and state.shape[0] == len(self.indices)
-        return state.shape[:2] == self.mask.shape
+    numbers = range(1, stack.num_units + 1)
+    verdicts = (CacheVerdict(f, probe.reasons.get(f), probe.open.get(f), probe.padded_left) for f in numbers)
+    return Trial(tuple(verdicts), probe.unread)
 
 
 class _Refusal(Exception):
@@ -180,7 +135,6 @@ class _Probe:
     Attributes:
         open: boundaries that nothing has refused so far -> the only tensor that crosses them.
         reasons: boundary -> why it was refused.
-        reads_padding: as in `CacheVerdict`, of all boundaries.
         padded_left: whether some samples had padding on the left.
         unread: as in `Trial`.
     """
@@ -196,7 +150,6 @@ class _Probe:
     ) -> None:
         self.open: dict[int, CarrySlot] = {}
         self.reasons: dict[int, str] = {}
-        self.reads_padding = False
         self.padded_left = False
         self.unread: frozenset[str] = frozenset()
         self._stack, self._samples, self._collate = stack, samples, collate
@@ -225,22 +178,15 @@ class _Probe:
             sample = self._rows(everyone)
         self.padded_left = any(bool(span.start) for span in sample.spans)
         with left_as_found(self._stack.model):  # one context for both forwards, so that a counter of calls shows up
-            output, carry = self._record(sample)
-            self._repeat_in_training(sample)  # 2
-        self._check_padding(sample, output, carry, loss_of)  # 3
-        order = sorted(everyone, key=lambda i: _num_tokens(sample.spans[i * sample.sequences]))
-        for group in dict.fromkeys(((*order[-1:], *order[1:2]), tuple(order[:2]), tuple(order[:1]))):  # 4
-            if group:
-                self._compare_in(self._rows(group), sample)
-        if loss_of is not None and self.open:  # 5
-            with left_as_found(self._stack.model), self._stack.runner.to_the_end(0, None, may_repeat=True):
-                whole = loss_of(dict(sample.batch))
-            error = relative_difference([self._above(carry, sample.batch, loss_of)], [whole])
-            self._judge_all(
-                error,
-                "the loss differs when the layers' outputs come from the cache (it reads lower layers' outputs, or"
-                " changes the inputs before the model receives them)",
-            )
+            output, carry = self._forward(sample.batch, self._crossing(partial(self._record, sample)))
+            with_noise = self._repeat(sample)  # 2
+        order = sorted(everyone, key=lambda i: num_tokens(sample.spans[i * sample.sequences]))
+        for group in dict.fromkeys(((*order[-1:], *order[1:2]), tuple(order[:2]), tuple(order[:1]))):  # 3
+            if group and self.open:
+                with left_as_found(self._stack.model):
+                    self._compare_in(self._rows(group))
+        if self.open:
+            self._check_above(sample, output, (carry, with_noise), loss_of)  # 4
 
     # ------------------------------------------------------------------------------------ the parts of the trial
     def _watch(self, freezable: FreezableLayers) -> None:
@@ -260,7 +206,7 @@ class _Probe:
                 decided[boundary] = frozenset(origins.decided)
                 read[boundary] = frozenset(origins.union(tensors_of(output)) | origins.decided)
 
-            with origins:
+            with left_as_found(self._stack.model), origins:
                 _, carry = self._forward(rows, note)
             if not any(UNKNOWN in names for names in read.values()):
                 break
@@ -306,95 +252,68 @@ class _Probe:
             for position, leaf in enumerate(tensors)
         ]
 
-    def _record(self, sample: _Rows) -> tuple[Any, Carry]:
-        """Record the states that all others are compared with. Returns the same as `_forward`."""
+    def _record(self, sample: Rows, boundary: int, state: torch.Tensor) -> None:
+        """Record the states that all others are compared with."""
+        if sample.fits(state):  # cloned, because a layer may write into its input
+            self._states[boundary] = [state[row, span].clone() for row, span in enumerate(sample.spans)]
+        else:
+            tokens = "some" if sample.mask is None else sample.mask.shape[1]
+            expected = f"[{len(sample.indices)} samples, {tokens} tokens, ...]"
+            self.refuse(boundary, f"the hidden state has shape {list(state.shape)}, not {expected}")
 
-        def record(boundary: int, state: torch.Tensor) -> None:
-            if sample.fits(state):  # cloned, because a layer may write into its input
-                self._states[boundary] = [state[row, span].clone() for row, span in enumerate(sample.spans)]
-            else:
-                expected = f"[{len(sample.indices)} samples, {_width(sample) or 'some'} tokens, ...]"
-                self.refuse(boundary, f"the hidden state has shape {list(state.shape)}, not {expected}")
+    def _repeat(self, sample: Rows) -> Carry:
+        """Part 2: repeat the batch as in a step, the model in training mode, all layers frozen in eval mode.
 
-        return self._forward(sample.batch, self._crossing(record), restores=False)
+        The padding has other token ids, and noise and zeros after each unit. A single unit that reads it rules out all
+        boundaries: below it, states would be wrong in other batches; above it, the padding is missing, because it is
+        not stored.
+        """
+        runner, mask, num_frozen = self._stack.runner, sample.mask, self._stack.runner.num_frozen
+        generator = torch.Generator(self._device).manual_seed(0)  # so that all processes reach the same verdict
+        errors = [0.0]
 
-    def _repeat_in_training(self, sample: _Rows) -> None:
-        """Part 2: repeat the batch as in a training step: model in training mode, all layers frozen in eval mode."""
-        runner = self._stack.runner
-        num_frozen = runner.num_frozen
+        def disturb(boundary: int, state: torch.Tensor) -> None:
+            errors.append(self._error(boundary, state, sample))
+            if mask is not None and not mask.all() and sample.fits(state):
+                state.copy_(with_noise(state, mask, generator))  # in place, because the next unit reads this tensor
+
         runner.freeze(self._stack.num_units)
         self._stack.model.train()
         try:
-            reason = "random numbers, a call counter or training mode change the hidden state of frozen layers"
-            self._compare(sample, reason, SAME, restores=False)
+            _, carry = self._forward(with_other_padding(sample), self._crossing(disturb))
         finally:
             self._stack.model.eval()
             runner.freeze(num_frozen)
+        self._judge_all(max(errors), REPEATED)
+        return carry
 
-    def _check_padding(self, sample: _Rows, expected: Any, carry: Carry, loss_of: LossOf | None) -> None:
-        """Part 3: other token ids in the padding, and noise and zeros after each unit. Nothing may read it.
-
-        A single unit that reads it rules out all boundaries: below it, states would be wrong in other batches; above
-        it, the padding is missing, because it is not stored.
-        """
-        mask = sample.mask
-        if not self.open or mask is None or bool(mask.all()):
-            return
-        generator = torch.Generator(mask.device).manual_seed(0)  # so that all processes reach the same verdict
-        moved: dict[int, float] = {}
-
-        def disturb(boundary: int, state: torch.Tensor) -> None:
-            moved[boundary] = self._error(boundary, state, sample)
-            state.copy_(_with_noise(state, mask, generator))  # in place, because the next unit reads this tensor
-
-        _, with_noise = self._forward(_with_other_padding(sample), self._crossing(disturb))
-        first = next((boundary for boundary, error in moved.items() if not error <= SAME), None)
-        where = "" if first is None else f" in layer {self._stack.units[first - 1].name!r}"
-        self._judge_all(max(moved.values()), f"padding reaches real tokens{where}")
-        if self.open:
-            output = self._above(with_noise, sample.batch, self._call)
-            pairs = zip(
-                _results(output, mask, loss_of is None), _results(expected, mask, loss_of is None), strict=True
-            )
-            errors = [relative_difference([actual], [result]) for actual, result in pairs]
-            if loss_of is not None:
-                losses = [[self._above(values, sample.batch, loss_of)] for values in (with_noise, carry)]
-                errors.append(relative_difference(*losses))
-            self._judge_all(max(errors), "the loss depends on the hidden state of padding")
-        self.reads_padding = not self.open
-
-    def _compare_in(self, rows: _Rows, sample: _Rows) -> None:
-        """Part 4: some of the samples in a batch of their own."""
-        if len(rows.indices) == sample.sequences:
-            self._compare(rows, "a sample alone has a different hidden state than in a batch")
-        elif _width(rows) == _width(sample):
-            self._compare(rows, "a sample's hidden state depends on the other samples in the batch")
-        else:
-            self._compare(rows, "a sample's hidden state depends on the padded length")
-
-    def _compare(self, rows: _Rows, reason: str, tolerance: float | None = None, restores: bool = True) -> None:
-        """Compare the states of samples in another batch with the recorded ones.
-
-        Args:
-            rows: the other batch.
-            reason: the reason for refusing a boundary if they differ.
-            tolerance: largest accepted difference; None: what rounding explains.
-            restores: as in `_forward`.
-        """
+    def _compare_in(self, rows: Rows) -> None:
+        """Part 3: some of the samples in a batch of their own."""
 
         def judge(boundary: int, state: torch.Tensor) -> None:
             error = self._error(boundary, state, rows)
-            self._judge(boundary, error, rounding_of(state) if tolerance is None else tolerance, reason)
+            if error > rounding_of(state):
+                self.refuse(boundary, f"{ELSEWHERE} ({error:.0e})")
 
-        if self.open:
-            self._forward(rows.batch, self._crossing(judge), restores)
+        self._forward(rows.batch, self._crossing(judge))
+
+    def _check_above(self, sample: Rows, expected: Any, carries: Sequence[Carry], loss_of: LossOf | None) -> None:
+        """Part 4: what is computed of the last layer's output, also of one with noise as padding."""
+        outputs = expected, self._above(carries[-1], sample.batch, self._call)
+        pairs = zip(*(_results(output, sample.mask, loss_of is None) for output in outputs), strict=True)
+        errors = [relative_difference([actual], [result]) for result, actual in pairs]
+        if loss_of is not None:
+            with left_as_found(self._stack.model), self._stack.runner.to_the_end(0, None, may_repeat=True):
+                whole = loss_of(dict(sample.batch))
+            errors += [relative_difference([self._above(c, sample.batch, loss_of)], [whole]) for c in carries]
+        self._judge_all(max(errors, default=0.0), ABOVE)
 
     # ------------------------------------------------------------------------------------ running and judging
     def _unkeyed(self, indices: Sequence[int]) -> Batch:
         # copied, because some collators remove the labels from the samples
         return on_device(dict(self._collate([copy.copy(self._samples[i]) for i in indices])), self._device)
 
-    def _rows(self, indices: Sequence[int]) -> _Rows:
+    def _rows(self, indices: Sequence[int]) -> Rows:
         """Collate some of the samples. A collator may make several rows of each, in blocks (`micro_batch`).
 
         Raises:
@@ -403,30 +322,29 @@ class _Probe:
         batch = self._unkeyed(indices)
         if self._shortens:
             pad_id = getattr(getattr(self._stack.model, "config", None), "pad_token_id", None)
-            batch = _shortened(batch, [row for row, i in enumerate(indices) if i % 2], max(pad_id or 0, 0))
+            batch = shortened(batch, [row for row, i in enumerate(indices) if i % 2], max(pad_id or 0, 0))
         not_in_keys = {*self._ignored, *self.unread}
-        spans, keys = spans_of(batch, not_in_keys), content_keys(batch, not_in_keys, self._keeps_padding)
-        if spans is None:
-            raise _Refusal("the attention mask is not [samples, tokens] of 0 and 1 with padding only at the ends")
+        keys = row_keys(batch, not_in_keys, self._keeps_padding)
         if keys is None:
-            raise _Refusal("the batch contains inputs other than tensors and plain values")
+            raise _Refusal(
+                "the attention mask is not [samples, tokens] of 0 and 1 with padding only at the ends, or there are"
+                " inputs other than tensors and plain values"
+            )
         if len(keys) % len(indices):
             raise _Refusal(f"the data collator makes {len(keys)} rows of {len(indices)} samples")
-        if self._keeps_padding:
-            spans = [slice(None)] * len(spans)
         count = sequences_per_sample(batch)
         if count > 1:
             indices = [i * count + number for i in indices for number in range(count)]
         else:
             blocks = range(len(keys) // len(indices))
             indices = [block * len(self._samples) + i for block in blocks for i in indices]
-        if any(self._keys.setdefault(i, key) != key for i, key in zip(indices, keys, strict=True)):
+        if any(self._keys.setdefault(i, key.digest) != key.digest for i, key in zip(indices, keys, strict=True)):
             raise _Refusal(
                 "a sample has different inputs in another batch, so its cached state would not be found again"
                 " (possible reasons: random masking or augmentation, padding without an attention mask, images beside"
                 " text)"
             )
-        return _Rows(batch, tuple(indices), spans, count, self._keeps_padding)
+        return Rows(batch, tuple(indices), [key.span for key in keys], count, self._keeps_padding)
 
     def _crossing(self, visit: Callable[[int, torch.Tensor], None]) -> Callable[[Unit, Any], None]:
         """Call `visit` with each open boundary and the tensor that crosses it."""
@@ -440,19 +358,10 @@ class _Probe:
 
         return observer
 
-    def _forward(
-        self, batch: Batch, observer: Callable[[Unit, Any], None], restores: bool = True
-    ) -> tuple[Any, Carry]:
-        """Run the whole model.
+    def _forward(self, batch: Batch, observer: Callable[[Unit, Any], None]) -> tuple[Any, Carry]:
+        """Run the whole model. Returns its output, and the last output of each stack's units.
 
-        Args:
-            batch: the inputs.
-            observer: called with each unit and its output.
-            restores: whether to restore the model's state afterwards, so that the next forward is not affected:
-                BigBird permanently turns its sparse attention off when it meets a short batch.
-
-        Returns:
-            The model's output, and the last output of each stack's units.
+        Within `left_as_found`: BigBird permanently turns its sparse attention off when it meets a short batch.
         """
         carry: Carry = {}
 
@@ -460,8 +369,7 @@ class _Probe:
             carry[unit.stack] = tensors_of(output)
             observer(unit, output)
 
-        with left_as_found(self._stack.model) if restores else nullcontext():
-            output = self._stack.runner.trace(batch, observe)
+        output = self._stack.runner.trace(batch, observe)
         if self._stack.runner.units != self._stack.units:
             raise _Refusal("which layers run depends on the input")
         return output, carry
@@ -475,109 +383,27 @@ class _Probe:
         with left_as_found(self._stack.model), runner.to_the_end(self._stack.num_units, carry, may_repeat=True):
             return call(dict(batch))
 
-    def _error(self, boundary: int, state: torch.Tensor, rows: _Rows) -> float:
+    def _error(self, boundary: int, state: torch.Tensor, rows: Rows) -> float:
         """Difference of the real tokens' states from the recorded ones, relative to the largest value."""
         if not rows.fits(state):
             return math.inf
         expected = [self._states[boundary][i] for i in rows.indices]
         return relative_difference([state[row, span] for row, span in enumerate(rows.spans)], expected)
 
-    def _judge(self, boundary: int, error: float, tolerance: float, reason: str) -> None:
-        if error > tolerance:
-            self.refuse(boundary, f"{reason} ({error:.0e})")
-
     def _judge_all(self, error: float, reason: str) -> None:
-        for boundary in list(self.open):
-            self._judge(boundary, error, SAME, reason)
+        if error > SAME:
+            self.refuse_all(f"{reason} ({error:.0e})")
 
 
-# ------------------------------------------------------------------------------------ batches
-def _shortened(batch: Batch, rows: Sequence[int], pad_id: int) -> Batch:
-    """Turn the last third of some samples into padding, as if these samples were shorter.
-
-    A batch of such samples only becomes narrower, unless other inputs may refer to positions in it.
-    """
-    mask = batch["attention_mask"].clone()
-    tokens = mask.shape[-1]
-    mask[rows, ..., tokens - tokens // 3 :] = 0
-    padding = mask == 0
-    others: Batch = {"attention_mask": mask}
-    is_known = True
-    for name, value in batch.items():
-        if not isinstance(value, torch.Tensor) or value.shape[: mask.dim()] != mask.shape or name == "attention_mask":
-            continue
-        if name in TOKEN_INPUTS:
-            others[name] = value.masked_fill(_aligned(padding, value), pad_id if name == "input_ids" else 0)
-        elif name in NOT_IN_KEYS and value.shape == mask.shape and not value.is_floating_point():
-            others[name] = value.masked_fill(padding, IGNORED_LABEL)
-        else:
-            is_known = False
-    width = int(mask.reshape(-1, tokens).any(0).sum()) if is_known else tokens
-    return {**batch, **{name: value.narrow(mask.dim() - 1, 0, width) for name, value in others.items()}}
-
-
-def _with_other_padding(rows: _Rows) -> Batch:
-    """The batch with the sample's first token in place of all padding."""
-    assert rows.mask is not None
-    number = torch.arange(len(rows.indices), device=rows.mask.device)
-    first = torch.tensor([span.start for span in rows.spans], device=rows.mask.device)
-    others = {}
-    for name, value in by_sequences(rows.batch).items():
-        if name in TOKEN_INPUTS and name != "attention_mask" and value.shape[:2] == rows.mask.shape:
-            replaced = torch.where(_aligned(rows.mask, value), value, value[number, first].unsqueeze(1))
-            others[name] = replaced.view_as(rows.batch[name])
-    return {**rows.batch, **others}
-
-
-def _width(rows: _Rows) -> int | None:
-    return None if rows.mask is None else int(rows.mask.shape[1])
-
-
-def _num_tokens(span: slice) -> int:
-    return 0 if span.stop is None else span.stop - span.start
-
-
-# ------------------------------------------------------------------------------------ numbers
-def _with_noise(state: torch.Tensor, mask: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Put noise as large as the state in half of the padding, and zeros in the other half."""
-    real = _aligned(mask, state)
-    noise = torch.empty_like(state).normal_(generator=generator) * state[mask].abs().max()
-    half = torch.empty_like(real, dtype=state.dtype).bernoulli_(0.5, generator=generator)
-    return torch.where(real, state, noise * half)
-
-
-def _aligned(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """View [B, T] or [B, C, T] as [B, T, 1, ...], with as many dimensions as the tensor."""
-    return mask.view(*mask.shape, *[1] * (tensor.dim() - mask.dim()))
-
-
-def _results(output: Any, mask: torch.Tensor, with_loss: bool) -> list[torch.Tensor]:
+def _results(output: Any, mask: torch.Tensor | None, with_loss: bool) -> list[torch.Tensor]:
     """The outputs that a loss reads, at real tokens, and the model's own loss if requested or if there is no other."""
     tensors = output_tensors(output)
     loss = tensors.pop("loss", None)
-    of_tokens = [tensor[mask] if tensor.shape[:2] == mask.shape else tensor for tensor in loss_outputs(tensors)]
+    of_tokens = [
+        tensor[mask] if mask is not None and tensor.shape[:2] == mask.shape else tensor
+        for tensor in loss_outputs(tensors)
+    ]
     return [loss, *of_tokens] if loss is not None and (with_loss or not of_tokens) else of_tokens
-
-
-def relative_difference(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """Largest difference, relative to the largest expected value; infinite if shapes differ or a value is NaN."""
-    if any(a.shape != b.shape for a, b in zip(actual, expected, strict=True)):
-        return math.inf
-    differences = [(a.float() - b.float()).abs().max() for a, b in zip(actual, expected, strict=True)]
-    largest = torch.stack([b.float().abs().max() for b in expected]).max().clamp(min=1e-30)
-    error = float(torch.stack(differences).max() / largest)
-    return math.inf if math.isnan(error) else error
-
-
-def rounding_of(state: torch.Tensor) -> float:
-    """The difference that rounding explains if other kernels run, for the dtype of the state or of its computation."""
-    device = state.device.type
-    dtypes = [state.dtype]
-    if torch.is_autocast_enabled(device):
-        dtypes.append(torch.get_autocast_dtype(device))
-    if device == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        dtypes.append(torch.float16)  # which has as many mantissa bits
-    return max(TOLERANCES.get(dtype, FLOAT32_TOLERANCE) for dtype in dtypes)
 
 
 # ------------------------------------------------------------------------------------ restoring the model

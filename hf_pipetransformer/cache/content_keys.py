@@ -42,6 +42,8 @@ _WHOLE_ROW, _NO_KEY = -1, -2  # special values in place of a span
 _PLAIN = (bool, int, float, str, type(None))
 
 MASK = "attention_mask"
+IGNORED_LABEL = -100
+"""The label that cross entropy ignores."""
 
 NOT_IN_KEYS: frozenset[str] = frozenset(
     {"labels", "label", "label_ids", "decoder_input_ids", "decoder_attention_mask"}
@@ -65,7 +67,7 @@ class RowKey(NamedTuple):
     """The key under which a sample's state is stored."""
 
     digest: bytes
-    """16 bytes (`content_keys`)."""
+    """16 bytes (`row_keys`)."""
     span: slice
     """Positions of the sample's own tokens (`spans_of`)."""
 
@@ -137,9 +139,9 @@ def padded_length(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> in
     return None if mask is None else int(mask.shape[-1])
 
 
-def content_keys(
+def row_keys(
     batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEYS, keeps_padding: bool = False
-) -> list[bytes] | None:
+) -> list[RowKey] | None:
     """16 bytes for each sample: a hash of names, dtypes, shapes and values of the inputs that the sample depends on.
 
     1. `TOKEN_INPUTS` count without padding, if what is removed repeats one value; otherwise they count unchanged.
@@ -157,48 +159,55 @@ def content_keys(
         One key per sample (per sequence, `by_sequences`), or None for a batch without keys: `spans_of` it is None, or
         an input is neither a tensor nor None, a bool, a number or a string.
     """
-    keys = row_keys(batch, ignored, keeps_padding)
-    return None if keys is None else [key.digest for key in keys]
-
-
-def row_keys(batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: bool = False) -> list[RowKey] | None:
-    """The keys of `content_keys` with the positions of each sample's tokens; None under the same conditions."""
     spans = spans_of(batch, ignored)
     if spans is None:
         return None
+    rows = len(spans)
     if keeps_padding:
-        spans = [slice(None)] * len(spans)
+        spans = [slice(None)] * rows
     batch = by_sequences(batch)
     inputs = {name: batch[name] for name in sorted(batch) if name not in ignored and name != KEYS_NAME}
+    if not all(isinstance(value, (torch.Tensor, *_PLAIN)) for value in inputs.values()):
+        return None
     tensors = {name: value.to_dense() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     plain = {name: value for name, value in inputs.items() if name not in tensors}
-    if not all(isinstance(value, _PLAIN) for value in plain.values()):
-        return None
-
-    rows = len(spans)
-    length = next(
-        (tensor.shape[1] for name, tensor in tensors.items() if name in TOKEN_INPUTS and tensor.dim() > 1), 0
-    )
+    length = next((t.shape[1] for name, t in tensors.items() if name in TOKEN_INPUTS and t.dim() > 1), 0)
     large = [name for name, tensor in tensors.items() if tensor.dim() > 1 and name != MASK]
 
     def belongs_to_rows(name: str, tensor: torch.Tensor) -> bool:
-        if tensor.shape[:1] != (rows,):
-            return False
         is_of_tokens = tensor.shape == (rows, length) and not tensor.is_floating_point()
-        return tensor.dim() == 1 or is_of_tokens or large == [name]
+        return tensor.shape[:1] == (rows,) and (tensor.dim() == 1 or is_of_tokens or large == [name])
 
     by_token = {n: t for n, t in tensors.items() if n in TOKEN_INPUTS and t.shape[:2] == (rows, length)}
     by_row = {n: t for n, t in tensors.items() if n not in by_token and belongs_to_rows(n, t)}
     whole = {n: t for n, t in tensors.items() if n not in by_token and n not in by_row}
+    return keys_of_parts(spans, by_token, by_row, whole, plain)
+
+
+def keys_of_parts(
+    spans: Sequence[slice],
+    by_token: Mapping[str, torch.Tensor],
+    by_row: Mapping[str, torch.Tensor],
+    whole: Mapping[str, torch.Tensor],
+    plain: Any,
+) -> list[RowKey]:
+    """A key for each row, of the values that belong to it.
+
+    Args:
+        spans: positions of each row's own tokens.
+        by_token: tensors `[rows, tokens, ...]`. Their padding counts if it is not the same everywhere.
+        by_row: tensors `[rows, ...]`.
+        whole: tensors that count for each row.
+        plain: what else does.
+    """
+    rows, length = len(spans), next((tensor.shape[1] for tensor in by_token.values()), 0)
     described = [
         [(name, tensor.dtype, tensor.shape[dim:]) for name, tensor in group.items()]
         for group, dim in ((by_token, 2), (by_row, 1), (whole, 0))
     ]
     shared = xxhash.xxh3_128(repr((plain, described)).encode())
     for tensor in whole.values():
-        shared.update(_bytes_of(tensor))
-    prefix = shared.digest()
-
+        shared.update(bytes_of(tensor))
     of_tokens = [_Parts(tensor, rows * length) for tensor in by_token.values()]
     of_rows = [_Parts(tensor, rows) for tensor in by_row.values()]
     keys = []
@@ -209,7 +218,7 @@ def row_keys(batch: Mapping[str, Any], ignored: Collection[str], keeps_padding: 
             start, stop = 0, length
         # the other tensors may refer to a token by its position in the padded sample
         offset = start if by_row or whole else 0
-        key = xxhash.xxh3_128(prefix)
+        key = shared.copy()
         key.update(b"%d,%d;" % (stop - start, offset))
         for parts in of_tokens:
             key.update(parts.between(first + start, first + stop))
@@ -227,7 +236,7 @@ class KeyingCollator:
     Args:
         inner: the user's collator.
         ignored: names of inputs that are not part of a key.
-        keeps_padding: as for `content_keys`.
+        keeps_padding: as for `row_keys`.
     """
 
     def __init__(
@@ -448,7 +457,7 @@ class _Parts:
     """The bytes of a tensor as `count` equal parts: its samples, or its tokens."""
 
     def __init__(self, tensor: torch.Tensor, count: int) -> None:
-        self._data = _bytes_of(tensor)
+        self._data = bytes_of(tensor)
         self._size = len(self._data) // max(count, 1)
 
     def between(self, start: int, stop: int) -> memoryview:
@@ -460,5 +469,6 @@ class _Parts:
         return outside == outside[: self._size] * (start - first + last - stop)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor's values, on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

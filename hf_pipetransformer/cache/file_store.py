@@ -62,16 +62,9 @@ class FileStore:
         max_bytes: upper bound on the size of all generations together, whichever process wrote them. Writers that
             append at the same time may each exceed it by one batch. None: no bound but the disk's size.
         user: name of the training for its marks; it becomes part of a file name.
-
-    Raises:
-        ValueError: `max_bytes` is negative.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, max_bytes: int | None = None, user: str = "anybody") -> None:
-        if max_bytes is not None and max_bytes < 0:
-            raise ValueError(
-                f"max_bytes is {max_bytes}. Set it to the maximum size of the store in bytes, or to None for no limit."
-            )
         self.folder = Path(folder)
         self._own = OwnFolder(self.folder)
         self.max_bytes = max_bytes
@@ -146,11 +139,7 @@ class FileStore:
 
     # ------------------------------------------------------------------------------------ generations
     def reader(self, num_frozen: int, fingerprint: str) -> FileReader:
-        """Return a reader of a generation, whether or not the generation exists yet.
-
-        Raises:
-            ValueError: the number or the fingerprint is invalid.
-        """
+        """Return a reader of a generation, whether or not the generation exists yet."""
         return FileReader(self._path(num_frozen, fingerprint))
 
     def writer(self, num_frozen: int, fingerprint: str, facts: Mapping[str, Any] | None = None) -> FileWriter:
@@ -163,7 +152,6 @@ class FileStore:
 
         Raises:
             OSError: the folder cannot be written to.
-            ValueError: the number or the fingerprint is invalid.
         """
         path = self._path(num_frozen, fingerprint)
         self._own.create()
@@ -215,7 +203,6 @@ class FileStore:
 
         Raises:
             OSError: the folder cannot be written to.
-            ValueError: the number of layers or the fingerprint is invalid.
         """
         path = self._path(num_frozen, fingerprint)
         with suppress(FileNotFoundError):
@@ -224,13 +211,7 @@ class FileStore:
 
     # ------------------------------------------------------------------------------------ inside
     def _path(self, num_frozen: int, fingerprint: str) -> Path:
-        name = f"{num_frozen:03d}-{fingerprint}"
-        if _GENERATION.fullmatch(name) is None:
-            raise ValueError(
-                f"num_frozen is {num_frozen} and fingerprint is {fingerprint!r}, but num_frozen must not be negative,"
-                " and fingerprint may contain only letters, digits, '-' and '_'."
-            )
-        return self.folder / name
+        return self.folder / f"{num_frozen:03d}-{fingerprint}"
 
     def _existing_folder(self) -> Path:
         folder = self.folder

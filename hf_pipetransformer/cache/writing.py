@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -38,25 +37,6 @@ disk that is fast enough has bad moments as well, and what is stored should not 
 SHARE_TO_WAIT = 0.1
 
 
-@dataclass(frozen=True)
-class Entries:
-    """A batch that is written.
-
-    Attributes:
-        generation: number of units, and fingerprint.
-        keys: one key per sample.
-        states: on the host.
-        layout: their format.
-        done: called with the numbers of samples that were stored, and that were in the store already.
-    """
-
-    generation: tuple[int, str]
-    keys: Sequence[RowKey]
-    states: Copied
-    layout: EntryFormat
-    done: Callable[[int, int], None]
-
-
 class StoreWriting:
     """Writes batches to the generation that is being filled.
 
@@ -70,8 +50,8 @@ class StoreWriting:
     def __init__(self, store: FileStore, copies: SideStream, unused_since: float) -> None:
         self.failure: OSError | None = None
         """The error that stopped writing, if any. Nothing is written until it is None again."""
-        self.last: Entries | None = None
-        """The last batch that was written to the open generation."""
+        self.last: tuple[Sequence[RowKey], int | None] | None = None
+        """Keys and padded length (None: no mask) of the last batch that was written to the open generation."""
         self._store, self._copies, self._unused_since = store, copies, unused_since
         self._thread = BackgroundThread("activation-cache-writer")
         self._room = threading.Semaphore(PENDING_BATCHES)
@@ -95,13 +75,13 @@ class StoreWriting:
             state: the samples' states on the device.
             stored_dtype: data type of what is stored.
             has_mask: as for `EntryFormat`.
-            done: as for `Entries`.
+            done: called with the numbers of samples that were stored, and that were in the store already.
         """
         if not self._wait_for_room():
             return False
         copied = self._copies.to_host(state, stored_dtype)
         layout = EntryFormat.of(copied.tensor, state.dtype, has_mask)
-        self._thread.run(partial(self._work, Entries(generation, keys, copied, layout, done)))
+        self._thread.run(partial(self._work, partial(self._write, generation, keys, copied, layout, done)))
         return True
 
     def flush(self) -> None:
@@ -130,10 +110,10 @@ class StoreWriting:
         self._waited += time.monotonic() - began
         return has_room
 
-    def _work(self, entries: Entries) -> None:
+    def _work(self, write: Callable[[], None]) -> None:
         try:
             if self.failure is None:
-                self._write_somehow(entries)
+                self._write_somehow(write)
         except OSError as error:
             self.failure = error
         except Exception as error:  # a bug in the cache must not stop the training
@@ -142,27 +122,34 @@ class StoreWriting:
         finally:
             self._room.release()
 
-    def _write_somehow(self, entries: Entries) -> None:
+    def _write_somehow(self, write: Callable[[], None]) -> None:
         """Write; reopen the generation if another process has deleted it, and make room if the store is full."""
         for is_last in (*[False] * MOST_RETRIES, True):
             try:
-                return self._write(entries)
+                return write()
             except OSError as error:
                 if error.errno == errno.ESTALE and not is_last:
                     self.close_generation()
                 elif error.errno not in FULL or is_last or not self._store.evict(self._unused_since):
                     raise
 
-    def _write(self, entries: Entries) -> None:
-        states = entries.states.on_host()
-        if self._open is None or self._open[0] != entries.generation:
+    def _write(
+        self,
+        generation: tuple[int, str],
+        keys: Sequence[RowKey],
+        copied: Copied,
+        layout: EntryFormat,
+        done: Callable[[int, int], None],
+    ) -> None:
+        states = copied.on_host()
+        if self._open is None or self._open[0] != generation:
             self.close_generation()
             # the first process to write determines the generation's facts
-            self._open = entries.generation, self._store.writer(*entries.generation, entries.layout.facts())
+            self._open = generation, self._store.writer(*generation, layout.facts())
         writer = self._open[1]
-        if EntryFormat.from_facts(writer.facts) != entries.layout:
+        if EntryFormat.from_facts(writer.facts) != layout:
             return  # this batch has another format (for example no mask), and a generation has only one
         present = writer.num_present
-        rows = [bytes_of(state[key.span]) for state, key in zip(states, entries.keys, strict=True)]
-        entries.done(writer.put([key.digest for key in entries.keys], rows), writer.num_present - present)
-        self.last = entries
+        rows = [bytes_of(state[key.span]) for state, key in zip(states, keys, strict=True)]
+        done(writer.put([key.digest for key in keys], rows), writer.num_present - present)
+        self.last = keys, states.shape[1] if layout.has_mask else None

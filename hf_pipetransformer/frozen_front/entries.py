@@ -13,8 +13,6 @@ from ..cache.entry_format import bytes_of
 from ..cache.file_store import FileStore, StoreFull
 from .rows import Tokens
 
-ALIGNMENT = 16
-"""Of each tensor of an entry, in bytes."""
 TOKENS = -1
 """In a shape: as many as the batch has columns; in an entry, as many as the sample has tokens."""
 
@@ -40,39 +38,8 @@ class Leaf:
         return math.prod(self.sized(width)) * self.dtype.itemsize
 
 
-class _Layout:
-    """Where the leaves are in the entries of some samples: those of one size first.
-
-    Args:
-        leaves: of each entry.
-        rows: number of entries.
-        lengths: number of each sample's own tokens; None if no leaf has columns.
-    """
-
-    def __init__(self, leaves: Sequence[Leaf], rows: int, lengths: Sequence[int] | None) -> None:
-        self.lengths = [0] * rows if lengths is None else lengths
-        self.fixed: dict[int, slice] = {}
-        sizes = [0] * rows
-        for index, leaf in enumerate(leaves):
-            if not leaf.has_columns:
-                size = leaf.row_bytes(0)
-                self.fixed[index] = slice(sizes[0], sizes[0] + size)
-                sizes = [sizes[0] + _aligned(size)] * rows
-        self.by_length: dict[int, list[slice]] = {}
-        for index, leaf in enumerate(leaves):
-            if leaf.has_columns:
-                lengths_of = [leaf.row_bytes(length) for length in self.lengths]
-                self.by_length[index] = [slice(at, at + size) for at, size in zip(sizes, lengths_of, strict=True)]
-                sizes = [at + _aligned(size) for at, size in zip(sizes, lengths_of, strict=True)]
-        self.sizes = sizes
-
-    def rows_of(self, buffer: torch.Tensor) -> list[memoryview]:
-        """The memory of each entry in a buffer `[rows, max(sizes)]`."""
-        return [bytes_of(row[:size]) for row, size in zip(buffer, self.sizes, strict=True)]
-
-
 class FrontEntries:
-    """Reads and writes the entries of one generation of the store, in one process.
+    """Reads and writes the entries of one generation of the store, in one process: a sample's leaves in a row.
 
     Args:
         store: the store of this node.
@@ -107,25 +74,25 @@ class FrontEntries:
             The rows that are not in the store, and the tensors, in which these are undefined, and padding repeats the
             last token. No tensors if there is nothing.
         """
-        layout = _Layout(leaves, len(keys), None if tokens is None else tokens.lengths)
-        buffer = torch.empty((len(keys), max(layout.sizes)), dtype=torch.uint8)
-        found = self._reader.read_into(keys, layout.rows_of(buffer))
+        lengths, width = ([0] * len(keys), 0) if tokens is None else (tokens.lengths, tokens.width)
+        sizes = [[leaf.row_bytes(length) for leaf in leaves] for length in lengths]
+        buffers = [torch.empty(sum(of_row), dtype=torch.uint8) for of_row in sizes]
+        found = self._reader.read_into(keys, [bytes_of(buffer) for buffer in buffers])
         missing = [row for row, is_found in enumerate(found) if not is_found]
         if len(missing) == len(keys):
             return missing, []
         tensors = []
-        for index, leaf in enumerate(leaves):
-            shape = leaf.sized(0 if tokens is None else tokens.width)
-            if index in layout.fixed:
-                whole = buffer[:, layout.fixed[index]].contiguous().view(leaf.dtype).view(len(keys), *shape)
-            else:
-                whole = torch.zeros((len(keys), *shape), dtype=leaf.dtype)
-                for row, part in enumerate(layout.by_length[index]):
-                    if found[row]:
-                        length = layout.lengths[row]
-                        own = whole[row].narrow(1, 0, length)
-                        own.copy_(buffer[row, part].view(leaf.dtype).view(own.shape))
-                        whole[row][:, length:] = own[:, -1:]  # values as they occur: a norm of zeros has no gradient
+        columns = zip(*(buffer.split(of_row) for buffer, of_row in zip(buffers, sizes, strict=True)), strict=True)
+        for leaf, parts in zip(leaves, columns, strict=True):
+            if not leaf.has_columns:
+                tensors.append(torch.stack(parts).view(leaf.dtype).view(-1, *leaf.shape[1:]).to(device))
+                continue
+            whole = torch.zeros((len(keys), *leaf.sized(width)), dtype=leaf.dtype)
+            for into, part, length, is_found in zip(whole, parts, lengths, found, strict=True):
+                if is_found:
+                    own = into.narrow(1, 0, length)
+                    own.copy_(part.clone().view(leaf.dtype).view(own.shape))
+                    into[:, length:] = own[:, -1:]  # values as they occur: a norm of zeros has no gradient
             tensors.append(whole.flatten(0, 1).to(device))
         return missing, tensors
 
@@ -146,20 +113,15 @@ class FrontEntries:
         """
         if self.failure is not None or self.is_full:
             return 0
-        layout = _Layout(leaves, len(keys), lengths)
-        buffer = torch.zeros((len(keys), max(layout.sizes)), dtype=torch.uint8)
-        for index, tensor in enumerate(tensors):
-            values = tensor.detach().cpu().unflatten(0, (len(keys), -1))
-            if index in layout.fixed:
-                buffer[:, layout.fixed[index]] = values.contiguous().view(len(keys), -1).view(torch.uint8)
-                continue
-            for row, part in enumerate(layout.by_length[index]):
-                own = values[row].narrow(1, 0, layout.lengths[row])
-                buffer[row, part] = own.contiguous().view(-1).view(torch.uint8)
+        entries: list[list[torch.Tensor]] = [[] for _ in keys]
+        for tensor, leaf in zip(tensors, leaves, strict=True):
+            for row, values in enumerate(tensor.detach().cpu().unflatten(0, (len(keys), -1))):
+                own = values[:, : lengths[row]] if leaf.has_columns and lengths is not None else values
+                entries[row].append(own.contiguous().view(-1).view(torch.uint8))
         try:
             if self._writer is None:
                 self._writer = self._store.writer(*self._name)
-            return self._writer.put(keys, layout.rows_of(buffer))
+            return self._writer.put(keys, [bytes_of(torch.cat(parts)) for parts in entries])
         except StoreFull:
             self.is_full = True
         except OSError as error:
@@ -174,7 +136,3 @@ class FrontEntries:
             self._writer = None
         if deletes:
             self._store.delete(*self._name)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

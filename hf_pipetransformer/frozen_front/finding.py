@@ -50,26 +50,13 @@ Ran = tuple[list[torch.Tensor], str, list[Any], TreeSpec]
 
 
 @dataclass(frozen=True)
-class FrontModule:
-    """A module of the front.
-
-    Attributes:
-        name: of the module.
-        reads: names of the batch's inputs that it is computed from, directly or by way of other modules.
-        needed: positions of the leaves of its output that must be stored.
-    """
-
-    name: str
-    reads: frozenset[str]
-    needed: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class FoundFront:
     """What one forward pass has shown.
 
     Attributes:
-        modules: in the order of their calls.
+        needed: names of the modules, in the order of their calls, with the positions of the leaves of their outputs
+            that must be stored.
+        reads: names of the batch's inputs that they are computed from, which have as many entries each.
         seconds: of the modules' calls.
         share: the same as a share of the whole pass.
         row_bytes: what must be stored for each row, in bytes.
@@ -78,13 +65,19 @@ class FoundFront:
         calls: of each module; to be forgotten after use.
     """
 
-    modules: tuple[FrontModule, ...]
+    needed: dict[str, tuple[int, ...]]
+    reads: frozenset[str]
     seconds: float
     share: float
     row_bytes: int
     why_not: Mapping[str, str]
     closed: frozenset[str]
     calls: dict[str, Ran]
+
+    @property
+    def stored(self) -> list[tuple[str, int]]:
+        """The leaves of an entry, by module and position."""
+        return [(name, position) for name, leaves in self.needed.items() for position in leaves]
 
 
 @dataclass
@@ -257,9 +250,14 @@ def _chosen(calls: Sequence[_Called], origins: Origins, inputs: Mapping[str, Any
             front[call.name] = call
         elif call.seconds > NOTICEABLE * seconds:
             why_not[call.name] = why
+    seconds_by_rows: Counter[int] = Counter()  # of images, say, and of samples
+    for call in front.values():
+        seconds_by_rows[rows_of(call.origins, inputs) or 0] += int(1e9 * call.seconds)
+    rows = max(seconds_by_rows, key=seconds_by_rows.__getitem__, default=1)
+    front = {name: call for name, call in front.items() if rows_of(call.origins, inputs) == rows}
     while True:
         needed = _needed(front, calls, origins)
-        odd = next((n for n, leaves in needed.items() if not _has_rows(front[n], leaves, inputs)), None)
+        odd = next((n for n in front if not all(_is_of_rows(front[n].outputs[k], rows) for k in needed[n])), None)
         if odd is not None:
             call = front.pop(odd)
             if call.seconds > NOTICEABLE * seconds:
@@ -267,17 +265,18 @@ def _chosen(calls: Sequence[_Called], origins: Origins, inputs: Mapping[str, Any
                 why_not[odd] = "what it returns has no entry for each sample, or is not contiguous"
             continue
         useless = [name for name, call in front.items() if not needed[name] and not _feeds(call, front)]
-        cheap = _cheap(front, needed, calls, origins, inputs)
-        if not useless and cheap is None:
+        dropped = useless or _cheap(front, needed, calls, origins)
+        if not dropped:
             break
-        for name in useless or filter(None, [cheap]):
+        for name in dropped:
             del front[name]
     spent = sum(call.seconds for call in front.values())
     return FoundFront(
-        tuple(FrontModule(name, call.origins, needed[name]) for name, call in front.items()),
+        needed,
+        frozenset().union(*(call.origins for call in front.values())),
         spent,
         spent / max(seconds, 1e-9),
-        sum(_row_bytes(call, needed[name], inputs) for name, call in front.items()),
+        _nbytes(front, needed) // rows,
         why_not,
         frozenset(closed),
         {name: (call.inputs, call.others, call.outputs, call.structure) for name, call in front.items()},
@@ -307,20 +306,19 @@ def _cheap(
     needed: Mapping[str, tuple[int, ...]],
     calls: Sequence[_Called],
     origins: Origins,
-    inputs: Mapping[str, Any],
-) -> str | None:
+) -> list[str]:
     """The last module that takes less time than what is stored for it is worth, if there is one."""
-
-    def all_bytes(of: Mapping[str, _Called], leaves: Mapping[str, tuple[int, ...]]) -> int:
-        return sum(_row_bytes(call, leaves[name], inputs) for name, call in of.items())
-
-    seconds, size = sum(call.seconds for call in front.values()), all_bytes(front, needed)
+    seconds, size = sum(call.seconds for call in front.values()), _nbytes(front, needed)
     for name in reversed(list(front)):
         rest = {other: call for other, call in front.items() if other != name}
-        less = size - all_bytes(rest, _needed(rest, calls, origins))
+        less = size - _nbytes(rest, _needed(rest, calls, origins))
         if less > 0 and front[name].seconds / seconds < CHEAP * less / size:
-            return name
-    return None
+            return [name]
+    return []
+
+
+def _nbytes(front: Mapping[str, _Called], needed: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(front[name].outputs[leaf].nbytes for name, leaves in needed.items() for leaf in leaves)
 
 
 def rows_of(names: Collection[str], inputs: Mapping[str, Any]) -> int | None:
@@ -329,17 +327,7 @@ def rows_of(names: Collection[str], inputs: Mapping[str, Any]) -> int | None:
     return rows.pop() if len(rows) == 1 else None
 
 
-def _has_rows(call: _Called, leaves: Sequence[int], inputs: Mapping[str, Any]) -> bool:
-    rows = rows_of(call.origins, inputs)
-    return rows is not None and all(
-        _is_stored_as_it_is(call.outputs[leaf]) and len(call.outputs[leaf]) % rows == 0 for leaf in leaves
-    )
-
-
-def _is_stored_as_it_is(tensor: torch.Tensor) -> bool:
-    return tensor.dim() > 0 and tensor.numel() > 0 and tensor.layout is torch.strided and tensor.is_contiguous()
-
-
-def _row_bytes(call: _Called, leaves: Sequence[int], inputs: Mapping[str, Any]) -> int:
-    rows = rows_of(call.origins, inputs) or 1
-    return sum(call.outputs[leaf].nbytes // rows for leaf in leaves)
+def _is_of_rows(tensor: torch.Tensor, rows: int) -> bool:
+    """Whether a tensor can be stored as it is, in parts for each row."""
+    is_plain = tensor.layout is torch.strided and tensor.is_contiguous()
+    return is_plain and tensor.dim() > 0 and tensor.numel() > 0 and len(tensor) % rows == 0

@@ -11,52 +11,30 @@ each call: the front's weights, buffers, flags and modes, the shapes that its mo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from accelerate.utils import recursively_apply
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..cache.activation_cache import CacheCounts
-from ..cache.cache_probe import SAME, TOLERANCES, relative_difference, rounding_of
-from ..cache.content_keys import NOT_OF_STATES, TOKEN_INPUTS, version_of
-from ..model.elsewhere import hidden_like
+from ..cache.comparing import TOLERANCES, relative_difference, rounding_of
+from ..cache.content_keys import NOT_OF_STATES, version_of
 from ..model.left_as_found import left_as_found
 from ..model.method_override import MethodOverride
-from ..model.micro_batch import Batch, batch_rows
-from ..model.nested import in_new_containers
+from ..model.micro_batch import Batch
 from ..pipeline.devices import synchronise
 from ..randomness import generators_kept, global_state_kept, set_torch_states, torch_states
-from .entries import TOKENS, FrontEntries, Leaf
+from .calls import Call, Known, KnownBatch, ReturnedLeaf
+from .entries import FrontEntries, Leaf
 from .finding import FoundFront, Ran, arguments_of, rows_of, tensors_in, versions_of
-from .rows import (
-    DIGEST_BYTES,
-    ArgumentDigests,
-    Tokens,
-    can_ignore_labels,
-    keys_of,
-    leaves_of,
-    tokens_of,
-    with_less_columns,
-)
-
-T = TypeVar("T")
+from .rows import DIGEST_BYTES, ArgumentDigests, keys_of, leaves_of, tokens_of
+from .trial import FrontTrial, cleared, is_wide, noisy, rows_in
 
 NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were looked for"
-REMEDY = "Set activation_cache='off'"
-
 ITEMS = "num_items_in_batch"
-MOST_TRIES = 3
-"""Number of batches on which it is tried whether a loss reads padding."""
-LOUD = 2.0
-"""Amplitude of the noise in place of padding, relative to the largest value."""
-
-Shape = tuple[int | None, ...]
-"""Of a tensor; None stands for the number of rows, and `TOKENS` for the width of the batch."""
 
 
 class OtherCallsError(Exception):
@@ -64,110 +42,11 @@ class OtherCallsError(Exception):
 
 
 class _NewCallError(Exception):
-    """A module of the front is called on tensors of other shapes than before, or on another number of them."""
+    """A module of the front is called on something else than when what is stored was computed."""
 
 
 class _AllRanError(Exception):
     """Ends a forward pass of which only the front is wanted."""
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """A tensor in the output of a module: its device, and what one row of it is; or all, if it is not of rows."""
-
-    device: torch.device
-    row: Leaf
-    is_of_rows: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, rows: int, wide: Collection[int]) -> _Leaf:
-        shape = [TOKENS if dim in wide else size for dim, size in enumerate(tensor.shape)]
-        is_of_rows = tensor.dim() > 0 and len(tensor) > 0 and len(tensor) % rows == 0
-        if is_of_rows:
-            shape[0] //= rows
-        return cls(tensor.device, Leaf(tensor.dtype, tuple(shape)), is_of_rows)
-
-    def hidden(self, rows: int, width: int, text: str) -> torch.Tensor:
-        shape = list(self.row.sized(width))
-        if self.is_of_rows:
-            shape[0] *= rows
-        return hidden_like(torch.empty((), dtype=self.row.dtype, device=self.device).expand(shape), text, REMEDY)
-
-
-@dataclass(frozen=True)
-class _Known:
-    """How a module is called, and what it returns, for inputs of some shape.
-
-    Attributes:
-        given: shapes of the tensors in its arguments, and its other arguments, in each way in which it was called.
-        leaves: of its output: tensors as `_Leaf`, other values as they are.
-        structure: the containers of the leaves.
-    """
-
-    given: set[tuple[tuple[Shape, ...], str]]
-    leaves: tuple[Any, ...]
-    structure: TreeSpec
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """What is known of the inputs of a call.
-
-    Attributes:
-        keys: of the samples, for each set of inputs that modules of the front read.
-        rows: number of rows of what each module reads.
-        tokens: which columns belong to the samples, if padding is not stored.
-        signature: what the shapes of the front's outputs depend on.
-        covered: of the tensors that the keys are made of, by their identity: which it is, and its number of writes.
-    """
-
-    keys: Mapping[frozenset[str], Sequence[bytes]]
-    rows: Mapping[str, int]
-    tokens: Tokens | None
-    signature: Any
-    covered: Mapping[int, tuple[int, int]]
-
-    @property
-    def width(self) -> int:
-        return 0 if self.tokens is None else self.tokens.width
-
-    def way_of(self, name: str, given: Sequence[torch.Tensor], others: str) -> tuple[tuple[Shape, ...], str]:
-        """In which way a module is called: shapes without the number of rows and the width, and other arguments."""
-        return tuple(tuple(self._sizes(tensor.shape, self.rows[name])) for tensor in given), others
-
-    def _sizes(self, shape: Sequence[int], rows: int) -> Iterator[int | None]:
-        for position, size in enumerate(shape):
-            if not position and size == rows:
-                yield None
-            else:
-                yield TOKENS if self.tokens is not None and size == self.tokens.width else size
-
-
-@dataclass
-class _Call:
-    """A call of the model.
-
-    Attributes:
-        batch: what is known of its inputs; None in a trial.
-        known: of each module, if something is given back.
-        given_back: what is given back, by module and leaf; None if all modules run on all samples.
-        digests: of the arguments, when what is given back was computed, for each module.
-        missing: rows that are computed, and not given back.
-        ran: the modules that have been called; with their outputs, if they ran.
-        computed: for the missing rows only, what a tensor in an output stands for, by its identity.
-    """
-
-    batch: _Batch | None = None
-    known: Mapping[str, _Known] = field(default_factory=dict)
-    given_back: dict[tuple[str, int], torch.Tensor] | None = None
-    digests: dict[str, torch.Tensor] = field(default_factory=dict)
-    missing: list[int] = field(default_factory=list)
-    ran: dict[str, Ran] = field(default_factory=dict)
-    computed: dict[int, torch.Tensor] = field(default_factory=dict)
-    made: dict[int, ArgumentDigests] = field(default_factory=dict)  # in this call, by the number of rows
-    seconds: float = 0.0  # of the modules that ran
-    versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when they were returned
-    ends: bool = False  # when all modules have run
 
 
 class FrozenFront:
@@ -176,7 +55,7 @@ class FrozenFront:
     Args:
         model: the model.
         found: its front.
-        entries: what is stored; one store for each set of inputs that modules read.
+        entries: what is stored.
         device: where the model computes.
         storage_dtype: data type in which fractions are stored; None stores them as they are computed.
     """
@@ -185,7 +64,7 @@ class FrozenFront:
         self,
         model: nn.Module,
         found: FoundFront,
-        entries: Mapping[frozenset[str], FrontEntries],
+        entries: FrontEntries,
         device: torch.device,
         storage_dtype: torch.dtype | None = None,
     ) -> None:
@@ -203,25 +82,19 @@ class FrozenFront:
         self.num_missed = self.num_read = 0
         """Number of calls of which nothing was found, and of those that were read."""
         self._model, self._entries, self._device, self._storage_dtype = model, entries, device, storage_dtype
-        self.cuts_padding = False
-        """Whether samples are stored without their padding."""
-        self.awaits_loss = False
-        """Whether it must be found out yet whether the loss reads padding in what the model returns (`try_loss`)."""
-        self._is_noisy = self._has_made_noise = False
-        self._num_tries = 0  # of losses
-        self._has_rows: dict[str, tuple[bool, ...]] = {}  # of the tensors among a module's arguments
-        self._wide: dict[tuple[str, int], tuple[int, ...]] = {}  # dimensions of leaves that are as wide as the batch
-        self._known: dict[Any, dict[str, _Known]] = {}
+        self.trial = FrontTrial(found, self._tried)
+        """What trials have shown of it."""
+        self._known: dict[Any, dict[str, Known]] = {}
         self._around: str | None = None  # what it is called on besides tensors, on which names, autocast, and adapters
         self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
-        self._call: _Call | None = None
-        self._modules = {module.name: module for module in found.modules}
+        self._call: Call | None = None
+        self._stored = found.stored
         self._overrides: list[MethodOverride] = []
         self.open()
 
     def open(self) -> None:
         """Look at the calls of the modules, until `close`."""
-        for name in self._modules if not self._overrides else ():
+        for name in self.found.needed if not self._overrides else ():
             module = self._model.get_submodule(name)
             self._overrides.append(MethodOverride(module, "forward", partial(self._forward, name, module.forward)))
 
@@ -232,7 +105,7 @@ class FrozenFront:
         self._overrides = []
 
     # ------------------------------------------------------------------------------------ calls of the model
-    def run(self, inputs: Batch, forward: Callable[[], T], reads: bool, writes: bool) -> T:
+    def run(self, inputs: Batch, forward: Callable[[], Any], reads: bool, writes: bool) -> Any:
         """Run a call of the model, in which the front is computed or given back.
 
         Args:
@@ -247,16 +120,17 @@ class FrozenFront:
         batch = self._described(inputs)
         if batch is None:
             return forward()
-        if self._is_noisy:
-            self._call = _Call(batch)
+        if self.trial.is_noisy:
+            self._call = Call(batch)
             try:
                 return forward()
             finally:
                 self._call = None
-        self.counts.rows += max(batch.rows.values())
         # with a loss that may read padding, what is read must not have another
-        may_read = not self.awaits_loss or batch.tokens is None or not batch.tokens.has_padding
+        may_read = not self.trial.awaits_loss or batch.tokens is None or not batch.tokens.has_padding
         found = self._read(batch) if reads and may_read else None
+        hits = 0 if found is None else batch.rows - len(found.missing)
+        self.counts += CacheCounts(batch.rows, hits)
         self.num_missed += reads and found is None
         if found is not None and self.is_verified:
             before = torch_states()
@@ -264,9 +138,7 @@ class FrozenFront:
             try:
                 output = forward()
                 self.num_read += 1
-                given_back = max(batch.rows.values()) - len(found.missing)
-                self.counts.hits += given_back
-                self.counts.layers_skipped += given_back  # of one layer, which the front counts as
+                self.counts.layers_skipped += hits  # of one layer, which the front counts as
                 if found.missing and writes:
                     self._write(found)
                 return output
@@ -282,7 +154,7 @@ class FrozenFront:
                 set_torch_states(before)
             finally:
                 self._call = None
-        self._call = call = _Call(batch)
+        self._call = call = Call(batch)
         began = time.perf_counter()
         try:
             output = forward()
@@ -298,9 +170,8 @@ class FrozenFront:
         else:
             self._compare(call, found)
             self.is_verified = True
-            self.counts.hits += max(batch.rows.values()) - len(found.missing)
             if found.missing and writes and self.trouble is None:
-                self._write(_Call(batch, found.known, ran=call.ran))
+                self._write(Call(batch, found.known, ran=call.ran))
         return output
 
     def learn(self, inputs: Batch, ran: Mapping[str, Ran], seconds: float, of_call: float, writes: bool) -> None:
@@ -314,13 +185,12 @@ class FrozenFront:
             writes: whether to store it.
         """
         batch = self._described(inputs)
-        if batch is None or ran.keys() != self._modules.keys():
+        if batch is None or ran.keys() != self.found.needed.keys():
             return
-        self.seconds_per_row, self.share = seconds / max(batch.rows.values()), seconds / of_call
+        self.seconds_per_row, self.share = seconds / batch.rows, seconds / of_call
         known = self._known_by(batch, ran)
-        for name, module in self._modules.items():
-            if not all(known[name].leaves[position].is_of_rows for position in module.needed):
-                return
+        if not all(known[name].leaves[position].is_of_rows for name, position in self._stored):
+            return
         if batch.signature not in self._known:
             self._known[batch.signature] = known
         else:
@@ -328,147 +198,26 @@ class FrozenFront:
                 if of_module.leaves != self._known[batch.signature][name].leaves:
                     self.trouble = f"the shape of what {name} returns depends on the values of its inputs"
                     return
-                self._known[batch.signature][name].given.update(of_module.given)
+                self._known[batch.signature][name].others.update(of_module.others)
         if writes:
-            self._write(_Call(batch, known, ran=dict(ran)))
+            self._write(Call(batch, known, ran=dict(ran)))
 
-    def is_of_samples(
-        self,
-        inputs: Batch,
-        calls: Mapping[str, Ran],
-        forward: Callable[[Batch], Any],
-        only_loss: bool,
-        may_cut: bool = True,
-    ) -> bool:
-        """Whether half of the samples alone have the same outputs of the front, up to rounding.
-
-        It finds out as well whether padding may be left out (`cuts_padding`), in about two forward passes.
-
-        Args:
-            inputs: what the model was called on.
-            calls: what the modules were called on, and have returned.
-            forward: runs the model's forward on a batch.
-            only_loss: whether only the loss is taken from what the model returns.
-            may_cut: whether padding may be left out.
-        """
-        tokens = tokens_of(inputs) if may_cut else None
-        if tokens is not None and tokens.width > 1 and self._may_cut_padding(inputs, tokens, forward, only_loss):
-            self.cuts_padding = True
-            return True
-        self._wide = {}
-        part, _ = self._tried(_Call(ends=True), partial(forward, _half(inputs)))
-        self._note_rows(calls, part, batch_rows(inputs))
-        return part.keys() == self._modules.keys() and all(
-            self._is_same(part[name][2][position], _half_of(calls[name][2][position], batch_rows(inputs)))
-            for name, module in self._modules.items()
-            for position in module.needed
-        )
-
-    def _may_cut_padding(
-        self, inputs: Batch, tokens: Tokens, forward: Callable[[Batch], Any], only_loss: bool
-    ) -> bool:
-        """Whether outputs hold whatever the padded length, and nothing that follows reads what is in the padding.
-
-        The last columns are made padding, and removed, of half of the samples. Then the rest of the model runs on the
-        outputs, with noise in place of padding.
-        """
-        read = {name for module in self._modules.values() for name in module.reads} & inputs.keys()
-        leaves = [leaf for name in read for leaf in leaves_of(inputs[name], name)]
-        if not any(_is_wide(name, leaf, tokens) for name, leaf in leaves if isinstance(leaf, torch.Tensor)):
-            return False  # there is nothing to cut
-        if not can_ignore_labels(inputs):
-            return False
-        rows, columns = batch_rows(inputs), max(1, tokens.width // 4)
-        own = tokens.cut(columns)
-        batch = with_less_columns(inputs, columns, removes=False)
-        ran, output = self._tried(_Call(), partial(forward, in_new_containers(batch)))
-        less, _ = self._tried(_Call(ends=True), partial(forward, _half(with_less_columns(batch, columns, True))))
-        if not ran.keys() == less.keys() == self._modules.keys() or len(tokens.lengths) != rows:
-            return False
-        wide: dict[tuple[str, int], tuple[int, ...]] = {}
-        for name, module in self._modules.items():
-            for position, (whole, part) in enumerate(zip(ran[name][2], less[name][2], strict=False)):
-                if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
-                    continue
-                if whole.dim() != part.dim():
-                    return False
-                dims = tuple(dim for dim in range(1, whole.dim()) if whole.shape[dim] != part.shape[dim])
-                wide[name, position] = dims
-                if any((whole.shape[d], part.shape[d]) != (own.width, own.width - columns) for d in dims):
-                    return False
-                if position in module.needed:
-                    half = _half_of(whole, rows)
-                    half = half[:, :-columns] if dims == (1,) else half
-                    lengths = own.lengths[::2]
-                    computed, expected = (_cleared(t, lengths) if dims == (1,) else t for t in (part, half))
-                    if dims not in ((), (1,)) or not self._is_same(computed, expected):
-                        return False
-        self._wide = wide
-        self._note_rows(ran, less, rows)
-        made = self._described(batch, own)
-        if made is None:
-            return False
-        needed = {(n, p): ran[n][2][p] for n, module in self._modules.items() for p in module.needed}
-        noisy = {leaf: _with_noise(value, own.lengths) if wide[leaf] else value for leaf, value in needed.items()}
-        given = _Call(made, self._known_by(made, ran), noisy)
-        again, other = self._tried(given, partial(forward, in_new_containers(batch)))
-        if again.keys() != ran.keys() or not _are_outputs_same(output, other, own):
-            return False
-        self.awaits_loss = not only_loss
-        return True
-
-    def try_loss(self, loss_of: Callable[[], torch.Tensor]) -> None:
-        """Find out whether a loss of the user's reads padding in what the model returns; then samples keep theirs.
-
-        Args:
-            loss_of: computes the loss of a batch, and leaves everything as it was.
-        """
-        self.awaits_loss = self._has_made_noise = False
-        self._num_tries += 1
-        losses = []
-        try:
-            for self._is_noisy in (False, True):
-                losses.append(loss_of().detach())
-        except Exception:  # it needs gradients, perhaps
-            losses.clear()
-        finally:
-            self._is_noisy = False
-        if losses and not self._has_made_noise and self._num_tries < MOST_TRIES:
-            self.awaits_loss = True  # the model was called on something without padding
-        elif not losses or not self._has_made_noise or relative_difference(losses[1:], losses[:1]) > SAME:
-            self.cuts_padding, self._wide, self._known = False, {}, {}
-
-    def _note_rows(self, whole: Mapping[str, Ran], half: Mapping[str, Ran], rows: int) -> None:
-        """Note which of the tensors that a module is called on have entries for each row: they became half as long."""
-        less = -(-rows // 2)
-        for name in whole.keys() & half.keys() if less < rows else ():
-            pairs = zip(whole[name][0], half[name][0], strict=False)
-            self._has_rows[name] = tuple(
-                one.dim() == other.dim() > 0 and len(one) * less == len(other) * rows > 0 for one, other in pairs
-            )
-
-    def _tried(self, call: _Call, forward: Callable[[], Any]) -> tuple[dict[str, Ran], Any]:
-        """What the modules have returned in a call that leaves the model as it was, and what the model has."""
-        self._call, output = call, None
+    def _tried(self, forward: Callable[[], Any]) -> dict[str, Ran]:
+        """What the modules have returned in a call that leaves the model as it was, and ends when all have run."""
+        self._call = call = Call(ends=True)
         try:
             with torch.no_grad(), left_as_found(self._model), global_state_kept(), generators_kept(self._model):
-                output = forward()
+                forward()
         except _AllRanError:
             pass
         except Exception:  # samples have different numbers of images, perhaps
-            return {}, None
+            return {}
         finally:
             self._call = None
-        return call.ran, output
+        return call.ran
 
     # ------------------------------------------------------------------------------------ inside
-    def _is_same(self, computed: torch.Tensor, expected: torch.Tensor, is_stored: bool = False) -> bool:
-        tolerance = rounding_of(expected)
-        if is_stored and self._storage_dtype is not None:
-            tolerance = max(tolerance, TOLERANCES.get(self._storage_dtype, 0.0))
-        return relative_difference([computed.detach()], [expected.detach()]) <= tolerance
-
-    def _compare(self, call: _Call, found: _Call) -> None:
+    def _compare(self, call: Call, found: Call) -> None:
         """Compare what modules return, which are called in a new way, with what is stored of the samples."""
         assert call.batch is not None and found.given_back is not None
         tokens = call.batch.tokens
@@ -476,28 +225,24 @@ class FrozenFront:
             if name not in call.ran:
                 self.trouble = f"{name} is not called in each forward pass"
                 return
-            rows = call.batch.rows[name]
+            rows = call.batch.rows
             there = torch.tensor(sorted(set(range(rows)) - set(found.missing)), device=stored.device)
             pair = [call.ran[name][2][position].detach(), stored]
             if pair[0].shape != stored.shape:
                 self.trouble = f"{name} returns something else than before"
                 return
-            if self._wide.get((name, position)) and tokens is not None:
-                pair = [_cleared(tensor, tokens.lengths) for tensor in pair]
+            if self.trial.wide.get((name, position)) and tokens is not None:
+                pair = [cleared(tensor, tokens.lengths) for tensor in pair]
             computed, expected = (tensor.unflatten(0, (rows, -1))[there] for tensor in pair)
-            if not self._is_same(computed, expected, is_stored=True):
+            rounding = max(rounding_of(expected), TOLERANCES.get(self._storage_dtype or expected.dtype, 0.0))
+            if relative_difference([computed], [expected]) > rounding:
                 self.trouble = f"{name} is called on something else than before"
                 return
-        for name, (given, others, *_) in call.ran.items():
-            found.known[name].given.add(call.batch.way_of(name, given, others))
+        for name, (_, others, *_) in call.ran.items():
+            found.known[name].others.add(others)
 
-    def _described(self, inputs: Batch, tokens: Tokens | None = None) -> _Batch | None:
-        """What is known of a batch; None if nothing is stored of it, or read.
-
-        Args:
-            inputs: what the model is called on.
-            tokens: in a trial, which columns belong to the samples.
-        """
+    def _described(self, inputs: Batch) -> KnownBatch | None:
+        """What is known of what the model is called on; None if nothing is stored of it, or read."""
         values = {name: value for name, value in inputs.items() if not tensors_in(value) and name != ITEMS}
         device = self._device.type
         plain = {name: value for name, value in values.items() if name not in NOT_OF_STATES}
@@ -508,110 +253,79 @@ class FrozenFront:
         self._around = self._around or around
         if around != self._around:
             return None
-        if self.cuts_padding:
-            tokens = tokens_of(inputs)  # without, samples are stored with their padding
-        rows: dict[str, int] = {}
-        for name, module in self._modules.items():
-            of_module = rows_of(module.reads, inputs) if module.reads <= inputs.keys() else None
-            if not of_module or (tokens is not None and of_module != len(tokens.lengths)):
-                return None
-            rows[name] = of_module
-        keys = {}
-        for reads in self._entries:
-            of_reads = next(rows[name] for name, module in self._modules.items() if module.reads == reads)
-            read = {name: inputs[name] for name in reads}
-            found = keys_of(read, of_reads, tokens, f"{plain} {tokens is not None}")
-            if found is None:
-                return None
-            keys[reads] = found
-        of_all = frozenset().union(*(module.reads for module in self._modules.values()))
-        leaves = [leaf for name in sorted(of_all) for leaf in leaves_of(inputs[name], name)]
-        shapes = [(n, t.dtype, _without_width(n, t, tokens)) for n, t in leaves if isinstance(t, torch.Tensor)]
+        tokens = tokens_of(inputs) if self.trial.cuts_padding else None  # otherwise padding is stored
+        reads = self.found.reads
+        rows = rows_of(reads, inputs) if reads <= inputs.keys() else None
+        if not rows or (tokens is not None and rows != len(tokens.lengths)):
+            return None
+        keys = keys_of({name: inputs[name] for name in reads}, rows, tokens, f"{plain} {tokens is not None}")
+        if keys is None:
+            return None
+        leaves = [leaf for name in sorted(reads) for leaf in leaves_of(inputs[name], name)]
+        given = [(n, t, is_wide(n, t, tokens)) for n, t in leaves if isinstance(t, torch.Tensor)]
+        shapes = [(n, t.dtype, wide, tuple(t.shape[2 if wide else 1 :])) for n, t, wide in given]
         covered = {
             id(leaf): (number, version_of(leaf))
             for number, (name, leaf) in enumerate(leaves)
             if isinstance(leaf, torch.Tensor) and name not in NOT_OF_STATES
         }
-        return _Batch(keys, rows, tokens, (repr(shapes), min(rows.values()) == 1), covered)
+        return KnownBatch(keys, tokens, (repr(shapes), rows == 1), covered)
 
-    def _known_by(self, batch: _Batch, ran: Mapping[str, Ran]) -> dict[str, _Known]:
-        return {
-            name: _Known(
-                {batch.way_of(name, given, others)},
-                tuple(
-                    _Leaf.of(
-                        leaf, batch.rows[name], () if batch.tokens is None else self._wide.get((name, position), ())
-                    )
-                    if isinstance(leaf, torch.Tensor)
-                    else leaf
-                    for position, leaf in enumerate(leaves)
-                ),
-                structure,
+    def _known_by(self, batch: KnownBatch, ran: Mapping[str, Ran]) -> dict[str, Known]:
+        wide = {} if batch.tokens is None else self.trial.wide
+        known = {}
+        for name, (_, others, leaves, structure) in ran.items():
+            of_leaves = (
+                ReturnedLeaf.of(leaf, batch.rows, wide.get((name, k), ())) if isinstance(leaf, torch.Tensor) else leaf
+                for k, leaf in enumerate(leaves)
             )
-            for name, (given, others, leaves, structure) in ran.items()
-        }
+            known[name] = Known({others}, tuple(of_leaves), structure)
+        return known
 
-    def _stored_by(self, reads: frozenset[str]) -> list[tuple[str, int]]:
-        """The leaves that one entry has, by module and position, before the digests of all modules' arguments."""
-        return [(m.name, position) for m in self.found.modules if m.reads == reads for position in m.needed]
-
-    def _names_by(self, reads: frozenset[str]) -> list[str]:
-        return [module.name for module in self.found.modules if module.reads == reads]
-
-    def _layout(self, reads: frozenset[str], known: Mapping[str, _Known]) -> list[Leaf]:
-        digests = Leaf(torch.uint8, (1, DIGEST_BYTES * len(self._names_by(reads))))
-        rows = [known[name].leaves[position].row for name, position in self._stored_by(reads)]
+    def _layout(self, known: Mapping[str, Known]) -> list[Leaf]:
+        rows = [known[name].leaves[position].row for name, position in self._stored]
+        digests = Leaf(torch.uint8, (1, DIGEST_BYTES * len(self.found.needed)))
         return [*(Leaf(self._stored_as(row.dtype), row.shape) for row in rows), digests]
 
     def _stored_as(self, dtype: torch.dtype) -> torch.dtype:
         return self._storage_dtype if self._storage_dtype is not None and dtype.is_floating_point else dtype
 
-    def _read(self, batch: _Batch) -> _Call | None:
+    def _read(self, batch: KnownBatch) -> Call | None:
         """What is stored of a batch, as the call in which it is given back; None if it is nothing."""
         known = self._known.get(batch.signature)
         if known is None:
             return None
         began = time.perf_counter()
-        call = _Call(batch, known, {})
-        assert call.given_back is not None
-        missing: set[int] = set()
-        for reads, entries in self._entries.items():
-            rows, tensors = entries.read(batch.keys[reads], self._layout(reads, known), batch.tokens, self._device)
-            if not tensors:
-                return None
-            missing.update(rows)
-            *leaves, digests = tensors
-            for (name, position), leaf in zip(self._stored_by(reads), leaves, strict=True):
-                call.given_back[name, position] = leaf.to(known[name].leaves[position].row.dtype)
-            call.digests |= dict(zip(self._names_by(reads), digests.cpu().split(DIGEST_BYTES, dim=1), strict=True))
-        numbers = set(batch.rows.values())
-        if missing and (len(numbers) > 1 or len(missing) == max(numbers)):
+        missing, tensors = self._entries.read(batch.keys, self._layout(known), batch.tokens, self._device)
+        if not tensors:
             return None
-        call.missing = sorted(missing)
+        *leaves, digests = tensors
+        given_back = {
+            (name, position): leaf.to(known[name].leaves[position].row.dtype)
+            for (name, position), leaf in zip(self._stored, leaves, strict=True)
+        }
+        by_module = dict(zip(self.found.needed, digests.cpu().split(DIGEST_BYTES, dim=1), strict=True))
         self.counts.load_seconds += time.perf_counter() - began
-        return call
+        return Call(batch, known, given_back, by_module, missing)
 
-    def _write(self, call: _Call) -> None:
+    def _digests_of(self, batch: KnownBatch, ran: Mapping[str, Ran]) -> dict[str, torch.Tensor]:
+        """Of what the modules were called on, beside one another's outputs."""
+        of_front = {id(leaf) for *_, leaves, _ in ran.values() for leaf in leaves}
+        made = ArgumentDigests(batch.rows, batch.tokens, batch.covered)
+        return {name: made.of(ran[name][0], of_front, self.trial.has_rows.get(name, ())) for name in self.found.needed}
+
+    def _write(self, call: Call) -> None:
         """Store what the modules have returned in a call; of one in which something was given back, the rest."""
         batch = call.batch
         assert batch is not None
-        chosen = call.missing or None
-        of_front = {id(leaf) for *_, leaves, _ in call.ran.values() for leaf in leaves}
-        stored = []
-        for reads, entries in self._entries.items():
-            leaves = [call.ran[name][2][position] for name, position in self._stored_by(reads)]
-            rows = len(batch.keys[reads])
-            made = ArgumentDigests(rows, batch.tokens, batch.covered)
-            names = self._names_by(reads)
-            digests = [made.of(call.ran[name][0], of_front, self._has_rows.get(name, ())) for name in names]
-            tensors = [*(leaf.detach().to(self._stored_as(leaf.dtype)) for leaf in leaves), torch.cat(digests, 1)]
-            keys, lengths = list(batch.keys[reads]), None if batch.tokens is None else list(batch.tokens.lengths)
-            if chosen is not None:
-                index = torch.tensor(chosen)
-                tensors = [t.unflatten(0, (rows, -1))[index.to(t.device)].flatten(0, 1) for t in tensors]
-                keys, lengths = [keys[row] for row in chosen], lengths and [lengths[row] for row in chosen]
-            stored.append(entries.write(keys, tensors, self._layout(reads, call.known), lengths))
-        self.counts.stored += max(stored)
+        digests = self._digests_of(batch, call.ran)
+        leaves = [call.ran[name][2][position].detach() for name, position in self._stored]
+        tensors = [*(leaf.to(self._stored_as(leaf.dtype)) for leaf in leaves), torch.cat(list(digests.values()), 1)]
+        keys, lengths = list(batch.keys), None if batch.tokens is None else list(batch.tokens.lengths)
+        if call.missing:
+            tensors = [rows_in(tensor, batch.rows, call.missing) for tensor in tensors]
+            keys, lengths = [keys[n] for n in call.missing], lengths and [lengths[n] for n in call.missing]
+        self.counts.stored += self._entries.write(keys, tensors, self._layout(call.known), lengths)
 
     def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self._call
@@ -629,77 +343,61 @@ class FrozenFront:
         # the leaves, as the model may write into a container afterwards
         leaves, structure = tree_flatten(output)
         given, others = arguments_of(args, kwargs)
-        if self._is_noisy and call.batch is not None and call.batch.tokens is not None:
-            lengths = call.batch.tokens.lengths
-            self._has_made_noise |= call.batch.tokens.has_padding
-            wide = [
-                leaf if not self._wide.get((name, k)) else _with_noise(leaf, lengths) for k, leaf in enumerate(leaves)
-            ]
-            return tree_unflatten(wide, structure)
+        if self.trial.is_noisy and call.batch is not None and call.batch.tokens is not None:
+            lengths, wide = call.batch.tokens.lengths, self.trial.wide
+            self.trial.has_made_noise |= call.batch.tokens.has_padding
+            changed = [noisy(leaf, lengths) if wide.get((name, k)) else leaf for k, leaf in enumerate(leaves)]
+            return tree_unflatten(changed, structure)
         call.ran[name] = given, others, leaves, structure
         call.versions[name] = versions_of([*given, *leaves])
-        if call.ends and call.ran.keys() == self._modules.keys():
+        if call.ends and call.ran.keys() == self.found.needed.keys():
             raise _AllRanError
         return output
 
     def _given_back(
-        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: _Call
+        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
     ) -> Any:
         """What a module would return: what is stored, and what it returns for the samples of which nothing is."""
         assert call.batch is not None and call.given_back is not None
-        known, rows = call.known[name], call.batch.rows[name]
+        known, batch = call.known[name], call.batch
         given, others = arguments_of(args, kwargs)
         if any(tensor.requires_grad for tensor in given):
             raise OtherCallsError(f"{name} is called on something that is trained")
-        if call.batch.way_of(name, given, others) not in known.given:
+        of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
+        call.made = call.made or ArgumentDigests(batch.rows, batch.tokens, batch.covered)
+        digests = call.made.of(given, of_front, self.trial.has_rows.get(name, ()))
+        digests[call.missing] = call.digests[name][call.missing]
+        if others not in known.others or not torch.equal(digests, call.digests[name]):
             raise _NewCallError
-        if name in call.digests:
-            of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
-            made = call.made.setdefault(rows, ArgumentDigests(rows, call.batch.tokens, call.batch.covered))
-            now, there = made.of(given, of_front, self._has_rows.get(name, ())), torch.ones(rows, dtype=torch.bool)
-            there[call.missing] = False
-            if not torch.equal(now[there], call.digests[name][there]):
-                raise _NewCallError
-        computed = self._of_missing(name, rows, forward, args, kwargs, call) if call.missing else None
+        computed = self._of_missing(name, forward, args, kwargs, call) if call.missing else []
         leaves = []
         for position, leaf in enumerate(known.leaves):
-            if isinstance(leaf, _Leaf):
-                stored = call.given_back.get((name, position))
-                text = f"the output of {name} {NOT_KEPT}"
-                value = stored if stored is not None else leaf.hidden(rows, call.batch.width, text)
-                if computed is not None:
-                    if stored is not None:
-                        into = stored.unflatten(0, (rows, -1))
-                        into[call.missing] = computed[position].unflatten(0, (len(call.missing), -1)).to(into.dtype)
-                    call.computed[id(value)] = computed[position]
-                leaves.append(value)
-            else:
-                leaves.append(leaf)
+            value = call.given_back.get((name, position), leaf)
+            if isinstance(value, ReturnedLeaf):
+                value = value.hidden(batch.rows, batch.width, f"the output of {name} {NOT_KEPT}")
+            elif computed and isinstance(leaf, ReturnedLeaf):
+                into = value.unflatten(0, (batch.rows, -1))
+                into[call.missing] = computed[position].unflatten(0, (len(call.missing), -1)).to(into.dtype)
+            if computed and isinstance(leaf, ReturnedLeaf):
+                call.computed[id(value)] = computed[position]
+            leaves.append(value)
         call.ran[name] = given, others, leaves, known.structure
         return tree_unflatten(leaves, known.structure)
 
     def _of_missing(
-        self,
-        name: str,
-        rows: int,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: _Call,
+        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
     ) -> list[Any]:
         """The leaves of what a module returns for the samples of which nothing is stored."""
-
-        given, has_rows = arguments_of(args, kwargs)[0], self._has_rows.get(name, ())
+        assert call.batch is not None
+        given, has_rows = arguments_of(args, kwargs)[0], self.trial.has_rows.get(name, ())
         if len(given) != len(has_rows):
             raise _NewCallError
-        of_rows = {id(tensor) for tensor, has in zip(given, has_rows, strict=True) if has}
+        rows, of_rows = call.batch.rows, {id(tensor) for tensor, has in zip(given, has_rows, strict=True) if has}
 
         def chosen(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) in call.computed:
                 return call.computed[id(tensor)]
-            if id(tensor) not in of_rows:
-                return tensor
-            return tensor.unflatten(0, (rows, -1))[call.missing].flatten(0, 1)
+            return rows_in(tensor, rows, call.missing) if id(tensor) in of_rows else tensor
 
         args, kwargs = tree_map_only(torch.Tensor, chosen, (args, kwargs))
         try:
@@ -708,67 +406,11 @@ class FrozenFront:
         except Exception as error:  # it does not run on a part of the samples
             raise _NewCallError from error
         known = call.known[name]
-        width, count = call.batch.width if call.batch is not None else 0, len(call.missing)
         if structure != known.structure:
             raise _NewCallError
         for leaf, found in zip(known.leaves, leaves, strict=True):
-            if isinstance(leaf, _Leaf) and leaf.is_of_rows:
-                first, *rest = leaf.row.sized(width)
-                if not isinstance(found, torch.Tensor) or found.shape != (first * count, *rest):
+            if isinstance(leaf, ReturnedLeaf) and leaf.is_of_rows:
+                first, *rest = leaf.row.sized(call.batch.width)
+                if not isinstance(found, torch.Tensor) or found.shape != (first * len(call.missing), *rest):
                     raise _NewCallError  # it depends on the other samples
         return leaves
-
-
-def _half(inputs: Batch) -> Batch:
-    rows = batch_rows(inputs)
-    half: Batch = recursively_apply(lambda tensor: _half_of(tensor, rows), inputs)
-    return half
-
-
-def _half_of(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Every other sample's entries: several images of a sample follow one another."""
-    if not tensor.dim() or len(tensor) % rows:
-        return tensor
-    return tensor.unflatten(0, (rows, -1))[::2].flatten(0, 1)
-
-
-def _cleared(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """The same with 0 as padding."""
-    cleared = tensor.detach().clone()
-    for row, length in zip(cleared.unflatten(0, (len(lengths), -1)), lengths, strict=True):
-        row[:, length:] = 0
-    return cleared
-
-
-def _with_noise(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """The same with noise as padding, if there are fractions in it."""
-    noisy = tensor.detach().clone()
-    if noisy.is_floating_point():
-        generator = torch.Generator(noisy.device).manual_seed(0)  # the global one is the model's
-        noise = torch.randn(noisy.shape, generator=generator, dtype=noisy.dtype, device=noisy.device)
-        noise = LOUD * noisy.abs().max() * noise
-        for row, (into, length) in enumerate(zip(noisy.unflatten(0, (len(lengths), -1)), lengths, strict=True)):
-            into[:, length:] = noise.unflatten(0, (len(lengths), -1))[row][:, length:]
-    return noisy
-
-
-def _are_outputs_same(output: Any, other: Any, tokens: Tokens) -> bool:
-    """Whether a model returns the same, apart from columns of padding."""
-    pairs = [tree_flatten(value)[0] for value in (output, other)]
-    for one, two in zip(*pairs, strict=False):
-        if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
-            continue
-        if one.shape[:2] == (len(tokens.lengths), tokens.width):
-            one, two = (_cleared(tensor, tokens.lengths) for tensor in (one, two))
-        if one.numel() and relative_difference([one], [two]) > SAME:
-            return False
-    return len(pairs[0]) == len(pairs[1])
-
-
-def _without_width(name: str, tensor: torch.Tensor, tokens: Tokens | None) -> tuple[int, ...]:
-    shape = tuple(tensor.shape[1:])
-    return (TOKENS, *shape[1:]) if _is_wide(name, tensor, tokens) else shape
-
-
-def _is_wide(name: str, tensor: torch.Tensor, tokens: Tokens | None) -> bool:
-    return tokens is not None and name in TOKEN_INPUTS and tensor.shape[1:2] == (tokens.width,)

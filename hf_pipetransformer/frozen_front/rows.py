@@ -14,12 +14,19 @@ from typing import Any
 import torch
 import xxhash
 
-from ..cache.content_keys import MASK, NOT_IN_KEYS, NOT_OF_STATES, TOKEN_INPUTS, spans_of, version_of
+from ..cache.content_keys import (
+    IGNORED_LABEL,
+    MASK,
+    NOT_IN_KEYS,
+    NOT_OF_STATES,
+    TOKEN_INPUTS,
+    bytes_of,
+    keys_of_parts,
+    spans_of,
+    version_of,
+)
 
-LABELS = ("labels", "label", "label_ids")
 DIGEST_BYTES = 16
-IGNORED_LABEL = -100
-"""The label that cross entropy ignores."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +82,6 @@ def may_have_padding(inputs: Mapping[str, Any]) -> bool:
     return not masks or any(bool((mask == 0).any()) for mask in masks)
 
 
-def can_ignore_labels(inputs: Mapping[str, Any]) -> bool:
-    """Whether labels of tokens, if there are any, have the value that cross entropy ignores: others may be refused."""
-    shape = next(value.shape for name, value in leaves_of(inputs) if name == MASK)
-    labels = [value for name, value in leaves_of(inputs) if name in LABELS and isinstance(value, torch.Tensor)]
-    return all(bool((value == IGNORED_LABEL).any()) for value in labels if value.shape[:2] == shape)
-
-
 def with_less_columns(inputs: Mapping[str, Any], columns: int, removes: bool) -> Any:
     """The batch in which the last columns are padding, or removed."""
     shape = next(value.shape for name, value in leaves_of(inputs) if name == MASK)
@@ -95,9 +95,9 @@ def with_less_columns(inputs: Mapping[str, Any], columns: int, removes: bool) ->
             return value
         if removes and name in TOKEN_INPUTS:
             return value[:, :-columns].contiguous()
-        if name == MASK or (name in LABELS and not value.is_floating_point()):
+        if name == MASK:
             value = value.clone()
-            value[:, -columns:] = 0 if name == MASK else IGNORED_LABEL
+            value[:, -columns:] = 0
         return value
 
     return {name: changed(name, value) for name, value in inputs.items()}
@@ -121,20 +121,12 @@ def keys_of(read: Mapping[str, Any], rows: int, tokens: Tokens | None, others: s
     if any(tensor.layout is not torch.strided or tensor.requires_grad for _, tensor in tensors):
         return None
 
-    def columns_of(name: str, tensor: torch.Tensor) -> Tokens | None:
-        is_wide = tokens is not None and name in TOKEN_INPUTS and tensor.shape[1:2] == (tokens.width,)
-        return tokens if is_wide else None
-
-    parts = [(name, tensor, columns_of(name, tensor)) for name, tensor in tensors]
-    described = [(n, t.dtype, t.shape[1:] if own is None else t.shape[2:]) for n, t, own in parts]
-    content = xxhash.xxh3_128(repr((plain, described, others)).encode())
-    digests = [content.copy() for _ in range(rows)]
-    for _, tensor, own in parts:
-        _add(digests, tensor, () if own is None else (1,), own)
-    for row, digest in enumerate(digests):
-        if tokens is not None and any(own is not None for *_, own in parts):
-            digest.update(b"%d" % tokens.lengths[row])
-    return [digest.digest() for digest in digests]
+    width = None if tokens is None else tokens.width
+    named = {f"{number} {name}": tensor for number, (name, tensor) in enumerate(tensors)}
+    wide = {name for name, t in named.items() if name.split()[-1] in TOKEN_INPUTS and t.shape[1:2] == (width,)}
+    by_token, by_row = ({n: t for n, t in named.items() if (n in wide) is is_wide} for is_wide in (True, False))
+    spans = [slice(None)] * rows if tokens is None else [slice(0, length) for length in tokens.lengths]
+    return [key.digest for key in keys_of_parts(spans, by_token, by_row, {}, (plain, others))]
 
 
 class ArgumentDigests:
@@ -149,9 +141,8 @@ class ArgumentDigests:
 
     def __init__(self, rows: int, tokens: Tokens | None, inputs: Mapping[int, tuple[int, int]]) -> None:
         self._rows, self._tokens, self._inputs = rows, tokens, inputs
-        self._known: dict[
-            tuple[int, bool], tuple[torch.Tensor, list[bytes]]
-        ] = {}  # layers are called on the same mask
+        # layers are called on the same mask
+        self._known: dict[tuple[int, bool], tuple[torch.Tensor, list[bytes]]] = {}
 
     def of(self, given: Sequence[torch.Tensor], of_front: Collection[int], has_rows: Sequence[bool]) -> torch.Tensor:
         """Digests of a module's arguments, without those from the front itself, and without masks of truth values.
@@ -181,45 +172,20 @@ class ArgumentDigests:
         number, version = self._inputs.get(id(tensor), (-1, -1))
         if number >= 0 and version == version_of(tensor):  # which input it is, as the key has its values
             return [b"input %d" % number] * self._rows
-        known = self._known.get((id(tensor), has_rows))
-        if known is None:
-            digests = [xxhash.xxh3_128() for _ in range(self._rows)]
-            width = None if self._tokens is None else self._tokens.width
-            wide = [dim for dim, size in enumerate(tensor.shape) if size == width]
-            _add(digests, tensor, wide, self._tokens, has_rows)
-            known = self._known[id(tensor), has_rows] = tensor, [digest.digest() for digest in digests]
-        return known[1]
-
-
-def _add(
-    digests: Sequence[Any], tensor: torch.Tensor, wide: Sequence[int], tokens: Tokens | None, has_rows: bool = True
-) -> None:
-    """Add to each row's digest its part of a tensor, or the whole tensor, if it has no rows.
-
-    Args:
-        digests: one for each row.
-        tensor: the tensor.
-        wide: dimensions that are as wide as the batch, of which a row's own tokens count.
-        tokens: which these are.
-        has_rows: whether it has entries for each row.
-    """
-    rows = len(digests)
-    values = tensor.detach().cpu()
-    has_rows &= values.dim() > 0 and len(values) % rows == 0
-    parts = values.unflatten(0, (rows, -1)) if has_rows else values
-    wide = [dim for dim in wide if dim or not has_rows]
-    if not wide and not has_rows:
-        content = _bytes_of(values)
-        for digest in digests:
-            digest.update(content)
-        return
-    for row, digest in enumerate(digests):
-        part = parts[row] if has_rows else parts
-        for dim in wide:
-            assert tokens is not None
-            part = part.narrow(dim, 0, tokens.lengths[row])
-        digest.update(_bytes_of(part))
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        key = id(tensor), has_rows
+        if key not in self._known:
+            values, width = tensor.detach().cpu(), None if self._tokens is None else self._tokens.width
+            has_rows &= values.dim() > 0 and len(values) % self._rows == 0
+            wide = [dim for dim, size in enumerate(values.shape) if size == width and (dim or not has_rows)]
+            shape = [size for dim, size in enumerate(values.shape) if dim not in wide and (dim or not has_rows)]
+            parts = values.unflatten(0, (self._rows, -1)) if has_rows else [values] * (self._rows if wide else 1)
+            digests = []
+            for row, part in enumerate(parts):
+                for dim in wide:
+                    assert self._tokens is not None
+                    part = part.narrow(dim, 0, self._tokens.lengths[row])
+                digest = xxhash.xxh3_128(repr(shape).encode())
+                digest.update(bytes_of(part))
+                digests.append(digest.digest())
+            self._known[key] = tensor, digests if len(digests) == self._rows else digests * self._rows
+        return self._known[key][1]

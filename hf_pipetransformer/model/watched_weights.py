@@ -11,11 +11,11 @@ import torch
 import xxhash
 from torch import nn
 
-from .placeholders import values_of
+from .placeholders import is_wrapper, values_of
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 """Types of attributes that are compared."""
-PARTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+PARTS = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
 MOST_ENTRIES = 64
 """Maximum number of entries in a container that is a setting; larger ones are data."""
 
@@ -28,15 +28,11 @@ class WatchedWeights:
     Args:
         modules: the modules, each without those inside of it.
         parameters: those that are watched.
-        may_move: whether weights may be moved to other memory and back, with the same values.
     """
 
-    def __init__(
-        self, modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor], may_move: bool = False
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> None:
         self._modules = list(dict.fromkeys(modules))
-        self._parameters, self._may_move = list(dict.fromkeys(parameters)), may_move
-        self._counting = [p for p in self._parameters if not p.is_inference()]  # those whose writes are counted
+        self._parameters = list(dict.fromkeys(parameters))
         self._owners = [vars(module) for module in self._modules]
         self._plain = [
             (of, name)
@@ -44,18 +40,16 @@ class WatchedWeights:
             for name, value in of.items()
             if not name.startswith("_") and name not in ("training", "forward") and _setting(value) is not None
         ]
-        self._tables = self._tables_now()
-        self._entries = [(table, name) for table in self._tables for name in table]
-        self._containers = [(of, name) for of, name in self._plain if isinstance(of[name], (dict, list, tuple))]
         self.buffers = list(dict.fromkeys(b for b in self._held_buffers() if b is not None and b.numel()))
         """The buffers of the modules."""
-        self._middles = None if may_move else self._views_of_middles()
+        self._counting = [p for p in self._parameters if not p.is_inference()]  # those whose writes are counted
+        held = (*self._parameters, *self.buffers)
+        self._held, self._wrappers = ([t for t in held if is_wrapper(t) is kind] for kind in (False, True))
+        self._where: list[int] = []  # of the parameters that the views belong to
+        self._middles: list[list[torch.Tensor]] = []
         self._checksums: dict[int, tuple[int, float]] = {}  # of buffers: with the number of writes
-        self._noted_flags, self._noted_values = self._flags(), self._values()
-        self._noted_buffers, self._noted_parts, self._noted_modes = self._held_buffers(), self._parts(), self._modes()
-        # attributes: the objects, which are compared first, and what can be compared of them
-        self._noted_objects, self._noted_settings = self._objects(), self._settings()
-        self._noted_insides, self._noted_sizes = self._insides(), self._sizes()
+        self._noted_parts, self._noted_modes, self._noted_settings = self._parts(), self._modes(), self._settings()
+        self._noted_buffers, self._noted_values = self._held_buffers(), self._values()
 
     @classmethod
     def of(cls, roots: Sequence[nn.Module]) -> WatchedWeights:
@@ -64,7 +58,7 @@ class WatchedWeights:
 
     def digest(self) -> str:
         """Of all values, and of the modes."""
-        content = xxhash.xxh3_128(repr([module.training for module in self._modules]).encode())
+        content = xxhash.xxh3_128(repr(self._modes()).encode())
         for tensor in (*self._parameters, *self.buffers):
             content.update(digest_of(tensor).encode())
         return content.hexdigest()
@@ -75,63 +69,50 @@ class WatchedWeights:
         Args:
             settings: whether attributes, hooks and modes count.
         """
-        if settings and not _are_identical(self._parts(), self._noted_parts):
-            return "a module, a hook or a parameter of it has been replaced or removed"
-        if settings and not self._are_attributes_same():
-            return "an attribute of its modules has been changed, or a module, a hook or a parameter has been added"
+        if settings and not (_are_identical(self._parts(), self._noted_parts) and self._are_settings_same()):
+            return "an attribute, a hook or a part of its modules has been changed, added or removed"
         if settings and self._modes() != self._noted_modes:
             return "its modules have been set to another mode (train() or eval())"
-        flags, values = self._flags(), self._values()
-        if flags != self._noted_flags and any(flags):
-            return "a parameter of it is trained again"
-        are_same = values == self._noted_values and flags == self._noted_flags
-        if not are_same or not _are_identical(self._held_buffers(), self._noted_buffers):
-            return "its weights or buffers have been changed"
+        if self._values() != self._noted_values or not _are_identical(self._held_buffers(), self._noted_buffers):
+            return "its weights or buffers have been changed, or are trained again"
         return None
 
-    def _are_attributes_same(self) -> bool:
-        is_same = _are_identical(self._objects(), self._noted_objects) or self._settings() == self._noted_settings
-        return is_same and self._sizes() == self._noted_sizes and self._insides() == self._noted_insides
+    def _are_settings_same(self) -> bool:
+        """Objects are compared first: only what is in containers may change while they are the same."""
+        sizes, values, inside = self._settings()
+        noted_sizes, noted, noted_inside = self._noted_settings
+        are_same = _are_identical(values, noted) or list(map(_setting, values)) == list(map(_setting, noted))
+        return are_same and sizes == noted_sizes and inside == noted_inside
 
-    def _objects(self) -> list[Any]:
-        return [of.get(name) for of, name in self._plain]
-
-    def _settings(self) -> list[Any]:
-        return [_setting(of.get(name)) for of, name in self._plain]
-
-    def _insides(self) -> list[Any]:
-        """What is in containers, which may change while they are the same objects."""
-        return [_setting(of.get(name)) for of, name in self._containers]
-
-    def _sizes(self) -> list[int]:
-        """Numbers of attributes, without `forward`, which is replaced for each call, and of parts and hooks."""
-        return [*(len(of) - ("forward" in of) for of in self._owners), *map(len, self._tables)]
-
-    def _tables_now(self) -> list[Any]:
-        return [of[part] for of in self._owners for part in PARTS]
+    def _settings(self) -> tuple[list[int], list[Any], list[Any]]:
+        """Numbers of attributes (without `forward`, which each call replaces), the plain ones, and what is in them."""
+        values = [of.get(name) for of, name in self._plain]
+        inside = [_setting(value) for value in values if type(value) in (dict, list, tuple)]
+        return [len(of) - ("forward" in of) for of in self._owners], values, inside
 
     def _parts(self) -> list[Any]:
-        return [*self._tables_now(), *[table.get(name) for table, name in self._entries]]
+        tables = [of[part] for of in self._owners for part in PARTS if of[part]]
+        return [*chain.from_iterable(tables), *chain.from_iterable(table.values() for table in tables)]
 
     def _modes(self) -> list[bool]:
         return [of["training"] for of in self._owners]
 
-    def _flags(self) -> list[bool]:
-        return [p.requires_grad for p in self._parameters]
+    def _held_buffers(self) -> list[Any]:
+        return [buffer for of in self._owners for buffer in of["_buffers"].values()]
 
     def _values(self) -> tuple[list[Any], ...]:
-        """Where weights are, how often they were written to, what is in buffers, and one number of each tensor."""
-        middles = self._middles if self._middles is not None else self._views_of_middles()
-        numbers = [torch.cat(views) for views in middles]
+        """Flags of weights, how often they were written to, what is in buffers, and one number of each tensor."""
+        where = [tensor.data_ptr() for tensor in self._held]
+        where += [values_of(tensor)[0].data_ptr() for tensor in self._wrappers]
+        if where != self._where:  # weights may be moved to other memory
+            self._where, self._middles = where, self._views_of_middles()
+        numbers = [torch.cat(views) for views in self._middles]
         return (
-            [] if self._may_move else [p.data_ptr() for p in self._parameters],
+            [p.requires_grad for p in self._parameters],
             [p._version for p in self._counting],
             [self._checksum(buffer) for buffer in self.buffers],
             [(n.nan_to_num() if n.is_floating_point() else n).tolist() for n in numbers],  # NaN equals nothing
         )
-
-    def _held_buffers(self) -> list[Any]:
-        return list(chain.from_iterable(of["_buffers"].values() for of in self._owners))
 
     def _checksum(self, buffer: torch.Tensor) -> float:
         """A number that changes if values change or swap places, as they may in a mask.

@@ -22,17 +22,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Any
 
 import xxhash
 from transformers import TrainerState
 
 from ..cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, CacheCounts
-from ..cache.content_keys import RowKey
 from ..cache.file_store import FileStore
 from ..cache.sharing import node_name
 from ..pipeline.elastic_pipeline import ElasticPipeline
@@ -62,32 +59,6 @@ NOTHING_KEPT = (
     "none of an epoch's samples could be cached (possible reasons: padding on the left where the probed samples had"
     " none; an attention mask that is not [samples, tokens] of 0 and 1; inputs other than tensors)"
 )
-
-
-class CacheState(Enum):
-    """The state of the cache."""
-
-    ON = "on"
-    FIRST_READ = "first read"
-    """On, and the current epoch is the first that reads the newest layers, so it is checked early."""
-    PAUSED = "paused"
-    """Off until more layers are frozen, because loading takes longer than computing."""
-    OFF = "off"
-
-
-@dataclass
-class _Epoch:
-    """The current epoch.
-
-    Attributes:
-        writes: whether outputs stored in this epoch will be read in a later one.
-        is_whole: whether the generation that is being filled has been open since the epoch's first batch.
-        steps: number of steps begun in it.
-    """
-
-    writes: bool = False
-    is_whole: bool = True
-    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,13 +93,10 @@ class AutoCache:
         is_forced: cache even if loading is slower than computing.
         seconds_per_row: forward time per sample (per sequence of it) of each unit, in seconds; None if not measured.
         description: everything that the hidden states depend on besides the weights.
-        current: this training's name in the folder of the store.
         is_shared: whether other trainings may use the store too; then nothing is deleted that they may read.
         rows: a few samples, collated, the same on every process. The frozen layers' outputs for them are part of a
             generation's name.
         epoch_bytes: what a node stores of an epoch behind each unit; empty if that is not known.
-        spread: keys of samples spread over the dataset, and the padded length of the longest of them: they show
-            whether another training has stored this dataset.
         calls_per_sample: number of inputs for each sample of the dataset (two of a pair of sentences).
     """
 
@@ -141,11 +109,9 @@ class AutoCache:
         is_forced: bool,
         seconds_per_row: Sequence[float] | None,
         description: str,
-        current: Path,
         is_shared: bool,
         rows: Mapping[str, Any],
         epoch_bytes: Sequence[int] = (),
-        spread: tuple[Sequence[RowKey], int | None] = ((), None),
         calls_per_sample: int = 1,
     ) -> None:
         self.cache = cache
@@ -157,15 +123,15 @@ class AutoCache:
         """Number of layers that were not run in this training, summed over the samples, on all processes."""
         self.reason_off: str | None = None
         """Why nothing is cached; None if the cache is in use."""
-        self._state = CacheState.ON
+        self._may_pay_later = False  # when more layers are frozen
         self._pipeline, self._mesh, self._store = pipeline, pipeline.mesh, store
         self._allowed = [f for f, reason in reasons.items() if reason is None]
         self._reasons = reasons
         self._is_forced = is_forced
         self._seconds_per_row = seconds_per_row
         self._description = description
-        self._current, self._is_shared = current, is_shared
-        self._epoch_bytes, self._spread = epoch_bytes, spread
+        self._is_shared = is_shared
+        self._epoch_bytes = epoch_bytes
         self._serves_others = False  # whether other trainings may freeze the same layers with the same weights
         self._repeats = True  # whether the epoch's samples may come again
         self._function = FrozenFunction(pipeline, rows)
@@ -173,7 +139,9 @@ class AutoCache:
         self._is_first_here = self._nodes.index(node_name()) == self._mesh.rank
         self._boundary = 0  # number of layers whose outputs are being stored
         self._num_epochs = 0  # number of epochs begun in this `train()`
-        self._epoch = _Epoch()
+        # of the epoch: whether what it stores will be read later, whether what is being filled has been open since its
+        # first batch, and how many steps have begun
+        self._writes, self._is_whole, self._num_steps = False, True, 0
         self._marked = time.monotonic()
         self._in_store = 0  # number of samples at the end of the last epoch
         self._had_rows = False  # whether an earlier epoch has found its samples
@@ -182,7 +150,7 @@ class AutoCache:
 
     @property
     def is_on(self) -> bool:
-        return self._state in (CacheState.ON, CacheState.FIRST_READ)
+        return self.reason_off is None
 
     def describe(self) -> str:
         """Whether frozen layers will be cached, and why not, in words."""
@@ -191,17 +159,18 @@ class AutoCache:
         return "on" if self._is_forced else "auto (used only if faster)"
 
     # ------------------------------------------------------------------------------------ decisions
-    def freeze(self, num_frozen: int, is_start: bool = False) -> str | None:
+    def freeze(self, num_frozen: int, is_start: bool = False, goes_on: bool = False) -> str | None:
         """Start to store the outputs of the frozen layers, after the first `num_frozen` layers have been frozen.
 
         Args:
             num_frozen: number of frozen layers.
             is_start: they were frozen before the first step, so that their weights are those that were loaded.
+            goes_on: the resumed job had these layers cached, so they count as cached if all nodes still have them.
 
         Returns:
             What will be stored, in words, if that is new.
         """
-        if self._state is CacheState.OFF:
+        if not (self.is_on or self._may_pay_later):
             return None
         before = self._boundary
         highest = self._pipeline.current_plan.most_cached_on(self._nodes, num_frozen)
@@ -209,39 +178,41 @@ class AutoCache:
         if not self._allowed:
             self._turn_off(f"the outputs of this model's layers cannot be cached: {self._reasons.get(highest)}")
         elif not boundary:
-            self._say_why_not(num_frozen, highest)
+            if self._mesh.rank == 0:
+                logger.info(
+                    "Nothing is cached yet: of %d frozen layers, at most the first %d can be cached with the current"
+                    " plan, but for this model the output of fewer than %d layers cannot be cached.",
+                    num_frozen,
+                    highest,
+                    min(self._allowed),
+                )
         elif boundary > self._boundary:
             self._boundary = boundary
             self._serves_others = self._is_shared and is_start
-            self._epoch.is_whole &= not self._epoch.steps
-            if self._state is CacheState.PAUSED:  # the weights were not checked while it was paused
-                self._state, self.reason_off = CacheState.ON, None
+            self._is_whole &= not self._num_steps
+            if not self.is_on:  # the weights were not checked in the meantime
+                self.reason_off = None
                 self._function.forget_weights()
-            self._epoch.writes |= self._serves_others and self._repeats
-            self.cache.write(self._epoch.writes)  # it may have been off
+            self._writes |= self._serves_others and self._repeats
+            self.cache.write(self._writes)  # it may have been off
             fingerprint = xxhash.xxh3_128_hexdigest(f"{self._description} {self._function.name(boundary)}".encode())
             # gathering is a barrier as well: nobody writes before all have looked
             exists = all(self._mesh.gather_objects((boundary, fingerprint) in self._store.generations()))
             self.cache.advance(boundary, fingerprint, is_new=not exists)
             self._mark_used()  # an earlier training may have created the generation
             self._pipeline.use_cache(self.cache)
-            if self._is_shared:
-                self._count_what_others_stored()
+            if exists and (self._is_shared or goes_on):  # what is missing of it is noticed as a loss
+                self.num_cached, self._had_rows = boundary, True
+                if self._mesh.rank == 0:
+                    logger.info("The activation cache holds the outputs of the first %d layers already.", boundary)
         # records the weights that this process holds under the plan in force
         self._function.note()
-        if boundary <= before or self.num_cached == boundary or not (self.is_on and self._epoch.writes):
+        if boundary <= before or self.num_cached == boundary or not (self.is_on and self._writes):
             return None
         size = self._epoch_bytes[boundary - 1] if boundary <= len(self._epoch_bytes) else None
         of_epoch = self._store.epoch_in_words(size, is_bound=True)
         first = "layer" if boundary == 1 else f"{boundary} layers"
         return f"The output of the first {first} is stored for later epochs{of_epoch}."
-
-    def resume(self, num_cached: int) -> None:
-        """Count layers as cached, as the resumed job did, if all nodes still have the generation."""
-        self.freeze(num_cached)
-        has_all = self._boundary == num_cached and self.cache.generations[0] in self._store.generations()
-        if all(self._mesh.gather_objects(has_all)):
-            self.num_cached, self._had_rows = num_cached, True
 
     def follow(
         self, num_epochs_begun: int, state: TrainerState, *, may_never_repeat: bool, doubts_weights: bool
@@ -260,43 +231,28 @@ class AutoCache:
         if num_epochs_begun == self._num_epochs:
             if doubts_weights:
                 self.check_weights()
-            self.begin_step()
+            self._begin_step()
             return None
         self._num_epochs = num_epochs_begun
         done = state.epoch or 0.0
         epochs_left = state.num_train_epochs - 1 - math.floor(done + 1e-6)
         # a stream may never start again from the beginning, so its outputs are stored from the second epoch on
-        repeats = num_epochs_begun > 1 or not may_never_repeat
+        self._repeats = num_epochs_begun > 1 or not may_never_repeat
+        wrote, was_whole = self._writes, self._is_whole
+        self._writes, self._num_steps = (epochs_left >= 1 or self._serves_others) and self._repeats, 0
         # the epoch of a stream without a length has no exact fraction: there the Trainer counts by its steps
-        is_whole = num_epochs_begun > 1 or abs(done - round(done)) < 1e-6
-        self._repeats = repeats
-        return self.begin_epoch((epochs_left >= 1 or self._serves_others) and repeats, is_whole)
-
-    def begin_epoch(self, writes: bool, is_whole: bool = True) -> EpochReport | None:
-        """Evaluate the epoch that has ended, and decide for the one that begins.
-
-        Args:
-            writes: whether outputs stored in the new epoch will be read in a later one.
-            is_whole: whether the new epoch begins with its first batch; False if training is resumed within it.
-
-        Returns:
-            The report of the last epoch; None if the cache was not in use.
-        """
-        last, self._epoch = self._epoch, _Epoch(writes, is_whole)
-        if self._state is CacheState.FIRST_READ:
-            self._state = CacheState.ON
-        self.cache.write(writes)
+        self._is_whole = num_epochs_begun > 1 or abs(done - round(done)) < 1e-6
+        self.cache.write(self._writes)
         self.cache.read_all()
         self.check_weights()
-        if not self.is_on or not self._boundary:
-            return None
+        return self._end_epoch(wrote, was_whole) if self.is_on and self._boundary else None
+
+    def _end_epoch(self, wrote: bool, was_whole: bool) -> EpochReport | None:
+        """Draw the consequences of the epoch that has ended, and return its report; None if nothing was looked up."""
         report = self.epoch_report()
         counts = report.counts
-        if (
-            last.writes
-            and last.is_whole
-            and not (counts.found or counts.stored or counts.present or counts.dropped or report.failure)
-        ):
+        was_used = counts.found or counts.stored or counts.present or counts.dropped or report.failure
+        if wrote and was_whole and not was_used:
             self._turn_off(NOTHING_KEPT)
         if not counts.rows:
             return None
@@ -307,26 +263,25 @@ class AutoCache:
             self._miss_all(counts)
         elif self._slow_epochs >= SLOW_EPOCHS:
             self._turn_off_as_slow(counts.load_seconds / counts.found)
-        elif self.num_cached < self._boundary and last.is_whole and _is_filled(counts):
-            self._count_as_cached()
-        elif writes and report.is_full and len(self.cache.generations) > 1:
+        elif self.num_cached < self._boundary and was_whole and _is_filled(counts):
+            if self._is_forced or self._pays():
+                self.num_cached = self._boundary
+                self._release_generations(self.cache.forget(keep=1))
+        elif self._writes and report.is_full and len(self.cache.generations) > 1:
             # no space for two generations: remove the one of fewer layers, and refill the store in the next epoch
             self.num_cached = self._in_store = 0
-            older = self.cache.forget(keep=1)
-            self._release_generations(older)
+            self._release_generations(self.cache.forget(keep=1))
             self.cache.resume_writing()
         self._had_rows |= counts.found >= HARDLY_ANY * counts.rows
         return report
 
-    def begin_step(self) -> None:
+    def _begin_step(self) -> None:
         """Check early whether the first epoch that reads finds anything."""
-        self._epoch.steps += 1
+        self._num_steps += 1
         if time.monotonic() - self._marked > SECONDS_BETWEEN_MARKS:
             self._mark_used()
-        if self._state is CacheState.FIRST_READ and self._epoch.steps == EARLY_STEPS + 1:
-            self._state = CacheState.ON
-            everyone = self._mesh.gather_objects(self.cache.counts)
-            counts = reduce(add, everyone)
+        if self.num_cached and not self._had_rows and self._num_steps == EARLY_STEPS + 1:
+            counts = reduce(add, self._mesh.gather_objects(self.cache.counts))
             if counts.rows and not counts.found:
                 self._turn_off(_changing(counts))
 
@@ -364,42 +319,19 @@ class AutoCache:
             self._warned.add(message)
             logger.warning(message, *values)
 
-    def _count_as_cached(self) -> None:
-        if not self._is_forced and not self._pays():
-            return
-        self.num_cached = self._boundary
-        self._state = CacheState.FIRST_READ
-        older = self.cache.forget(keep=1)
-        self._release_generations(older)
-
-    def _count_what_others_stored(self) -> None:
-        """Count the layers as cached at once, if another training has stored nearly all samples of this dataset."""
-        everyone = self._mesh.gather_objects(self.cache.look_for(*self._spread))
-        if min(share for share, _ in everyone) < ENOUGH:
-            return
-        loading = max(seconds for _, seconds in everyone)
-        if not self._is_forced and not self._is_worth(loading):
-            self._turn_off_as_slow(loading)
-            return
-        self.num_cached, self._had_rows = self._boundary, True
-        if self._mesh.rank == 0:
-            logger.info(
-                "The activation cache holds the outputs of the first %d layers for this dataset already.",
-                self._boundary,
-            )
-
     def _pays(self) -> bool:
-        loading = [seconds for seconds in self._mesh.gather_objects(self.cache.time_reading()) if seconds is not None]
-        if not loading or self._is_worth(max(loading)):
+        """Whether loading is enough faster than computing, if both can be measured; otherwise the cache goes off."""
+        measured = self._mesh.gather_objects(self.cache.time_reading())
+        loading = max((seconds for seconds in measured if seconds is not None), default=None)
+        if loading is None or self._seconds_per_row is None:
             return True
-        self._turn_off_as_slow(max(loading))
+        # beside it, at least the first stage's other units run on an accelerator; a CPU loads with the same cores
+        units = slice(self._boundary, self._pipeline.current_plan.stage_bounds[1])
+        beside = 0.0 if self._pipeline.device.type == "cpu" else sum(self._seconds_per_row[units])
+        if is_worth_loading(loading, self._seconds_of_computing, beside):
+            return True
+        self._turn_off_as_slow(loading)
         return False
-
-    def _is_worth(self, loading: float) -> bool:
-        """Whether loading a sample in so many seconds is enough faster than computing it, if that was measured."""
-        return self._seconds_per_row is None or is_worth_loading(
-            loading, self._seconds_of_computing, self._seconds_beside_loading
-        )
 
     def _is_slow(self, counts: CacheCounts) -> bool:
         """Whether computing the outputs for the epoch's samples would have been faster than loading them.
@@ -417,18 +349,6 @@ class AutoCache:
         """Time to compute one sample's output of the layers up to the boundary, in seconds."""
         assert self._seconds_per_row is not None
         return sum(self._seconds_per_row[: self._boundary])
-
-    @property
-    def _seconds_beside_loading(self) -> float:
-        """Time of one sample's step in which the host is free to load the next batch, in seconds.
-
-        At least the forward pass of the first stage's other units, if an accelerator computes them. A CPU is not free:
-        it loads with the same cores.
-        """
-        if self._pipeline.device.type == "cpu":
-            return 0.0
-        assert self._seconds_per_row is not None
-        return sum(self._seconds_per_row[self._boundary : self._pipeline.current_plan.stage_bounds[1]])
 
     def _turn_off_as_slow(self, loading: float) -> None:
         self._turn_off(
@@ -470,16 +390,6 @@ class AutoCache:
             if changed is not None:
                 self._turn_off(changed, are_wrong=True)
 
-    def _say_why_not(self, num_frozen: int, highest: int) -> None:
-        if self._mesh.rank == 0:
-            logger.info(
-                "Nothing is cached yet: of %d frozen layers, at most the first %d can be cached with the current plan,"
-                " but for this model the output of fewer than %d layers cannot be cached.",
-                num_frozen,
-                highest,
-                min(self._allowed),
-            )
-
     def _turn_off(self, reason: str, may_pay_later: bool = False, are_wrong: bool = False) -> None:
         """Turn the cache off for good, or until more layers are frozen.
 
@@ -489,7 +399,7 @@ class AutoCache:
             are_wrong: the stored outputs may be wrong; delete them even if other trainings share the store.
         """
         self.reason_off = reason
-        self._state = CacheState.PAUSED if may_pay_later else CacheState.OFF
+        self._may_pay_later = may_pay_later
         self.num_cached = self._in_store = 0
         self.cache.write(False)
         self.cache.flush()
@@ -545,7 +455,7 @@ class AutoCache:
             What has become of the store, for a message.
         """
         self.cache.stop_writing(OSError("the training was interrupted"))
-        folder = self._current.parent
+        folder = self._store.folder
         if not folder.is_dir():
             return ""
         if is_resumable or self._is_shared:

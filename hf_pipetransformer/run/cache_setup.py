@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+import logging
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,13 @@ from torch import nn
 
 from ..cache.activation_cache import ActivationCache
 from ..cache.activation_files import FORMAT_VERSION
-from ..cache.cache_probe import probe_boundaries, varied_samples
-from ..cache.content_keys import RowKey, padded_length, row_keys, sequences_per_sample
+from ..cache.cache_probe import probe_boundaries
+from ..cache.content_keys import sequences_per_sample
 from ..cache.file_store import FileStore
+from ..cache.probe_batches import varied_samples
 from ..cache.sharing import node_name
 from ..data.numbered_batches import NumberedBatches, TrainingBatches
+from ..logs import log_once
 from ..model.layer_stack import LayerStack
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, batch_rows
@@ -36,19 +38,16 @@ from .cache_control import HARDLY_ANY, AutoCache
 from .job import TrainingJob
 from .probing import SampleCollator, calls_of_loss
 
+logger = logging.getLogger(__name__)
+
 SAMPLES_TO_PROBE = 32
-"""Number of samples from which those are chosen that probe whether frozen layers can be cached.
-
-All of them are looked for in a store that other trainings have filled.
-"""
+"""Number of samples from which those are chosen that probe whether frozen layers can be cached."""
 
 
-class UnusableFolderError(ValueError):
-    """Raised if the folder of the cache cannot be written to, or its disk is full."""
-
-
-def check_folder(job: TrainingJob, data: TrainingBatches, unit_costs: Sequence[UnitCost], generations: Path) -> None:
-    """Check that the cache's folder can be written to, and has space. Collective over all processes.
+def check_folder(
+    job: TrainingJob, data: TrainingBatches, unit_costs: Sequence[UnitCost], generations: Path
+) -> str | None:
+    """Return why the cache's folder cannot be used, or None. Collective over all processes.
 
     Args:
         job: the training job.
@@ -57,18 +56,20 @@ def check_folder(job: TrainingJob, data: TrainingBatches, unit_costs: Sequence[U
         generations: a file in the folder.
 
     Raises:
-        UnusableFolderError: it cannot, or has not. Every process raises it.
+        ValueError: it cannot be used, with `activation_cache="on"`; or others may write to it. All processes raise it.
     """
-    store, mesh = FileStore(generations.parent, user=generations.stem), job.mesh
+    store, mesh, args = FileStore(generations.parent, user=generations.stem), job.mesh, job.args
     nodes: list[str] = mesh.gather_objects(node_name())
     needed = max(epoch_bytes(job, data, unit_costs, nodes), default=None)
-    found = _trouble_with(store, generations.parent, needed) if nodes.index(node_name()) == mesh.rank else None
+    found = _trouble_with(store, needed) if nodes.index(node_name()) == mesh.rank else None
     trouble = next(filter(None, mesh.gather_objects(found)), None)
-    if trouble is not None:
-        raise UnusableFolderError(
-            f"activation_cache_dir: {trouble}. Set activation_cache_dir to a folder that can be written to, on a disk"
-            " with enough space, or set activation_cache='off'."
-        )
+    if trouble is None:
+        return None
+    why, must_end = trouble
+    if args.activation_cache == "on" or (must_end and args.activation_cache_dir is not None):
+        raise ValueError(why)
+    log_once(logger, logging.WARNING, "The activation cache is off: %s", why)
+    return why
 
 
 def epoch_bytes(
@@ -82,41 +83,46 @@ def epoch_bytes(
     return [len(data.dataset) * unit.boundary_bytes // half // len(set(nodes)) for unit in unit_costs[:-1]]
 
 
-def _trouble_with(store: FileStore, folder: Path, needed: int | None) -> str | None:
-    """Why a store is of no use, or None."""
-    unwritable = store.why_unwritable()
+def _trouble_with(store: FileStore, needed: int | None) -> tuple[str, bool] | None:
+    """Why a store is of no use, and whether others could write to it; or None."""
+    folder, refusal = store.folder, store.why_refused()
+    if refusal is not None:
+        return (
+            f"activation_cache_dir: the folder {folder} cannot be used for the activation cache: {refusal}. Set"
+            " activation_cache_dir to a folder that only you can write to (chmod go-w), or to one that does not exist"
+            " yet.",
+            True,
+        )
+    unwritable, usable = store.why_unwritable(), store.usable_bytes()
     if unwritable is not None:
-        return f"the folder {folder} of the activation cache cannot be written to ({unwritable})"
-    usable = store.usable_bytes()
-    if usable is None or usable > HARDLY_ANY * (needed or 1):
+        why = f"the folder {folder} of the activation cache cannot be written to ({unwritable})"
+    elif usable is None or usable > HARDLY_ANY * (needed or 1):
         return None
-    wanted = f"; frozen layers' outputs for all samples need up to {needed / MIB:,.1f} MiB" if needed else ""
-    return f"the disk of the activation cache's folder {folder} is full ({usable / MIB:,.1f} MiB may be used{wanted})"
+    else:
+        wanted = f"; frozen layers' outputs for all samples need up to {needed / MIB:,.1f} MiB" if needed else ""
+        room = f"{usable / MIB:,.1f} MiB may be used{wanted}"
+        why = f"the disk of the activation cache's folder {folder} is full ({room})"
+    remedy = "Set activation_cache_dir to a folder that can be written to, on a disk with enough space, or set"
+    return f"activation_cache_dir: {why}. {remedy} activation_cache='off'.", False
 
 
 def make_cache(
-    job: TrainingJob,
     pipeline: ElasticPipeline,
+    times: ModelTimes | None,
+    job: TrainingJob,
     data: TrainingBatches,
     unit_costs: Sequence[UnitCost],
-    times: ModelTimes | None,
     generations: Path,
     most: int | None = None,
 ) -> AutoCache:
     """Create the cache, which is off for layers whose outputs must not be cached. Collective over all processes.
 
     Args:
-        job: the training job.
         pipeline: runs the model, which is complete.
-        data: the training batches.
-        unit_costs: costs of the model's units.
         times: times of the model's units, if they were measured.
+        job, data, unit_costs: as for `check_folder`.
         generations: this training's name in the folder of the store.
         most: number of layers that will be frozen at most, if it is known; keys have only what these read.
-
-    Raises:
-        ValueError: users other than this one can write to the cache's folder in `activation_cache_dir`, or the user
-            has made it.
     """
     args, trainer, runner = job.args, job.trainer, pipeline.stack.runner
     assert pipeline.freezable is not None
@@ -138,8 +144,7 @@ def make_cache(
     if not runner.takes_batch:
         of_calls = LossCalls(job, pipeline.stack, collate, loss_of)
         collate, loss_of = of_calls.first_call, of_calls.loss_of
-    spread = data.spread_rows(SAMPLES_TO_PROBE)
-    samples = varied_samples(spread, collate)
+    samples = varied_samples(data.spread_rows(SAMPLES_TO_PROBE), collate)
     if not runner.takes_batch:
         why_not, calls_per_sample = of_calls.examine(samples)
     probe = partial(
@@ -155,7 +160,7 @@ def make_cache(
     keeps_padding = False
     with trainer.compute_loss_context_manager():
         trial = probe()
-        if any(verdict.reads_padding for verdict in trial.verdicts):
+        if all(verdict.slot is None for verdict in trial.verdicts):  # perhaps something reads the padding
             with_padding = probe(keeps_padding=True)
             keeps_padding = any(verdict.slot is not None for verdict in with_padding.verdicts)
             trial = with_padding if keeps_padding else trial
@@ -176,16 +181,6 @@ def make_cache(
     for reason in mesh.gather_objects({v.num_frozen: v.reason for v in verdicts}):
         reasons = {f: reasons.get(f) or reason[f] for f in reason}
     store = FileStore(generations.parent, user=generations.stem)
-    refusal = next(filter(None, mesh.gather_objects(store.why_refused())), None)
-    if refusal is not None and args.activation_cache_dir is not None:
-        raise ValueError(
-            f"activation_cache_dir: the folder {generations.parent} cannot be used for the activation cache:"
-            f" {refusal}. Set activation_cache_dir to a folder that only you can write to (chmod go-w), or to one that"
-            " does not exist yet."
-        )
-    if refusal is not None:
-        why = f"the folder {generations.parent} cannot be used: {refusal}"
-        reasons = {f: reasons[f] or why for f in reasons}
     store.limit(args.activation_cache_max_gib)
     storage_dtype = CACHE_DTYPES[args.activation_cache_dtype]
     cache = ActivationCache(
@@ -199,7 +194,6 @@ def make_cache(
         keeps_padding,
     )
     description = f"{describe_model(pipeline.model, job.mixed_precision)} {storage_dtype}"
-    is_shared = job.shares_store
     return AutoCache(
         pipeline,
         cache,
@@ -209,12 +203,10 @@ def make_cache(
         seconds_per_row=[unit.forward.per_row / sequences for unit in times.units] if times is not None else None,
         # that of process 0: values without a fixed text representation differ between processes
         description=mesh.gather_objects(description)[0],
-        current=generations,
-        is_shared=is_shared,
+        is_shared=job.shares_store,
         rows=mesh.gather_objects(rows if mesh.rank == 0 else {})[0],
         epoch_bytes=epoch_bytes(job, data, unit_costs, mesh.gather_objects(node_name())),
         calls_per_sample=calls_per_sample,
-        spread=_keys_of(spread, collate, not_in_keys, keeps_padding) if is_shared and slots else ((), None),
     )
 
 
@@ -292,26 +284,6 @@ class LossCalls:
             return self._loss_of(self._batch)
         finally:
             hook.remove()
-
-
-def _keys_of(
-    samples: Sequence[Any],
-    collate: Callable[[Sequence[Any]], Batch],
-    ignored: Collection[str],
-    keeps_padding: bool,
-) -> tuple[list[RowKey], int | None]:
-    """Return the key of each sample, and the padded length of the longest; no keys if one of them has none."""
-    keys: list[RowKey] = []
-    lengths: list[int | None] = []
-    for sample in samples:
-        batch = collate([copy.copy(sample)])
-        of_batch = row_keys(batch, ignored, keeps_padding)
-        if of_batch is None:
-            return [], None
-        keys += of_batch
-        lengths.append(padded_length(batch, ignored))
-    known = [length for length in lengths if length is not None]
-    return (keys, max(known, default=None)) if len(known) in (0, len(lengths)) else ([], None)
 
 
 def describe_model(model: nn.Module, precision: str) -> str:

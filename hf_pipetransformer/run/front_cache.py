@@ -58,7 +58,7 @@ MOST_OF_IT = 0.25
 """Share of the forward pass from which on a part of a frozen module that is stored goes for the module, in the log."""
 MOST_OPENED = 3
 """Number of times that it is looked for in the parts of modules that cannot be stored as a whole."""
-ENTRIES_VERSION = 3
+ENTRIES_VERSION = 4
 """Of what an entry of the store consists of."""
 MOST_SEARCHES = 5
 """Number of times that the front is looked for: with each change of `requires_grad`."""
@@ -193,7 +193,7 @@ class _Calls:
         self._flags: list[bool] | None = None  # those for which the front was looked for
         self._front: FrozenFront | None = None
         self._weights: WatchedWeights | None = None
-        self._entries: dict[frozenset[str], FrontEntries] = {}
+        self._entries: FrontEntries | None = None
         self._existed = False  # what is stored, before this training began to store
         self._is_decided, self._share = False, 0.0  # its share of the forward pass
         # what was counted in the epoch, with the forward passes that were not run, and what of the present front
@@ -240,12 +240,12 @@ class _Calls:
 
     def try_loss(self, batch: Batch) -> None:
         """Find out on a batch whether the loss reads padding in what the model returns, if that must be known."""
-        front = self._front
-        if front is None or not front.awaits_loss or self._flags != self._flags_now() or not may_have_padding(batch):
+        trial = None if self._front is None else self._front.trial
+        if trial is None or not trial.awaits_loss or self._flags != self._flags_now() or not may_have_padding(batch):
             return
         self._is_trying = True
         try:
-            front.try_loss(partial(self._loss_of, batch))
+            trial.try_loss(partial(self._loss_of, batch))
         finally:
             self._is_trying = False
 
@@ -267,7 +267,8 @@ class _Calls:
         if flags == self._flags and self._front is None:
             return forward(*args, **kwargs)
         inputs: Batch = in_new_containers(dict(named_inputs(self._model, args, kwargs)))
-        run = partial(forward, *args, **kwargs)
+        run: Callable[[], Any] = partial(forward, *args, **kwargs)
+        run_on: Callable[[Batch], Any] = lambda batch: forward(**batch)  # noqa: E731
         if self._is_trying:  # the model is left as it was found, so that no front can be opened or closed here
             assert self._front is not None
             if flags != self._flags:
@@ -285,7 +286,7 @@ class _Calls:
                     )
             self._flags, self._has_looked = flags, True
             is_useful = self.writes and not all(flags) and self._num_searches < MOST_SEARCHES
-            return self._look_for_front(inputs, run, forward) if is_useful else run()
+            return self._look_for_front(inputs, run, run_on) if is_useful else run()
         assert self._front is not None and self._weights is not None
         changed = self._weights.what_changed()
         if changed is not None:
@@ -296,7 +297,8 @@ class _Calls:
         except OtherCallsError as error:
             self._turn_off(str(error), is_wrong=True)
             return run()
-        failure = next((entries.failure for entries in self._entries.values() if entries.failure is not None), None)
+        assert self._entries is not None
+        failure = self._entries.failure
         if self._front.trouble is not None or (failure is not None and not self._existed):
             is_wrong = self._front.trouble is not None
             self._turn_off(self._front.trouble or f"it cannot be stored ({failure})", is_wrong)
@@ -308,7 +310,7 @@ class _Calls:
             self._turn_off("none of the samples was found: their inputs change from epoch to epoch, or their padding")
         return output
 
-    def _look_for_front(self, inputs: Batch, run: Callable[[], Any], forward: Callable[..., Any]) -> Any:
+    def _look_for_front(self, inputs: Batch, run: Callable[[], Any], run_on: Callable[[Batch], Any]) -> Any:
         device = self._job.device
         self._num_searches += not self._num_opened
         before, everything = torch_states(), WatchedWeights.of(list(frozen_modules(self._model).values()))
@@ -326,18 +328,18 @@ class _Calls:
             return output
         if self._is_training:
             self._say_why_not(found)
-        if not any(module.needed for module in found.modules) or everything.what_changed(settings=False) is not None:
+        if not any(found.needed.values()) or everything.what_changed(settings=False) is not None:
             return output
-        modules = [self._model.get_submodule(module.name) for module in found.modules]
+        modules = list(map(self._model.get_submodule, found.needed))
         self._weights = WatchedWeights.of(modules)
         self._entries = self._entries_of(found)
-        self._existed = all(entries.exists for entries in self._entries.values())
+        self._existed = self._entries.exists
         self._reads = self._existed
         storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
         self._expected_in = self.epoch + (1 if self._begun < 0.5 else 2)  # half an epoch tells nothing
         self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype)
         self._of_front = CacheCounts()
-        if self._is_of_samples(front, inputs, found, forward):
+        if self._is_of_samples(front, inputs, found, run_on):
             front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self.writes)
             front.share = 0.0  # the search takes time itself
         else:
@@ -346,7 +348,7 @@ class _Calls:
         return output
 
     def _is_of_samples(
-        self, front: FrozenFront, inputs: Batch, found: FoundFront, forward: Callable[..., Any]
+        self, front: FrozenFront, inputs: Batch, found: FoundFront, run_on: Callable[[Batch], Any]
     ) -> bool:
         """Whether what the front returns for a sample depends on it alone, by a trial that leaves all as it was."""
         trainer = self._job.trainer
@@ -358,7 +360,7 @@ class _Calls:
         may_cut &= self._is_training
         before = torch_states()
         try:
-            return front.is_of_samples(inputs, found.calls, lambda batch: forward(**batch), only_loss, may_cut)
+            return front.trial.is_of_samples(inputs, found.calls, run_on, may_cut)
         except Exception:  # out of memory, perhaps
             logger.debug("The front could not be tried.", exc_info=True)
             set_torch_states(before)
@@ -366,7 +368,7 @@ class _Calls:
 
     def _say_why_not(self, found: FoundFront) -> None:
         """Say of the largest modules that are frozen, and not stored, not even for the most part, why."""
-        stored = [module.name for module in found.modules] if found.share >= MOST_OF_IT else []
+        stored = list(found.needed) if found.share >= MOST_OF_IT else []
         said: list[str] = []
         for name, why in sorted({**self._why_not, **found.why_not}.items()):
             inside = f"{name}."
@@ -375,19 +377,14 @@ class _Calls:
                 self._say(f"{name} is frozen, but computed in each epoch: {why}.")
         self._why_not = {}
 
-    def _entries_of(self, found: FoundFront) -> dict[frozenset[str], FrontEntries]:
+    def _entries_of(self, found: FoundFront) -> FrontEntries:
         assert self._weights is not None
         job = self._job
         self._store.limit(job.args.activation_cache_max_gib)
         described = describe_model(self._model, job.mixed_precision)
         about = f"{described} {self._is_training} {job.args.activation_cache_dtype} {self._weights.digest()}"
-        opened = {}
-        for reads in {module.reads for module in found.modules if module.needed}:
-            stored = [(module.name, module.needed) for module in found.modules if module.reads == reads]
-            content = f"{ENTRIES_VERSION} {about} {sorted(reads)} {stored} {[m.name for m in found.modules]}"
-            name = xxhash.xxh3_128_hexdigest(content.encode())
-            opened[reads] = FrontEntries(self._store, len(found.modules), name)
-        return opened
+        content = f"{ENTRIES_VERSION} {about} {sorted(found.reads)} {found.needed}"
+        return FrontEntries(self._store, len(found.needed), xxhash.xxh3_128_hexdigest(content.encode()))
 
     # ------------------------------------------------------------------------------------ decisions
     def _decide(self) -> None:
@@ -434,9 +431,9 @@ class _Calls:
                     f"The output of {_described(self._model, front.found)} was read{where} for"
                     f" {counts.layers_skipped} of {counts.rows} samples."
                 )
-        for entries in self._entries.values():
-            entries.close(deletes)
-        self._front, self._weights, self._entries, self._is_decided = None, None, {}, False
+        if self._entries is not None:
+            self._entries.close(deletes)
+        self._front, self._weights, self._entries, self._is_decided = None, None, None, False
 
     def _say(self, text: str) -> None:
         tell(logger, self._job.args, text)
@@ -444,5 +441,5 @@ class _Calls:
 
 def _described(model: nn.Module, found: FoundFront) -> str:
     """The outermost modules with the front's in them, in words."""
-    names = [module.name for module in found.modules]
+    names = list(found.needed)
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} modules)"

@@ -10,15 +10,15 @@ hook. The outputs do, if they change for these samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import xxhash
 from torch import nn
 
-from ..cache.cache_probe import SAME
-from ..model.nested import on_device
+from ..cache.comparing import SAME
+from ..model.nested import are_close, on_device
 from ..model.watched_weights import WatchedWeights, digest_of
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.prediction import outputs_of_frozen
@@ -46,7 +46,7 @@ class FrozenFunction:
         self._rows = on_device(rows, pipeline.device)
         self._boundary = 0
         self._digests: dict[str, str] = {}  # weight name -> digest
-        self._outputs: list[torch.Tensor] = []  # some values of each output for the samples, since opening
+        self._outputs: list[torch.Tensor] = []  # some values of each for the samples, since opening
         self._num_looks = 0
         self._watched: WatchedWeights | None = None  # what this process holds of it
         self._are_settings_known = True  # False: they change without changing the outputs
@@ -67,17 +67,15 @@ class FrozenFunction:
         names = pipeline.stack.owned(0, boundary)
         mine = {name: self._digests.get(name) or digest_of(table[name]) for name in stage.names if name in names}
         buffers = [digest_of(buffer) for buffer in self._watch().buffers]
-        outputs = self._run(boundary, seed=0) or ()
-        here = (mine, buffers, [digest_of(output) for output in outputs], [_some_numbers(o) for o in outputs])
+        here = (mine, buffers, self._run(boundary, seed=0) or ())
         everyone = pipeline.mesh.gather_objects(here)
         for weights, *_ in everyone:
             self._digests.update(weights)
         # the stages of the first pipeline, in order; the last frozen unit is on one of them
         of_first = [everyone[rank] for rank in pipeline.current_plan.ranks_of_pipeline(0)]
-        digests = [digest for _, _, found, _ in of_first for digest in found]
-        self._outputs = [numbers for *_, found in of_first for numbers in found]
+        self._outputs = [output for *_, outputs in of_first for output in outputs]
         of_weights = [f"{name} {self._digests[name]}" for name in sorted(names)]
-        content = [str(boundary), *of_weights, *of_first[0][1], *digests]
+        content = [str(boundary), *of_weights, *of_first[0][1], *map(digest_of, self._outputs)]
         return xxhash.xxh3_128_hexdigest("\n".join(content).encode())
 
     def note(self) -> None:
@@ -94,7 +92,9 @@ class FrozenFunction:
         self._are_settings_known &= self.looks_same() or not weights_hold
         # with another seed each time, because frozen layers must not depend on random numbers
         outputs = self._run(self._boundary, seed=self._num_looks)
-        outputs_hold = outputs is None or _are_same([_some_numbers(output) for output in outputs], self._outputs)
+        outputs_hold = outputs is None or all(
+            are_close(output, noted, SAME, SAME) for output, noted in zip(outputs, self._outputs, strict=True)
+        )
         votes = self._pipeline.mesh.gather_objects((weights_hold, outputs_hold))
         if not all(weights for weights, _ in votes):
             return OTHER_WEIGHTS
@@ -104,9 +104,11 @@ class FrozenFunction:
         """Whether a cheap check finds no change. Not collective."""
         return self._watched is None or self._watched.what_changed(settings=self._are_settings_known) is None
 
-    def _run(self, boundary: int, seed: int) -> tuple[torch.Tensor, ...] | None:
+    def _run(self, boundary: int, seed: int) -> list[torch.Tensor] | None:
         running = self._pipeline.running
-        return outputs_of_frozen(running.stage, running.messages, self._rows, boundary, seed)
+        outputs = outputs_of_frozen(running.stage, running.messages, self._rows, boundary, seed)
+        some = [output.flatten()[:: 1 + output.numel() // MOST_NUMBERS] for output in outputs or ()]
+        return None if outputs is None else [numbers.cpu() for numbers in some]
 
     def _watch(self) -> WatchedWeights:
         """Watch frozen layers, and modules with frozen parameters of their own."""
@@ -121,23 +123,4 @@ class FrozenFunction:
             for module in stack.model.modules()
             if module in layers or any(id(p) in frozen for p in module.parameters(recurse=False))
         ]
-        return WatchedWeights(holders, here, may_move=True)
-
-
-def _some_numbers(output: torch.Tensor) -> torch.Tensor:
-    flat = output.detach().reshape(-1)
-    if flat.numel() > MOST_NUMBERS:
-        flat = flat[torch.linspace(0, flat.numel() - 1, MOST_NUMBERS, dtype=torch.float64, device=flat.device).long()]
-    return flat.double().cpu()
-
-
-def _are_same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Whether values differ by no more than is accepted if the same kernels run on the same shapes."""
-    return len(actual) == len(expected) and all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=SAME * _largest(b), equal_nan=True)
-        for a, b in zip(actual, expected, strict=True)
-    )
-
-
-def _largest(values: torch.Tensor) -> float:
-    return float(values.nan_to_num(posinf=0.0, neginf=0.0).abs().max()) if values.numel() else 0.0
+        return WatchedWeights(holders, here)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ..data.numbered_batches import TrainingBatches
-from ..logs import log_once
 from ..model.loss_scaling import LossReduction
 from ..planning.layout import Layout
 from ..planning.planner import Planner
@@ -25,7 +24,7 @@ from ..randomness import generators_kept
 from ..token_slices.slice_timeline import SlicePlan
 from ..token_slices.token_schedule import Slicing
 from .cache_control import AutoCache
-from .cache_setup import UnusableFolderError, check_folder, make_cache
+from .cache_setup import check_folder, make_cache
 from .consistency import check_same_size
 from .cutting import CutModel, make_planner, time_model
 from .evaluation import FindUnits
@@ -126,15 +125,11 @@ def find_cache(
                 " without the cache."
             )
         return why
-    try:
-        check_folder(job, data, costs, generations)
-    except UnusableFolderError as error:
-        if must:
-            raise
-        log_once(logger, logging.WARNING, "The activation cache is off: %s", error)
-        return str(error)
+    why = check_folder(job, data, costs, generations)
+    if why is not None:
+        return why
     with generators_kept(job.trainer, job.model):
-        return make_cache(job, pipeline, data, costs, found.times, generations, most)
+        return make_cache(pipeline, found.times, job, data, costs, generations, most)
 
 
 def first_layout(planner: Planner, kept: Mapping[str, Any], num_frozen: int) -> tuple[Layout, bool]:

@@ -309,7 +309,7 @@ class PipelineRun(TrainerCallback):
             data.keep_order(int(trainer.state.epoch), **kept["order"])
         if self.cache is not None and layout.num_frozen_layers:
             if layout.num_cached_layers:
-                self.cache.resume(layout.num_cached_layers)
+                self.cache.freeze(layout.num_cached_layers, goes_on=True)
             self.log.tell(self.cache.freeze(layout.num_frozen_layers))
         return pipeline
 

@@ -174,16 +174,16 @@ def with_mixed_inputs() -> Case:
     return case
 
 
-PADDING, LENGTH = "padding reaches real tokens in layer", "hidden state depends on the padded length"
-LOSS = "the loss depends on the hidden state of padding"
+PADDING, LENGTH = "padding, random numbers, a call counter", "hidden state depends on the padded length"
+LOSS = "the loss differs"
 LABELS = "labels or a decoder's inputs change the hidden state"
 
 REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "another order of dimensions": (lambda: zoo("xlnet"), r"shape \[9, 4, 16\], not \[4 samples, 9 tokens"),
-    "left, absolute positions": (lambda: zoo("bert-classification", collate=padding("left")), LOSS),
+    "left, absolute positions": (lambda: zoo("bert-classification", collate=padding("left")), LENGTH),
     "multiplies by the length": (lambda: third(lambda hidden: hidden * hidden.shape[1]), LENGTH),
     "draws": (lambda: third(drop_always), "random numbers, a call counter or training mode change"),
-    "other samples": (lambda: third(lambda hidden: hidden - hidden[:, :1].mean(0)), "depends on the other samples"),
+    "other samples": (lambda: third(lambda hidden: hidden - hidden[:, :1].mean(0)), "on the other samples in"),
     "averages tokens": (lambda: third(lambda hidden: hidden + hidden.mean(1, keepdim=True)), PADDING),
     "a loss over padding": (answers, LOSS),
     "a loss of mixed inputs": (with_mixed_inputs, ""),

@@ -13,9 +13,10 @@ from transformers import BatchEncoding
 
 from hf_pipetransformer.cache.content_keys import (
     KEYS_NAME,
+    NOT_IN_KEYS,
     KeyingCollator,
-    content_keys,
     pop_keys,
+    row_keys,
 )
 from hf_pipetransformer.model.micro_batch import slice_rows
 
@@ -36,6 +37,11 @@ def padded(rows: list[list[int]], *, length: int = 0, pad: int = 0, side: str = 
         "token_type_ids": torch.tensor([place([0] * len(row), 0) for row in rows]),
         "labels": torch.arange(len(rows)) % 2,
     }
+
+
+def content_keys(batch, ignored=NOT_IN_KEYS) -> list[bytes] | None:
+    keys = row_keys(batch, ignored)
+    return None if keys is None else [key.digest for key in keys]
 
 
 def keys_of(*arguments, **options) -> list[bytes]:

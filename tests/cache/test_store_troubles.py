@@ -30,7 +30,7 @@ from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache import writing
 from hf_pipetransformer.cache.activation_files import FileReader, FileWriter
 from hf_pipetransformer.cache.sharing import STORE
-from hf_pipetransformer.run import cache_control
+from hf_pipetransformer.run import cache_control, cache_setup
 from hf_pipetransformer.run.run import PipelineRun
 
 
@@ -43,7 +43,7 @@ def warnings_of_the_cache() -> list[str]:
             if record.levelno >= logging.WARNING:
                 messages.append(record.getMessage())
 
-    for name in (cache_control.__name__, writing.__name__, PipelineRun.__module__):
+    for name in (cache_control.__name__, cache_setup.__name__, writing.__name__, PipelineRun.__module__):
         logging.getLogger(name).addHandler(Handler())
     return messages
 
