@@ -176,7 +176,9 @@ def _parts_of(one: Any) -> list[Any]:
         return [v for module in one.modules() for name, v in vars(module).items() if not name.startswith("_")]
     parts = gc.get_referents(one)
     if isinstance(one, FunctionType):
-        parts = [part for part in parts if part is not one.__globals__ and part is not one.__builtins__]
+        parts = [
+            part for part in parts if part is not one.__globals__ and part is not one.__globals__.get("__builtins__")
+        ]
         return parts + [one.__globals__.get(name) for name in one.__code__.co_names if _is_of_user(one)]
     of_class = [value for cls in type(one).__mro__ for value in vars(cls).values()]
     attributes = getattr(one, "__dict__", None)

@@ -125,9 +125,9 @@ def find_cache(
                 " without the cache."
             )
         return why
-    why = check_folder(job, data, costs, generations)
-    if why is not None:
-        return why
+    trouble = check_folder(job, data, costs, generations)
+    if trouble is not None:
+        return trouble
     with generators_kept(job.trainer, job.model):
         return make_cache(pipeline, found.times, job, data, costs, generations, most)
 
