@@ -316,11 +316,8 @@ class PipeTransformerTrainer(Trainer):
         assert self._pipeline_run is not None
         return self._pipeline_run.clip(max_norm)
 
-    def _maybe_log_save_evaluate(
-        self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, trial: Any, *positional: Any, **keywords: Any
-    ) -> None:
-        stock: Any = super()._maybe_log_save_evaluate
-        stock = partial(stock, tr_loss, grad_norm, model, trial, *positional, **keywords)
+    def _maybe_log_save_evaluate(self, *positional: Any, **keywords: Any) -> None:
+        stock: Any = partial(super()._maybe_log_save_evaluate, *positional, **keywords)
         if self._pipeline_run is None:
             return stock()
         self._pipeline_run.arrive()

@@ -17,7 +17,7 @@ own inputs, so only the layers' outputs have to be sent between devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import UnsupportedModelError
 from .elsewhere import computing_with_nan, hidden_like
 from .frozen_units import FrozenUnits, modules_around
-from .method_override import MethodOverride
+from .method_override import MethodOverride, having
 from .nested import in_new_containers, tensors_of
 from .units import CalledWith, Carry, ModelLayers, Observer, OutputStructure, TracedLayers, Unit
 
@@ -191,45 +191,24 @@ class LayerRangeRunner:
         else:
             self._frozen.forget()
 
-    @contextmanager
-    def calling_with(self, called: CalledWith) -> Iterator[None]:
+    def calling_with(self, called: CalledWith) -> AbstractContextManager[None]:
         """Inside, keep back and add other inputs than the loss does, as a prediction may."""
-        before = self.called
-        self.called = replace(before, kept_back=called.kept_back, added=called.added)
-        try:
-            yield
-        finally:
-            self.called = before
+        return having(self, called=replace(self.called, kept_back=called.kept_back, added=called.added))
 
-    @contextmanager
-    def training_before_units(self) -> Iterator[None]:
+    def training_before_units(self) -> AbstractContextManager[None]:
         """Inside, passes of a model in eval mode begin like those of a training run with frozen units."""
-        self._is_in_training_before_units = True
-        try:
-            yield
-        finally:
-            self._is_in_training_before_units = False
+        return having(self, _is_in_training_before_units=True)
 
-    @contextmanager
-    def calling_through(self, call: Callable[..., Any]) -> Iterator[None]:
+    def calling_through(self, call: Callable[..., Any]) -> AbstractContextManager[None]:
         """Inside, `run` calls this in place of the model: its forward, or that of a part of it with all layers.
 
         No hooks are called then, which the caller's own call of the model has called.
         """
-        self._call = call
-        try:
-            yield
-        finally:
-            self._call = None
+        return having(self, _call=call)
 
-    @contextmanager
-    def telling_entries(self, on_entry: Callable[[], None]) -> Iterator[None]:
+    def telling_entries(self, on_entry: Callable[[], None]) -> AbstractContextManager[None]:
         """Inside, `on_entry` is called before each unit that is computed in a pass."""
-        self._on_entry = on_entry
-        try:
-            yield
-        finally:
-            self._on_entry = None
+        return having(self, _on_entry=on_entry)
 
     @property
     def start_of_pass(self) -> int:

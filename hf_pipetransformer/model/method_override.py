@@ -1,14 +1,26 @@
-"""Replaces methods of single modules, so that a model's own code calls something else."""
+"""Replaces methods of single modules, so that a model's own code calls something else, and attributes for a time."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 from torch import nn
+
+
+@contextmanager
+def having(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, these attributes of an object have other values."""
+    before = {name: getattr(owner, name) for name in values}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
 
 
 class MethodOverride:

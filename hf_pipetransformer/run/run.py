@@ -24,7 +24,6 @@ from transformers import TrainerCallback, TrainerState
 
 from ..data.loaders import NumberedLoader
 from ..data.numbered_batches import TrainingBatches
-from ..errors import ONE_LINE
 from ..freezing.callback import LayerFreezeCallback
 from ..freezing.policies import agreed_num_frozen
 from ..pipeline.elastic_pipeline import ElasticPipeline
@@ -102,15 +101,10 @@ class PipelineRun(TrainerCallback):
             entered.push(self._close)
             entered.enter_context(self.log.recorder.recording(job.trainer, before=[self]))
             entered.enter_context(self.preemption.signal)
-            self.watchdog = entered.enter_context(
-                Watchdog(
-                    job.mesh.rank,
-                    job.mesh.gather_objects,
-                    job.args.watchdog_timeout,
-                    limit=job.args.ddp_timeout,
-                    has_accelerator=job.device.type != "cpu",
-                )
-            )
+            is_accelerated = job.device.type != "cpu"
+            limits = job.args.watchdog_timeout, job.args.ddp_timeout
+            watchdog = Watchdog(job.mesh.rank, job.mesh.gather_objects, *limits, has_accelerator=is_accelerated)
+            self.watchdog = entered.enter_context(watchdog)
             entered.push(lambda kind, *_: self.arrive() if kind is None else None)  # the last callbacks have run
             self._entered = entered.pop_all()
         return self
@@ -121,8 +115,10 @@ class PipelineRun(TrainerCallback):
         self._entered.__exit__(kind, error, traceback)
 
     def _close(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            self._tell_of_interruption(error)
+        newest = self.preemption.last_saved or self._checkpoint
+        if isinstance(error, KeyboardInterrupt):  # without a checkpoint nothing can be resumed, and the cache goes
+            of_cache = self.cache.abandon(is_resumable=newest is not None) if self.cache is not None else ""
+            self.log.interrupted(error, newest, of_cache)
         has_failed = kind is not None and issubclass(kind, Exception)
         note_training(has_failed)
         if self._users_freezing is not None:
@@ -131,7 +127,7 @@ class PipelineRun(TrainerCallback):
             self.log.conclude()
         if self.cache is not None:
             # after a complete run, remove what no other run can use; an interrupted run is resumed with its cache
-            has_ended = kind is None or (issubclass(kind, KeyboardInterrupt) and self._newest_checkpoint is None)
+            has_ended = kind is None or (issubclass(kind, KeyboardInterrupt) and newest is None)
             close = partial(self.cache.close, has_ended=has_ended)
             if has_failed and self._job.device.type != "cpu":
                 closing = threading.Thread(target=close, daemon=True)
@@ -143,27 +139,6 @@ class PipelineRun(TrainerCallback):
             self.front.close(has_failed)
         if self.data is not None:
             self.data.close()  # otherwise its workers keep waiting for the next epoch
-
-    @property
-    def _newest_checkpoint(self) -> Path | None:
-        """The checkpoint from which this training would be resumed, if there is one."""
-        return self.preemption.last_saved or self._checkpoint
-
-    def _tell_of_interruption(self, interrupt: KeyboardInterrupt) -> None:
-        """Say what is left of a training that was interrupted by Ctrl-C.
-
-        Without a checkpoint the training cannot be resumed, and its cache is removed.
-        """
-        job, newest = self._job, self._newest_checkpoint
-        of_cache = self.cache.abandon(is_resumable=newest is not None) if self.cache is not None else ""
-        if job.trainer.is_world_process_zero():
-            state = job.trainer.state
-            resumed = f"Resume from {newest}" if newest is not None else "No checkpoint was saved"
-            logger.warning(
-                "Interrupted at step %d of %d. %s.%s", state.global_step, state.max_steps, resumed, of_cache
-            )
-        if job.mesh.world_size > 1:
-            setattr(interrupt, ONE_LINE, "")  # a launcher passes the signal to all processes; one line is enough
 
     @property
     def pipeline(self) -> ElasticPipeline:

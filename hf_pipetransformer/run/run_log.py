@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerState
 
+from ..errors import ONE_LINE
 from ..freezing.policies import NeverFreeze, policy_description
 from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epochs
 from ..logs import tell
@@ -249,6 +251,21 @@ class RunLog:
         )
         if callback is not None and not callback.num_frozen and not self._has_warned:
             self._warn_of_nothing_frozen("has frozen no layer")
+
+    def interrupted(self, interrupt: KeyboardInterrupt, newest: Path | None, of_cache: str) -> None:
+        """Log what is left of a training that was ended by Ctrl-C.
+
+        Args:
+            interrupt: the exception.
+            newest: the checkpoint from which it can be resumed, if there is one.
+            of_cache: what becomes of the cache, as a sentence.
+        """
+        if self._job.trainer.is_world_process_zero():
+            resumed = f"Resume from {newest}" if newest is not None else "No checkpoint was saved"
+            at = f"step {self._state.global_step} of {self._state.max_steps}"
+            logger.warning("Interrupted at %s. %s.%s", at, resumed, of_cache)
+        if self._job.mesh.world_size > 1:
+            setattr(interrupt, ONE_LINE, "")  # a launcher passes the signal to all processes; one line is enough
 
     # ------------------------------------------------------------------------------------ inside
     @property
