@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -49,8 +49,8 @@ CACHE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 MOST_SECONDS = 10**9
 """Upper bound for a timeout, in seconds; PyTorch does not support an infinite one."""
 
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "pipeline_schedule": tuple(SCHEDULES),
+CHOICES: dict[str, Collection[Any]] = {
+    "pipeline_schedule": SCHEDULES,  # the table itself, to which entries may be added later
     "loss_reduction": (*LOSS_REDUCTIONS, None),
     "activation_cache": CACHE_MODES,
     "activation_cache_dtype": tuple(CACHE_DTYPES),

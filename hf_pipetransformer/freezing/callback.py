@@ -438,7 +438,7 @@ def _as_policy(policy: FreezePolicy | Mapping[str, Any] | str) -> FreezePolicy:
         return policy
     raise ValueError(
         f"{policy!r} is not a freeze policy. Pass a policy name, the arguments of make_policy as a dict, or an"
-        " object with the members of FreezePolicy."
+        " object whose class is derived from FreezePolicy or has all of its members."
     )
 
 
