@@ -50,7 +50,7 @@ MOST_SECONDS = 10**9
 """Upper bound for a timeout, in seconds; PyTorch does not support an infinite one."""
 
 CHOICES: dict[str, Collection[Any]] = {
-    "pipeline_schedule": SCHEDULES,  # users may add to it
+    "pipeline_schedule": SCHEDULES,  # the table itself, to which entries may be added later
     "loss_reduction": (*LOSS_REDUCTIONS, None),
     "activation_cache": CACHE_MODES,
     "activation_cache_dtype": tuple(CACHE_DTYPES),

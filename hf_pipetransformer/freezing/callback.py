@@ -11,6 +11,7 @@ the callback itself freezes the layers, at the next forward (`plain_trainer`).
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -394,7 +395,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             "num_decisions": self._num_decisions,
             "decided_at": self._decided_at,
             "observed": observed,
-            "policy": self.policy.state_dict(),
+            "policy": self._policy_state(),
         }
 
     @memory.setter
@@ -410,6 +411,17 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             summed, steps = (torch.tensor(values, dtype=torch.float64) for values in observed)
             self._observed = summed, steps
         self.policy.load_state_dict(memory["policy"])
+
+    def _policy_state(self) -> dict[str, Any]:
+        state = self.policy.state_dict()
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{type(self.policy).__name__}.state_dict returned a value that JSON cannot store ({error}). Let it"
+                " return numbers, strings, lists and dicts; of a tensor, its tolist()."
+            ) from error
+        return state
 
     def state(self) -> dict[str, Any]:
         """State for the Trainer's checkpoint."""
@@ -438,7 +450,7 @@ def _as_policy(policy: FreezePolicy | Mapping[str, Any] | str) -> FreezePolicy:
         return policy
     raise ValueError(
         f"{policy!r} is not a freeze policy. Pass a policy name, the arguments of make_policy as a dict, or an"
-        " object with the members of FreezePolicy."
+        " object whose class is derived from FreezePolicy or has all of its members."
     )
 
 

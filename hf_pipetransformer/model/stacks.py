@@ -66,7 +66,7 @@ def _members_of(model: nn.Module, name: str) -> list[str]:
     lists = [repr(n) for n, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential)) and n]
     raise ValueError(
         f"pipeline_layers: {name!r} {found} in the {type(model).__name__}, but must be an nn.ModuleList or"
-        f" nn.Sequential with layers in it. It has {', '.join(lists[:MOST_NAMES]) or 'none'}."
+        f" nn.Sequential with layers in it. It has {', '.join(lists[:MOST_NAMES]) or 'none: put its layers into one'}."
     )
 
 

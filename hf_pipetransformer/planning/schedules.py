@@ -54,7 +54,8 @@ class Work(NamedTuple):
     """One pass of a stage.
 
     Attributes:
-        kind: its direction.
+        kind: "forward", "backward", or "weights" if the schedule splits backwards. Where a schedule that splits them
+            runs one as a whole, that is a "backward" and at once its "weights".
         part: which of the stage's virtual stages runs, 0 ... V - 1.
         micro_batch: index of the micro-batch.
     """
@@ -75,11 +76,12 @@ class Schedule:
     Attributes:
         name: the value of `pipeline_schedule`.
         torch_name: torch's name of the class that runs it (`get_schedule_class`).
-        order: what a stage does in a step, in the order of torch's schedule.
+        order: what a stage does in a step, in the order of torch's schedule. Only plans and forecasts read it: with
+            another order they are wrong, and the training is not.
         keeps_all: whether activations of all micro-batches are kept, so that memory grows with their number.
         is_interleaved: whether a stage may have several virtual stages.
         most_virtual_stages: their largest number per stage; None if there is no bound.
-        has_rounds: whether the micro-batches run in rounds, which must have equal sizes.
+        has_rounds: whether the micro-batches run in rounds of K or more, which must have equal sizes.
         is_v_shaped: whether virtual stages are laid out in the shape of a V.
         splits_backward: whether gradients of the weights are computed in passes of their own.
     """

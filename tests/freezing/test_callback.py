@@ -230,6 +230,15 @@ def test_arguments_are_refused() -> None:
             LayerFreezeCallback(*arguments)
 
 
+def test_a_policys_state_must_be_plain() -> None:
+    class KeepsTensor(FreezePolicy):
+        def state_dict(self) -> dict[str, Any]:
+            return {"largest": torch.ones(2)}
+
+    with pytest.raises(ValueError, match=r"KeepsTensor.state_dict .*tolist"):
+        _ = LayerFreezeCallback(KeepsTensor()).memory
+
+
 # ------------------------------------------------------------------------------------ resuming
 @pytest.mark.parametrize(("saved_at", "restored_by"), [(3, "callback"), (7, "trainer")])
 def test_resume_goes_on_with_what_is_frozen(saved_at: int, restored_by: str) -> None:

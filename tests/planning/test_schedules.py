@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
-from hf_pipetransformer.planning.schedules import SCHEDULES, schedule_named, schedule_of_step
+from hf_pipetransformer.planning.schedules import SCHEDULES, Schedule, schedule_named, schedule_of_step
 
 
 def drawn(name: str, stage: int, num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> str:
@@ -34,7 +39,52 @@ def test_rounds_of_an_interleaved_schedule_have_equal_sizes() -> None:
 
 
 def test_torch_runs_every_schedule() -> None:
-    """The order of an interleaved schedule is compared with torch's in `pipeline/test_schedule.py`."""
     for name, schedule in SCHEDULES.items():
         kind = PipelineScheduleMulti if schedule.is_interleaved else PipelineScheduleSingle
         assert issubclass(get_schedule_class(schedule.torch_name), kind), name
+
+
+def passes(actions: Iterable[Any], splits_backward: bool) -> Iterator[str]:
+    """The passes of torch's actions: one of two passes counts as both, a whole backward as its two parts."""
+    for action in actions:
+        if action is None:  # waiting
+            continue
+        if action.sub_actions:
+            yield from passes(action.sub_actions, splits_backward)
+        elif splits_backward and "B" in str(action):
+            yield from (str(action).replace("B", kind) for kind in "IW")
+        else:
+            yield str(action)
+
+
+def by_torch(schedule: Schedule, stage: int, k: int, m: int, v: int) -> list[str]:
+    """What torch's schedule does on a stage; such as 2F0 for the forward of micro-batch 0 in virtual stage 2."""
+    held = schedule.placement(k, v).held_by(stage)
+    stages: list[Any] = [
+        SimpleNamespace(
+            group_size=k,
+            group_rank=stage,
+            num_stages=k * v,
+            stage_index=index,
+            is_first=False,
+            is_last=False,
+            submod=None,
+        )
+        for index in held
+    ]
+    built = get_schedule_class(schedule.torch_name)(stages, m, loss_fn=None)  # type: ignore[arg-type]
+    assert isinstance(built, PipelineScheduleMulti)
+    return list(passes(built.pipeline_order[stage], schedule.splits_backward))
+
+
+@pytest.mark.parametrize("name", [name for name, schedule in SCHEDULES.items() if schedule.is_interleaved])
+def test_order_is_that_of_torch(name: str) -> None:
+    schedule = SCHEDULES[name]
+    letters = {"forward": "F", "backward": "I" if schedule.splits_backward else "B", "weights": "W"}
+    for k in (2, 3, 4):
+        for v in range(2, (schedule.most_virtual_stages or 3) + 1):
+            for m in (m for m in range(1, 10) if schedule.divides(k, m)):
+                for stage in range(k):
+                    held = schedule.placement(k, v).held_by(stage)
+                    order = [f"{held[part]}{letters[kind]}{i}" for kind, part, i in schedule.order(stage, k, m, v)]
+                    assert order == by_torch(schedule, stage, k, m, v), f"stage {stage}, K={k}, M={m}, V={v}"
