@@ -366,11 +366,16 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     def _check_values(self) -> None:
         """Refuse values that a field cannot have."""
         if self.replica_sharding == "full":
+            why = "FSDP does the same. Set replica_sharding='none' and FSDP, or replica_sharding='optimizer'"
+            if self.pipeline_parallel_size != 1:
+                why = (
+                    "with several stages it needed more memory than replica_sharding='optimizer'. Set that, or"
+                    " pipeline_parallel_size=1 and FSDP"
+                )
             raise ValueError(
-                "replica_sharding='full' is no longer supported: FSDP does the same. Set replica_sharding='optimizer',"
-                " or pipeline_parallel_size=1 with fsdp='full_shard' and fsdp_config={'version': 2}, under which"
-                " layers can be frozen as well. Checkpoints that were saved under 'full' resume under 'none' and"
-                " 'optimizer'."
+                f"replica_sharding='full' is no longer supported: {why}. FSDP is fsdp='full_shard' with"
+                " fsdp_config={'version': 2}, under which layers can be frozen as well. Checkpoints that were saved"
+                " under 'full' resume under 'none' and 'optimizer'."
             )
         for name, choices in CHOICES.items():
             value = getattr(self, name)

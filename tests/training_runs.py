@@ -23,7 +23,7 @@ from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.planning.layout import Layout
 from hf_pipetransformer.planning.planner import Planner
-from hf_pipetransformer.run import run as run_module
+from hf_pipetransformer.run import placing
 from hf_pipetransformer.run.cache_control import AutoCache
 from hf_pipetransformer.run.run import PipelineRun
 from hf_pipetransformer.run.run_log import RunLog
@@ -207,14 +207,14 @@ def when_it_ends(trainer: Trainer, look: Callable[[AutoCache | None], None]) -> 
 
 def with_cache_changed(trainer: Trainer, change: Callable[[AutoCache], None]) -> None:
     """Change the cache when it has been made."""
-    make = run_module.make_cache
+    make = placing.make_cache
 
     def making(*positional: Any) -> AutoCache:
         cache = make(*positional)
         change(cache)
         return cache
 
-    while_training(trainer, run_module, "make_cache", making)
+    while_training(trainer, placing, "make_cache", making)
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:

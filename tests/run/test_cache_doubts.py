@@ -221,7 +221,7 @@ PRE_HOOK = "a forward pre-hook changes the inputs"
 DOUBTS = {
     "inputs now and then": OF_INPUTS(mixin=MirroredNowAndThen),
     "inputs in place": OF_INPUTS(mixin=PreparedInTraining, stages=2),
-    "inputs of a part": OF_INPUTS(mixin=CallsAPart, kind="text-classification"),
+    "inputs of a part": Doubt("", mixin=CallsAPart, kind="text-classification"),  # computed; the cache goes on
     "weights": Doubt(OTHER_WEIGHTS, callback=partial(Changes, "on_step_end", negate)),
     # which the second stage cannot see: of text each batch has another shape, so that stages tell one another anyway
     "weights of the first stage": Doubt(
