@@ -112,6 +112,7 @@ CASES = {
 STEPS = {"one sample": 2, "three samples": 2, "no whole batch": 0}
 
 
+@pytest.mark.slow
 def test_as_the_stock_trainer() -> None:
     """Losses, weights and predictions of every process, NaN and infinities included; training goes on after them."""
     (wanted,) = run_ranks(train_all, 1, timeout=2 * SECONDS)

@@ -56,6 +56,7 @@ def with_a_loader_of_its_own(rank: int, world_size: int, folder: str) -> list[Ou
     return outcomes
 
 
+@pytest.mark.slow
 def test_a_training_loader_of_the_users_own_does_with_one_stage(tmp_path: Path) -> None:
     for expected, outcome in run_ranks(with_a_loader_of_its_own, 2, str(tmp_path)):
         assert_same_training([outcome], expected)

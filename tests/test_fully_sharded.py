@@ -52,6 +52,7 @@ def train(rank: int, world_size: int, folder: str, resumes: bool = False, **opti
     return outcome
 
 
+@pytest.mark.slow
 def test_equals_one_process(tmp_path: Path) -> None:
     """Layers freeze after the first epoch of two, and again in a training that is resumed within the second one."""
     folder, expected = str(tmp_path), run_ranks(train, 1, str(tmp_path / "one"), **SCHEDULE)[0]

@@ -63,6 +63,7 @@ def gradual_trainings(rank: int, world_size: int) -> list[Outcome]:
     return found
 
 
+@pytest.mark.slow
 def test_callbacks_that_freeze_and_unfreeze_equal_the_stock_trainer() -> None:
     (expected,), everyone = run_ranks(gradual_trainings, 1), run_ranks(gradual_trainings, WORLD)
     for number, wanted in enumerate(expected):
@@ -90,5 +91,6 @@ def changes_of_flags(rank: int, world_size: int) -> None:
             trainer.train()
 
 
+@pytest.mark.slow
 def test_changes_of_flags_that_are_refused_everywhere() -> None:
     run_ranks(changes_of_flags, 2, timeout=100)

@@ -127,6 +127,7 @@ def frozen_on_the_way(rank: int, world_size: int) -> tuple[Outcome, list[str], l
     return outcome, still_trained, trainer.state.log_history
 
 
+@pytest.mark.slow
 def test_adapters_freeze_with_their_layers() -> None:
     """One layer after three steps, a second one after six; the pipeline shrinks, the weights are as expected."""
     results = run_ranks(frozen_on_the_way, WORLD)

@@ -68,6 +68,7 @@ def test_equals_one_process(cases: list[Case]) -> None:
         assert_same_training(outcomes, expected(case[0]))
 
 
+@pytest.mark.slow
 def test_elastic_training_with_cached_layers_equals_one_process() -> None:
     """(4,1) -> (2,2) -> (1,4): the states of frozen layers go, the others are divided anew."""
     run = CACHED_RUNS["bert"]

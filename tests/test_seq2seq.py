@@ -11,6 +11,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from model_zoo import EOS, MODELS, PAD, without_dropout
+from selection import slow
 from torch import nn
 from training_data import Kind, PadCollator, TrainingData
 from training_runs import Outcome, Run, assert_same_training, largest_difference, outcome_of
@@ -130,7 +131,7 @@ def with_and_without(rank: int, world_size: int, name: str, beams: int) -> tuple
     return evaluated, trained(rank, world_size, name, 2, "without", eval_strategy="no", **options)
 
 
-@pytest.mark.parametrize(("name", "beams", "world_size"), [("t5", 3, 4), ("llama", 1, 2)])
+@pytest.mark.parametrize(("name", "beams", "world_size"), [*slow(("t5", 3, 4)), ("llama", 1, 2)])
 def test_tokens_are_those_of_one_process_and_training_goes_on(name: str, beams: int, world_size: int) -> None:
     """Two stages, each twice or once."""
     for outcome, other in run_ranks(with_and_without, world_size, name, beams):

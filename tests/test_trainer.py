@@ -240,6 +240,7 @@ def different_on_each_rank(rank: int, world_size: int) -> Outcome:
     return outcome_of(trainer)
 
 
+@pytest.mark.slow
 def test_equals_one_process_where_models_differ_and_a_stage_is_frozen() -> None:
     (expected,) = run_ranks(different_on_each_rank, 1)
     assert_same_training(run_ranks(different_on_each_rank, WORLD), expected)

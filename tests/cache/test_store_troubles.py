@@ -268,6 +268,7 @@ def resume(
     return outcome, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry]
 
 
+@pytest.mark.slow
 def test_a_warm_store_is_found_where_a_later_stage_fills_it(tmp_path: Path) -> None:
     """The first of two stages ends below the three frozen layers, and cannot see that their output is there."""
     stages, table = {0: 2, 3: 2}, {3: 3}

@@ -62,6 +62,7 @@ def ours(rank: int, world_size: int, folder: str) -> list[Outcome]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_each_equals_one_process(tmp_path: Path) -> None:
     folder = str(tmp_path)
     RUN.build_model().save_pretrained(folder)

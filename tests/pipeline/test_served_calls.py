@@ -212,6 +212,7 @@ def in_stages(rank: int, world_size: int, cases: list[Case]) -> dict[Case, Outco
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_equals_one_process() -> None:
     outcomes = run_ranks(in_stages, 2, CASES, timeout=300)
     different = {}

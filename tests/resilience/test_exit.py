@@ -49,6 +49,7 @@ FAILS_AND_SAYS_SO = "process_exit.note_training(has_failed=True); sys.exit(3)"
     ("can_abort", "then", "code"),
     [(True, FAILS, 1), *slow((True, FAILS_AND_SAYS_SO, 3), (False, FAILS, -signal.SIGALRM))],
 )
+@pytest.mark.slow
 def test_a_failed_process_aborts_its_groups_and_exits(can_abort: bool, then: str, code: int) -> None:
     """Also one that cannot abort them."""
     script = WITH_A_PENDING_KERNEL.format(can_abort=can_abort, then=then)

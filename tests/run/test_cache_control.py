@@ -57,6 +57,7 @@ CASES: dict[str, tuple[Run, dict[int, int], dict[int, int]]] = {
 }
 
 
+@pytest.mark.slow
 def test_cached_training_equals_one_process() -> None:
     found = run_each(cached_and_changed, WORLD, CASES, timeout=240)
     for name, (run, _, table) in CASES.items():
@@ -206,6 +207,7 @@ def evaluating(
     return losses, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], counts[-1], left
 
 
+@pytest.mark.slow
 def test_evaluation_sets_are_cached_too(tmp_path: Path) -> None:
     """Also by replicas whose loaders' workers began before there was a cache."""
     workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}

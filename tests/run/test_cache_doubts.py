@@ -248,6 +248,7 @@ IN_SHORT = ["weights", "a buffer"]
 
 
 @pytest.mark.parametrize("names", [IN_SHORT, *slow([name for name in DOUBTS if name not in IN_SHORT])])
+@pytest.mark.slow
 def test_the_cache_goes_off_before_anything_wrong_is_read(names: list[str]) -> None:
     for name, results in run_each(without_and_with, 2, {name: (name,) for name in names}, timeout=240).items():
         for without, with_cache, reason in results:

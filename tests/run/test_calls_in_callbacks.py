@@ -81,6 +81,7 @@ def train(rank: int, world_size: int, folder: str, layout: str, callers: tuple[i
 CALLERS = {"1F1B": (0,), "frozen": (0, 1, 1), "driven": (1,)}
 
 
+@pytest.mark.slow
 def test_a_call_equals_one_process(tmp_path: Path) -> None:
     """Of rank 0, of the last one, and of all, each of which calls it another number of times."""
     cases = {layout: (str(tmp_path), layout, CALLERS[layout]) for layout in LAYOUTS}

@@ -89,6 +89,7 @@ def assert_gathered(results: list[Any]) -> None:
     assert results[0][1] == [16, 16, 8]
 
 
+@pytest.mark.slow
 def test_what_compute_loss_collects_is_on_rank_0() -> None:
     """In every schedule, and when a pipeline of two stages has become two replicas: then of rank 0's samples."""
     schedules = {name: {"pipeline_schedule": name, **DECLARED} for name in ("1f1b", "zbv")}

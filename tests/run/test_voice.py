@@ -95,6 +95,7 @@ WARNED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_what_has_no_effect_is_warned_of_once_and_what_is_chosen_is_told(tmp_path: Path) -> None:
     plain = Run(epochs=4, samples=32, accumulation=1).with_options(log_level="info")
     cases = {words: (plain, str(tmp_path / str(number)), WARNED[words]) for number, words in enumerate(WARNED)}
@@ -128,6 +129,7 @@ NO_ROOM = {
 }
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_to_or_is_full_is_told_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cases = {f"{name} {mode}": (str(tmp_path), name, mode) for name in NO_ROOM for mode in ("on", "auto")}

@@ -59,7 +59,7 @@ def events_in(folder: Path) -> list[dict[str, Any]]:
     ("world", "stages", "options"),
     [
         (2, 2, {"token_slices": [7, 1, 4], "num_microbatches": 1}),
-        (4, 2, {"token_slices": 3}),
+        *slow((4, 2, {"token_slices": 3})),
         *slow((4, 4, {"token_slices": [3, 5], "num_microbatches": 2, "gradient_checkpointing": True})),
     ],
     ids=lambda value: str(value).replace(" ", ""),
@@ -110,6 +110,7 @@ FREEZE = {3: 1}
 """Steps done -> frozen layers."""
 
 
+@pytest.mark.slow
 def test_slices_go_on_through_a_transformation(tmp_path: Path) -> None:
     """(4, 1) -> (2, 2)."""
     stages = {0: 4, 1: 2}
