@@ -226,6 +226,23 @@ def _versions(module: nn.Module) -> list[int]:
     return versions_of(list(module.buffers()))
 
 
+def _why_not(call: _Called, num_calls: int, inputs: Mapping[str, Any]) -> str | None:
+    """Why a frozen module cannot be part of the front; None if it can."""
+    if num_calls > 1:
+        return "it is called several times in a forward pass"
+    if versions_of([*call.inputs, *call.outputs]) != call.versions:
+        return "the model writes into what it returns"
+    if call.why_not is not None:
+        return call.why_not
+    if call.origins & NOT_OF_BATCH:
+        return "what it is given was computed from what is trained, or from random numbers"
+    if not call.origins:
+        return "it does not depend on the batch"
+    if rows_of(call.origins, inputs) is None:
+        return "the inputs that it is computed from have different numbers of entries (flat patches, for example)"
+    return None
+
+
 def _chosen(calls: Sequence[_Called], origins: Origins, inputs: Mapping[str, Any], seconds: float) -> FoundFront:
     """Choose the front among the frozen modules that were called."""
     counts = Counter(call.name for call in calls)
@@ -233,19 +250,9 @@ def _chosen(calls: Sequence[_Called], origins: Origins, inputs: Mapping[str, Any
     closed: set[str] = set()
     front: dict[str, _Called] = {}
     for call in calls:
-        why = call.why_not
-        if why is not None and call.seconds > NOTICEABLE * seconds:
+        if call.why_not is not None and call.seconds > NOTICEABLE * seconds:
             closed.add(call.name)
-        if counts[call.name] > 1:
-            why = "it is called several times in a forward pass"
-        elif versions_of([*call.inputs, *call.outputs]) != call.versions:
-            why = "the model writes into what it returns"
-        elif why is None and call.origins & NOT_OF_BATCH:
-            why = "what it is given was computed from what is trained, or from random numbers"
-        elif why is None and not call.origins:
-            why = "it does not depend on the batch"
-        elif why is None and rows_of(call.origins, inputs) is None:
-            why = "the inputs that it is computed from have different numbers of entries (flat patches, for example)"
+        why = _why_not(call, counts[call.name], inputs)
         if why is None:
             front[call.name] = call
         elif call.seconds > NOTICEABLE * seconds:
