@@ -210,11 +210,6 @@ class LayerRangeRunner:
         """Inside, `on_entry` is called before each unit that is computed in a pass."""
         return having(self, _on_entry=on_entry)
 
-    @property
-    def start_of_pass(self) -> int:
-        """The first unit that is computed in the current forward; 0 for a plain call."""
-        return 0 if self._pass is None else self._pass.start
-
     # ------------------------------------------------------------------------------------ running
     def trace(self, batch: dict[str, Any], observer: Observer | None = None) -> Any:
         """Run the whole model once, record which units it calls in which order, and return its output.

@@ -5,7 +5,7 @@
     3. slices   find_windows           whether sequences can be split along their tokens, if that is requested
     4. times    cutting.time_model     seconds of each unit, if a decision depends on them
 
-`PipelineRun.place` continues from there with the layout, the cache and the stages.
+`placing.examine` calls them in this order.
 """
 
 from __future__ import annotations
