@@ -9,15 +9,15 @@ the training.
 from __future__ import annotations
 
 import base64
-import gc
+import functools
 import random
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from types import CodeType, FunctionType, ModuleType
+from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,15 +25,15 @@ import torch
 from torch import nn
 from torch.utils.data import get_worker_info
 
-DEEPEST = 16
-"""Maximum distance from an object to a generator, in references: two for an attribute, three into a closure."""
-MOST_OBJECTS = 10_000
+DEEPEST = 8
+"""Maximum distance from an object to a generator, in steps such as attribute, element or closure."""
+MOST_OBJECTS = 5_000
 """Maximum number of objects that are searched, the nearest first."""
 MOST_ELEMENTS = 256
 """Containers with more elements than this are not searched, because their elements are samples, not parts."""
 
-_PLAIN = (str, bytes, bytearray, int, float, complex, type(None), type, CodeType, ModuleType, np.ndarray, torch.Tensor)
-_CONTAINERS = (list, tuple, set, frozenset, deque, dict)
+_ABSENT = object()
+_PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, np.ndarray, torch.Tensor)
 _INSTALLED = tuple(
     {path for name in ("stdlib", "purelib", "platlib") if (path := sysconfig.get_paths().get(name))}
     | {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
@@ -54,13 +54,18 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def global_state_kept() -> Iterator[None]:
     """Context manager that restores the states of the global generators on exit."""
-    of_torch, python, numpy = torch_states(), random.getstate(), np.random.get_state()
+    device = _device_module()
+    on_device = device.get_rng_state() if device is not None else None
+    on_cpu = torch.default_generator.get_state()
+    python, numpy = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        set_torch_states(of_torch)
+        torch.default_generator.set_state(on_cpu)
+        if device is not None:
+            device.set_rng_state(on_device)
 
 
 @contextmanager
@@ -133,56 +138,78 @@ def generators_kept(*owners: Any) -> Iterator[None]:
     Args:
         owners: a collator, a dataset, a trainer, a model; None is ignored.
     """
-    generators, namespaces = _search(owners)
-    restore = [_restorer_of(generator) for generator in generators]
+    found = _Search(owners)
+    states = [(generator, _state_of(generator)) for generator in found.generators]
     try:
         yield
     finally:
-        for one in restore:
-            one()
-        known = set(map(id, generators))
-        for values, before in namespaces:
-            for name in [n for n, value in values.items() if _is_generator(value) and id(value) not in known]:
-                if name in before:
-                    values[name] = before[name]
-                else:
-                    del values[name]
+        for generator, state in states:
+            _restore(generator, state)
+        found.forget_new_ones()
 
 
-def _search(owners: Iterable[Any]) -> tuple[list[Any], list[tuple[dict[Any, Any], dict[Any, Any]]]]:
-    """Find the generators among some objects and their parts, and the dicts and attributes with their values now."""
-    generators, namespaces = [], []
-    seen: dict[int, Any] = {}  # holds the objects, since an id may be reused once its object is freed
-    following = deque((owner, 0) for owner in owners)
-    while following and len(seen) < MOST_OBJECTS:
-        one, depth = following.popleft()
-        is_large = isinstance(one, _CONTAINERS) and len(one) > MOST_ELEMENTS
-        if isinstance(one, _PLAIN) or id(one) in seen or is_large:
-            continue
-        seen[id(one)] = one
-        if _is_generator(one):
-            generators.append(one)
-            continue
-        if isinstance(one, dict):
-            namespaces.append((one, dict(one)))
-        if depth < DEEPEST:
-            following.extend((part, depth + 1) for part in _parts_of(one))
-    return generators, namespaces
+@dataclass(frozen=True)
+class _Namespace:
+    """Attributes of an object, or entries of a dict, with their earlier values."""
+
+    values: MutableMapping[Any, Any]
+    before: dict[Any, Any]
 
 
-def _parts_of(one: Any) -> list[Any]:
-    """What an object refers to, and what its class and, if it is a user's function, its code do."""
-    if isinstance(one, nn.Module):
-        return [v for module in one.modules() for name, v in vars(module).items() if not name.startswith("_")]
-    parts = gc.get_referents(one)
-    if isinstance(one, FunctionType):
-        parts = [
-            part for part in parts if part is not one.__globals__ and part is not one.__globals__.get("__builtins__")
-        ]
-        return parts + [one.__globals__.get(name) for name in one.__code__.co_names if _is_of_user(one)]
-    of_class = [value for cls in type(one).__mro__ for value in vars(cls).values()]
-    attributes = getattr(one, "__dict__", None)
-    return [*parts, attributes, *(value for value in of_class if _is_generator(value) or _is_of_user(value))]
+class _Search:
+    """Breadth-first search through some objects and their parts."""
+
+    def __init__(self, owners: tuple[Any, ...]) -> None:
+        self.generators: list[Any] = []
+        self._namespaces: list[_Namespace] = []
+        self._seen: dict[int, Any] = {}  # holds the objects, since an id may be reused once its object is freed
+        self._next: deque[tuple[Any, int]] = deque((owner, 0) for owner in owners)
+        while self._next and len(self._seen) < MOST_OBJECTS:
+            one, depth = self._next.popleft()
+            if isinstance(one, _PLAIN) or id(one) in self._seen:
+                continue
+            self._seen[id(one)] = one
+            if _is_generator(one):
+                self.generators.append(one)
+            elif depth < DEEPEST:
+                self._next.extend((part, depth + 1) for part in self._parts_of(one))
+
+    def forget_new_ones(self) -> None:
+        """Remove the generators that were created since the search."""
+        known = {id(generator) for generator in self.generators}
+        for namespace in self._namespaces:
+            for name, value in list(namespace.values.items()):
+                if _is_generator(value) and id(value) not in known:
+                    earlier = namespace.before.get(name, _ABSENT)
+                    if earlier is _ABSENT:
+                        del namespace.values[name]
+                    else:
+                        namespace.values[name] = earlier
+
+    def _parts_of(self, one: Any) -> list[Any]:
+        if isinstance(one, nn.Module):
+            modules = list(one.modules())
+            self._seen.update((id(module), module) for module in modules)
+            return [v for module in modules for n, v in vars(module).items() if not n.startswith("_")]
+        if isinstance(one, (MethodType, FunctionType, functools.partial)):
+            return _parts_of_callable(one)
+        parts = [part for cls in type(one).__mro__ for part in _parts_by_class(one, cls)]
+        few = isinstance(one, (list, tuple, set, frozenset, deque)) and len(one) <= MOST_ELEMENTS
+        for values in (one, getattr(one, "__dict__", None)):
+            if isinstance(values, dict) and (values is not one or len(one) <= MOST_ELEMENTS):
+                self._note(values)
+                parts += values.values()
+        return [*one, *parts] if few else parts
+
+    def _note(self, values: MutableMapping[Any, Any]) -> None:
+        self._namespaces.append(_Namespace(values, dict(values)))
+
+
+def _parts_by_class(one: Any, cls: type) -> list[Any]:
+    """What an object has in the slots of one of its classes, and what that class itself refers to."""
+    slots = cls.__dict__.get("__slots__", ())
+    in_slots = [getattr(one, name, None) for name in ((slots,) if isinstance(slots, str) else slots)]
+    return in_slots + [value for value in vars(cls).values() if _is_generator(value) or _is_of_user(value)]
 
 
 def _is_generator(value: Any) -> bool:
@@ -195,10 +222,35 @@ def _is_of_user(value: Any) -> bool:
     return isinstance(value, FunctionType) and not value.__code__.co_filename.startswith((*_INSTALLED, "<frozen"))
 
 
-def _restorer_of(generator: Any) -> Callable[[], Any]:
-    """A function that restores the generator's present state."""
+def _parts_of_callable(function: FunctionType | MethodType | functools.partial[Any]) -> list[Any]:
+    """What a function refers to: defaults, closure, and, for a user's function, the global names that it reads."""
+    if isinstance(function, MethodType):
+        return [function.__self__, function.__func__]
+    if isinstance(function, functools.partial):
+        return [function.func, *function.args, *function.keywords.values()]
+    parts: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        try:
+            parts.append(cell.cell_contents)
+        except ValueError:  # not yet bound
+            continue
+    if _is_of_user(function):
+        parts += [function.__globals__.get(name) for name in function.__code__.co_names]
+    return parts
+
+
+def _state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
-        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+        return generator.bit_generator.state
     if isinstance(generator, random.Random):
-        return partial(generator.setstate, generator.getstate())
-    return partial(generator.set_state, generator.get_state())
+        return generator.getstate()
+    return generator.get_state()
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
