@@ -184,7 +184,8 @@ class NumberedBatches(Dataset[Any]):
         """Give batches keys for the activation cache; takes effect when an epoch begins.
 
         Args:
-            ignored, keeps_padding: as for `row_keys`.
+            ignored: names of inputs that no key depends on, as for `row_keys`.
+            keeps_padding: whether padding is part of the key, as for `row_keys`.
         """
         self._keyed_by = ignored, keeps_padding
         if not self.is_iterable:  # those are collated here, batch by batch; a stream may be read only once
