@@ -42,6 +42,7 @@ from .run import evaluation, training_data
 from .run.batches import BatchesInEpoch
 from .run.checkpointing import CheckpointWrite, gathered_weights
 from .run.cutting import CutModel, find_layers_to_freeze, find_units
+from .run.front_cache import FrontCache
 from .run.job import TrainingJob, refuse_distributed_model
 from .run.lazy_model import is_lazy, map_from, refuse_meta, saving_shards
 from .run.probing import SampleCollator
@@ -94,6 +95,7 @@ class PipeTransformerTrainer(Trainer):
     _freezing: FreezingByArguments | None = None
     _trained_by: str | None = None
     _loader_of_loop: Any = None
+    _kept_front: FrontCache | None = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -196,6 +198,8 @@ class PipeTransformerTrainer(Trainer):
             self._job.ignore_average_tokens()
             checkpoint = checkpoint_to_resume(self._job, resume_from_checkpoint)
             resumed = Path(checkpoint) if isinstance(checkpoint, str) else None
+            if self._kept_front is not None:
+                self._kept_front.forget()
             with PipelineRun(self._job, self._find_units, resumed, ignore_keys_for_eval) as self._pipeline_run:
                 self._trained_by = self._pipeline_run.log.recorder.run
                 return train(checkpoint)
@@ -204,6 +208,8 @@ class PipeTransformerTrainer(Trainer):
                 raise
             raise error.with_one_stage() from error.__cause__
         finally:
+            front = self._pipeline_run.front if self._pipeline_run is not None else None
+            self._kept_front = front if front is not None and front.keeps_evaluations else None
             self._pipeline_run = None
             self.is_in_train = False  # the stock Trainer leaves it set after an error
             if not self._is_stock:
@@ -354,12 +360,14 @@ class PipeTransformerTrainer(Trainer):
         self._job.ignore_average_tokens()
         self._expect_all(EVALUATIONS.get(description, "evaluation_loop"))
         generates = self._job.generates(prediction_loss_only)
+        prefix = str(keywords.get("metric_key_prefix", "eval"))
         if self._placed is not None:
-            run, prefix = self._pipeline_run, str(keywords.get("metric_key_prefix", "eval"))
+            run = self._pipeline_run
             caches = (run.cache, run.front) if run is not None else (None, None)
             around = evaluation.in_training(self._job, self._placed, *caches, dataloader, generates, prefix)
         else:
-            around = evaluation.outside_training(self._job, self._find_units, dataloader, generates)
+            front = self._kept_front
+            around = evaluation.outside_training(self._job, self._find_units, front, dataloader, generates, prefix)
         before = self._evaluated_loader
         with around as loader:
             self._evaluated_loader = loader

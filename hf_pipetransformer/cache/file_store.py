@@ -209,6 +209,15 @@ class FileStore:
             self._own.rename_child(path.name, f"{_DELETED}{uuid.uuid4().hex}")
         self._remove_deleted()
 
+    def leave(self, num_frozen: int, fingerprint: str) -> None:
+        """Delete a generation that no other training has marked as used, and the store if nothing else is in it."""
+        path = self._path(num_frozen, fingerprint)
+        if {mark.name for mark in _scan(path) if mark.name.startswith(USED)} <= {f"{USED}{self.user}"}:
+            with suppress(OSError):
+                self.delete(num_frozen, fingerprint)
+            if not self.generations():
+                self.remove()
+
     # ------------------------------------------------------------------------------------ inside
     def _path(self, num_frozen: int, fingerprint: str) -> Path:
         return self.folder / f"{num_frozen:03d}-{fingerprint}"

@@ -51,13 +51,14 @@ class FrontEntries:
         """Why nothing is stored any more, if something failed."""
         self.is_full = False
         """Whether the store has reached its size. What is in it is read."""
-        self._store, self._name = store, (number, fingerprint)
+        self.name = number, fingerprint
+        self._store = store
         self._reader = store.reader(number, fingerprint)
         self._writer: FileWriter | None = None
 
     @property
     def exists(self) -> bool:
-        return self._name in self._store.generations()
+        return self.name in self._store.generations()
 
     def read(
         self, keys: Sequence[bytes], leaves: Sequence[Leaf], tokens: Tokens | None, device: torch.device
@@ -120,7 +121,7 @@ class FrontEntries:
                 entries[row].append(own.contiguous().view(-1).view(torch.uint8))
         try:
             if self._writer is None:
-                self._writer = self._store.writer(*self._name)
+                self._writer = self._store.writer(*self.name)
             return self._writer.put(keys, [bytes_of(torch.cat(parts)) for parts in entries])
         except StoreFull:
             self.is_full = True
@@ -135,4 +136,4 @@ class FrontEntries:
             self._writer.close()
             self._writer = None
         if deletes:
-            self._store.delete(*self._name)
+            self._store.delete(*self.name)

@@ -41,6 +41,8 @@ from ..randomness import torch_states
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CHEAP = 0.5
 """A module is computed, not stored, if its share of the time is below this part of its share of the bytes."""
+DRAWS = "it draws random numbers"
+"""Why a module is not in the front that has dropout, for example."""
 NOTICEABLE = 0.05
 """Share of the forward pass from which on it is said why a frozen module is not in the front."""
 
@@ -161,7 +163,7 @@ def find_front(
         seconds = time.perf_counter() - began
         origins.is_paused = True
         if any(not torch.equal(a, b) for a, b in zip(before, torch_states(), strict=True)):
-            why = why or "it draws random numbers (it does not with eval_frozen_modules=True, and is cached)"
+            why = why or DRAWS
             of.add(RANDOM)
         if _other_randomness() != at_start:
             why = why or "random numbers are drawn with Python or NumPy"

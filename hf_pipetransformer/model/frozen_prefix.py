@@ -42,6 +42,7 @@ class FreezableLayers:
         units: the name of each unit's module.
         frozen_by_user: number of the lowest units with which no parameter would freeze that is trained, and which run
             alike in training and in evaluation mode.
+        random_by_user: number of the units above these that the user has frozen as well, but which have dropout.
     """
 
     owners: tuple[frozenset[str], ...]
@@ -50,6 +51,7 @@ class FreezableLayers:
     trainable: frozenset[str]
     units: tuple[str, ...]
     frozen_by_user: int = 0
+    random_by_user: int = 0
 
     @classmethod
     def of(cls, stack: LayerStack, batch: dict[str, Any], evaluates: bool = False) -> FreezableLayers:
@@ -74,9 +76,8 @@ class FreezableLayers:
             tuple(unit.name if unit is not None else "" for unit in _units(stack)),
         )
         count = next((f for f in range(layers.max_frozen, 0, -1) if not layers.trainable & layers.frozen(f)), 0)
-        if count:
-            count = min(count, _alike_in_training(stack, batch, evaluates))
-        return replace(layers, frozen_by_user=count)
+        alike = min(count, _alike_in_training(stack, batch, evaluates)) if count else 0
+        return replace(layers, frozen_by_user=alike, random_by_user=count - alike)
 
     @property
     def num_layers(self) -> int:
@@ -108,6 +109,10 @@ class FreezableLayers:
         is_trained_inside = not self.trainable.isdisjoint(name for names in self.inside for name in names)
         return frozenset() if is_trained_inside else self.trainable & self.frozen(self.num_layers)
 
+    def described(self, first: int, stop: int) -> list[str]:
+        """Names of the units `first` to `stop - 1`, neighbours in a list as one: "encoder.layer.0-3"."""
+        return _ranges(self.units[first:stop])
+
     def describe_freeze(self, before: int, after: int, stopped: Collection[str]) -> str:
         """Name, for the log, the units that freeze and what stops training with them outside of the frozen units.
 
@@ -117,7 +122,7 @@ class FreezableLayers:
             stopped: names of the parameters that were trained before and are not any more.
         """
         count = f"{after - before} layer{'' if after - before == 1 else 's'}"
-        text = f"freezing {count} ({_listed(_ranges(self.units[before:after]))})"
+        text = f"freezing {count} ({_listed(self.described(before, after))})"
         if not stopped:
             return f"{text}, whose parameters were all frozen already: only the activation cache gains by it"
         outside = frozenset(stopped).difference(*self.inside[:after])

@@ -63,19 +63,33 @@ class WatchedWeights:
             content.update(digest_of(tensor).encode())
         return content.hexdigest()
 
-    def what_changed(self, settings: bool = True) -> str | None:
+    def what_changed(self, settings: bool = True, values: bool = True) -> str | None:
         """What is another than when this was made, in words; None if nothing is.
 
         Args:
             settings: whether attributes, hooks and modes count.
+            values: whether the values of weights and buffers count.
         """
         if settings and not (_are_identical(self._parts(), self._noted_parts) and self._are_settings_same()):
             return "an attribute, a hook or a part of its modules has been changed, added or removed"
         if settings and self._modes() != self._noted_modes:
             return "its modules have been set to another mode (train() or eval())"
+        if not values:
+            return None
         if self._values() != self._noted_values or not _are_identical(self._held_buffers(), self._noted_buffers):
             return "its weights or buffers have been changed, or are trained again"
         return None
+
+    def take_rewritten(self, digest: str) -> bool:
+        """Take values that were written anew for the noted ones, if all are equal. Returns whether they are.
+
+        Args:
+            digest: `digest()` of the noted values.
+        """
+        if self.what_changed(values=False) is not None or self.digest() != digest:
+            return False
+        noted, self._noted_values = self._noted_values, self._values()
+        return bool(self._noted_values[0] == noted[0])  # what is trained again is another model
 
     def _are_settings_same(self) -> bool:
         """Objects are compared first: only what is in containers may change while they are the same."""

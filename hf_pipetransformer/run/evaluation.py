@@ -12,7 +12,7 @@ there (`move_whole_to_device`). Each process then generates for its own samples,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -44,10 +44,25 @@ FindUnits = Callable[[Sequence[Any], SampleCollator | None], CutModel]
 
 
 @contextmanager
-def outside_training(job: TrainingJob, find_units: FindUnits, dataloader: Any, generates: bool) -> Iterator[KeysApart]:
+def outside_training(
+    job: TrainingJob,
+    find_units: FindUnits,
+    front: FrontCache | None,
+    dataloader: Any,
+    generates: bool,
+    prefix: str,
+) -> Iterator[KeysApart]:
     """Inside the context, the complete model is split into stages, if there are several.
 
     A model that generates stays whole. Collective over all processes.
+
+    Args:
+        job: the evaluation job.
+        find_units: finds the units of the model.
+        front: what the evaluations of the last training have stored of the modules that the user has frozen.
+        dataloader: the loader of the evaluation.
+        generates: whether it generates.
+        prefix: of its metrics.
 
     Yields:
         The loader. Its workers may have been started while a cache was in use, and then add keys to the batches.
@@ -59,7 +74,9 @@ def outside_training(job: TrainingJob, find_units: FindUnits, dataloader: Any, g
     if not job.args.uses_pipeline or generates:
         if job.args.uses_pipeline:
             move_whole_to_device(job)
-        yield loader
+        reads = front is not None and not generates and front.model is job.model
+        with front.evaluation(job.trainer.state, prefix) if front is not None and reads else nullcontext():
+            yield loader
         return
     rows, collate_fn = job.rows_of_loader(dataloader)
     cut = find_units(rows, SampleCollator(job, collate_fn))

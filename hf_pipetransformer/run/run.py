@@ -136,7 +136,7 @@ class PipelineRun(TrainerCallback):
             else:
                 close()
         if self.front is not None:
-            self.front.close(has_failed)
+            self.front.close(has_failed, keeps_evaluations=kind is None)
         if self.data is not None:
             self.data.close()  # otherwise its workers keep waiting for the next epoch
 
@@ -258,7 +258,7 @@ class PipelineRun(TrainerCallback):
         self.preemption.owes_evaluation = bool(kept.get("owes_evaluation"))
         # 2
         if job.freeze_callback is None and job.args.uses_pipeline and self.generations is not None:
-            self._users_freezing = UsersFreezing.find(job, pipeline)
+            self._users_freezing = UsersFreezing.find(job, pipeline, found.cut.unit_costs)
         if job.may_cache and job.freeze_callback is not None:
             assert self.generations is not None
             most = self._users_freezing.count if self._users_freezing is not None else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from ..freezing.callback import LayerFreezeCallback, refuse_reentrant_checkpoint
 from ..logs import log_once, tell
 from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.elastic_pipeline import ElasticPipeline
+from ..planning.costs import UnitCost
+from .dropout_hint import give_hint
 from .job import TrainingJob
 
 logger = logging.getLogger(__name__)
@@ -31,8 +34,13 @@ class UsersFreezing:
     names: frozenset[str]
 
     @classmethod
-    def find(cls, job: TrainingJob, pipeline: ElasticPipeline) -> UsersFreezing | None:
+    def find(cls, job: TrainingJob, pipeline: ElasticPipeline, unit_costs: Sequence[UnitCost]) -> UsersFreezing | None:
         """Look for such layers, and add the schedule's callback. Collective over all processes.
+
+        Args:
+            job: the training job.
+            pipeline: the pipeline, not yet placed.
+            unit_costs: costs of the model's units.
 
         Returns:
             The layers; None if there are none, or if they do not count.
@@ -40,6 +48,8 @@ class UsersFreezing:
         freezable = pipeline.freezable
         mine = freezable.frozen_by_user if freezable is not None and job.may_follow_freezing else 0
         count: int = min(job.mesh.gather_objects(mine))
+        if freezable is not None and job.may_follow_freezing and freezable.random_by_user:
+            _hint_at_dropout(job, freezable, unit_costs)
         if not count:
             return None
         assert freezable is not None
@@ -60,6 +70,15 @@ class UsersFreezing:
         callback = self.job.freeze_callback
         if callback is not None:
             self.job.trainer.remove_callback(callback)
+
+
+def _hint_at_dropout(job: TrainingJob, freezable: FreezableLayers, unit_costs: Sequence[UnitCost]) -> None:
+    """Give the hint for layers that the user has frozen. A backward counts as two forwards."""
+    first, last = freezable.frozen_by_user, freezable.frozen_by_user + freezable.random_by_user
+    flops = [unit.forward_flops for unit in unit_costs]
+    read = sum(flops[first : min(last, len(flops) - 1)])  # the last layer's output cannot be cached
+    share = read / (sum(flops[:last]) + 3 * sum(flops[last:]) or 1.0)
+    give_hint(job, freezable.described(first, last), share, of="the FLOPs of a step")
 
 
 def attach_freezing(job: TrainingJob, freezable: FreezableLayers | None, users: UsersFreezing | None) -> int:

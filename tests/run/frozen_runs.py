@@ -115,7 +115,7 @@ class Trained:
         if is_ours:
             given |= {"activation_cache": "on", "log_level": "info"}
         bases = (kind,) if mixin is object else (mixin, kind)
-        trainer = type("Ours", bases, {})(
+        self.trainer = trainer = type("Ours", bases, {})(
             self.model,
             arguments(**{**given, **options}),
             train_dataset=rows,

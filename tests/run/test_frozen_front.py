@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 from collections.abc import Callable
@@ -288,7 +289,10 @@ def with_dropout() -> tuple[nn.Module, Columns]:
 def test_dropout_in_what_is_frozen(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     """It is the stock Trainer's, and computed, unless it is left out on demand."""
     assert_equals_stock(tmp_path, with_dropout)
-    assert "bert is frozen, but computed in each epoch: it draws random numbers" in said.text
+    hints = [record for record in said.records if "eval_frozen_modules=True" in record.getMessage()]
+    assert [record.levelname for record in hints] == ["WARNING"], "once, and as a warning"
+    share, gain = map(float, re.findall(r"bert takes (\d+)% of a step: .* (\d+\.\d) times as fast", said.text)[0])
+    assert gain == pytest.approx(1 / (1 - share / 100), rel=0.2)
     said.clear()
     computed = Trained(tmp_path / "off", with_dropout, eval_frozen_modules=True, activation_cache="off")
     Trained(tmp_path / "on", with_dropout, eval_frozen_modules=True).assert_same(computed)
@@ -321,6 +325,42 @@ def test_evaluations_read_it_too(build: Build, tmp_path: Path, said: pytest.LogC
         assert len(seen) == EPOCHS and seen == pytest.approx(wanted, abs=1e-6)
     assert sum(int(n) for n in re.findall(r"was read in evaluations for (\d+) of", said.text)) == 6
     assert rows_read(said) > 0
+
+
+def train_again(trained: Trained) -> None:
+    """With other weights in what is frozen."""
+    scale(trained.model)
+    trained.trainer.train()
+
+
+@pytest.mark.parametrize("how", ["", "a training of other weights follows", *slow("the best model is loaded")])
+def test_evaluations_after_the_training_read_what_those_in_it_have_stored(
+    how: str, tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    """The model can be pickled between them, and what they read goes with the trainer."""
+    options: dict[str, Any] = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2}
+    if how == "the best model is loaded":
+        options |= {"load_best_model_at_end": True, "save_strategy": "epoch"}
+    stock, ours = (
+        Trained(tmp_path / name, head_on_bert, is_ours=name == "ours", **options) for name in ("stock", "ours")
+    )
+    if how == "a training of other weights follows":
+        train_again(stock)
+        train_again(ours)
+    for _ in range(2):
+        said.clear()
+        expected, found = stock.trainer.evaluate(), ours.trainer.evaluate()
+        assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-6)
+        assert "was read in evaluations for 3 of 5 samples" in said.text, "the first batch is compared"
+        torch.save(ours.model, tmp_path / "model.pt")
+    scale(ours.model)
+    scale(stock.model)
+    expected, found = stock.trainer.evaluate(), ours.trainer.evaluate()
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-6), "computed, as the weights are others"
+    Trained(tmp_path / "ours", head_on_bert, **options).trainer.evaluate()  # in the same folder
+    del ours
+    gc.collect()
+    assert not [path for path in (tmp_path / "ours").iterdir() if "cache" in path.name]
 
 
 @pytest.mark.slow
