@@ -161,7 +161,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         activation_cache_dir (`str`, *optional*):
             Directory in which the cache creates its own, `_hf_pipetransformer_cache`; nothing else in it is touched.
             It should be on a local disk, and the cache should preferably fit into the page cache. Without
-            it, the cache is `_hf_pipetransformer_run_cache` in `output_dir`, and is removed when training ends.
+            it, the cache is `_hf_pipetransformer_run_cache` in `output_dir`, and is removed when training ends. What
+            evaluations after the training can read is removed with the trainer.
         activation_cache_dtype (`str`, *optional*, defaults to `"auto"`):
             Data type in which the outputs are stored. `"auto"` keeps the data type in which they are computed.
             `"bf16"` takes half of the space of fp32, at the cost of precision. `"fp32"` stores them in fp32.

@@ -123,3 +123,30 @@ def test_every_heading_of_troubleshooting_is_a_message():
 @pytest.mark.parametrize("message", [*MESSAGES, *MESSAGES_OF_THE_CACHE])
 def test_messages_still_occur_in_the_source(message):
     assert is_in_the_source(WRITTEN_OUT.get(message, message.replace("'…'", "…")))
+
+
+# ------------------------------------------------------------------------------------------ dropout in frozen modules
+MODEL_TYPES = {
+    **{name: name.lower() for name in ("ViT", "CLIP", "SigLIP", "DINOv2", "Whisper", "Llama", "Mistral", "Gemma")},
+    **{name: name.lower() for name in ("ModernBERT", "BERT", "RoBERTa", "DistilBERT", "ELECTRA", "BART", "OPT")},
+    **{name: name.lower() for name in ("T5", "wav2vec2", "HuBERT", "Swin", "BEiT", "SegFormer")},
+    **{"LLaVA's tower": "clip_vision_model", "Qwen": "qwen3", "DeBERTa": "deberta-v2", "GPT-2": "gpt2"},
+}
+
+
+def has_dropout(model_type: str) -> bool:
+    """Whether a model's default configuration makes the outputs below its head random in training mode."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type)
+    parts = [config, *(getattr(config, part, None) for part in ("vision_config", "text_config"))]
+    values = {name: value for part in parts if part is not None for name, value in part.to_dict().items()}
+    return any(value for name, value in values.items() if "drop" in name and "classif" not in name)
+
+
+def test_models_that_are_listed_with_and_without_dropout():
+    (row,) = [line for line in text_of("frozen_modules.md").splitlines() if line.startswith("| 3.")]
+    without, with_dropout = (cell.partition(":")[0].strip().split(", ") for cell in row.split("|")[2:4])
+    assert len(without) > 8 and len(with_dropout) > 8
+    assert not [name for name in without if has_dropout(MODEL_TYPES[name])]
+    assert all(has_dropout(MODEL_TYPES[name]) for name in with_dropout)
