@@ -449,6 +449,23 @@ def test_replicas_and_stages(tmp_path: Path) -> None:
             assert name not in STAGED or max(cached, default=0) == STAGED[name][2], name
 
 
+def with_dropout_in_two_stages(rank: int, world_size: int, folder: str) -> list[str]:
+    """The warnings about dropout."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hf_pipetransformer").addHandler(handler)
+    Trained(Path(folder), with_dropout, pipeline_parallel_size=2, per_device_train_batch_size=2)
+    return [line for line in said if "eval_frozen_modules=True" in line]
+
+
+@pytest.mark.slow
+def test_dropout_in_the_lowest_layers_of_a_pipeline(tmp_path: Path) -> None:
+    (line,), others = run_ranks(with_dropout_in_two_stages, 2, str(tmp_path))
+    assert re.search(r"bert.encoder.layer.0-3 is frozen, .* takes [67]\d% of the FLOPs of a step", line)
+    assert others == [], "the main process alone"
+
+
 class SwapsInputs(nn.Module):
     """From some call on, two frozen towers get each other's inputs."""
 
