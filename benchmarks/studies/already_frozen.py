@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.studies.already_frozen --model "$MODEL" --data data/sst2 --seeds 0 1 2
     OMP_NUM_THREADS=1 python -m benchmarks.studies.already_frozen bert-base vit whisper-tiny
 
-minilm         a new head on MiniLM-L6 with its own weights; SST-2, batches padded to their longest sentence; accuracy
+minilm         a new pooler and head on MiniLM-L6 with its own weights; SST-2, batches padded to their longest sentence
 bert-base      a new head on a BERT of BERT-base's size, random weights and data
 vit            a new head on a ViT-base, random weights and images of 224 x 224
 whisper-tiny   `freeze_encoder()` on a Whisper-tiny, random weights and 30 s of sound
@@ -12,7 +12,7 @@ Nothing is changed in the configurations: MiniLM and BERT have dropout of 0.1, V
 
 stock                 `Trainer`, which runs frozen modules in training mode
 ours                  the two class names changed
-stock, eval mode      `Trainer`, with the frozen module kept in evaluation mode (its `train` does nothing)
+stock, eval mode      `Trainer`, with the frozen modules kept in evaluation mode (their `train` does nothing)
 ours, eval mode       `eval_frozen_modules=True`
 
 One process, fp32. "difference" is the largest one of a final weight from the stock Trainer's in the same mode.
@@ -65,21 +65,23 @@ class Case:
     """A model with a frozen part, and its data.
 
     Args:
-        build: returns the model and its frozen module.
+        build: returns the model and its frozen modules.
         keywords: arguments of the trainer: data, and what comes with them.
         **options: training arguments.
     """
 
-    def __init__(self, build: Callable[[], tuple[Any, nn.Module]], keywords: dict[str, Any], **options: Any) -> None:
+    def __init__(
+        self, build: Callable[[], tuple[Any, list[nn.Module]]], keywords: dict[str, Any], **options: Any
+    ) -> None:
         self.build, self.keywords, self.options = build, keywords, options
 
 
 def minilm(options: argparse.Namespace) -> Case:
     task = sst2(options.model, options.data, options.samples, seed=0)
 
-    def build() -> tuple[Any, nn.Module]:
+    def build() -> tuple[Any, list[nn.Module]]:
         model: Any = AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=2)
-        return model, model.bert
+        return model, [model.bert.embeddings, model.bert.encoder]  # its pooler has never been trained
 
     keywords = {"train_dataset": task.train, "eval_dataset": task.validation, "data_collator": task.collate}
     arguments = {"per_device_train_batch_size": 32, "learning_rate": 2e-3}
@@ -87,27 +89,27 @@ def minilm(options: argparse.Namespace) -> Case:
 
 
 def bert_base(_: argparse.Namespace) -> Case:
-    def build() -> tuple[Any, nn.Module]:
+    def build() -> tuple[Any, list[nn.Module]]:
         model = BertForSequenceClassification(BertConfig())
-        return model, model.bert
+        return model, [model.bert]
 
     return Case(build, {"train_dataset": random_rows(64, input_ids=words(32, 30522), labels=label)})
 
 
 def vit(_: argparse.Namespace) -> Case:
-    def build() -> tuple[Any, nn.Module]:
+    def build() -> tuple[Any, list[nn.Module]]:
         model = ViTForImageClassification(ViTConfig())
-        return model, model.vit
+        return model, [model.vit]
 
     rows = random_rows(24, pixel_values=lambda draw: torch.randn(3, 224, 224, generator=draw), labels=label)
     return Case(build, {"train_dataset": rows})
 
 
 def whisper_tiny(_: argparse.Namespace) -> Case:
-    def build() -> tuple[Any, nn.Module]:
+    def build() -> tuple[Any, list[nn.Module]]:
         heads = {"encoder_attention_heads": 6, "decoder_attention_heads": 6}
         model = WhisperForConditionalGeneration(WhisperConfig(d_model=384, **heads))
-        return model, model.model.encoder
+        return model, [model.model.encoder]
 
     rows = random_rows(24, input_features=lambda draw: torch.randn(80, 3000, generator=draw), labels=words(16, 50000))
     return Case(build, {"train_dataset": rows})
@@ -120,14 +122,15 @@ def fit(case: Case, way: str, seed: int, epochs: int, trained: dict[str, Weights
     """Train, and evaluate where there is a metric; the final weights are added to `trained`."""
     set_seed(seed)
     model, frozen = case.build()
-    frozen.requires_grad_(False)
+    for module in frozen:
+        module.requires_grad_(False)
     is_ours, in_eval_mode = way.startswith("ours"), way.endswith("eval mode")
     options = {"per_device_train_batch_size": 8, "num_train_epochs": epochs, "seed": seed, **case.options}
     if in_eval_mode and is_ours:
         options["eval_frozen_modules"] = True
-    elif in_eval_mode:
-        frozen.eval()
-        frozen.train = lambda mode=True: frozen  # type: ignore[method-assign] # each step calls model.train()
+    for module in frozen if in_eval_mode and not is_ours else ():
+        module.eval()
+        vars(module)["train"] = lambda mode=True: None  # each step calls model.train()
     clock, keywords = StepClock(), dict(case.keywords)
     with tempfile.TemporaryDirectory() as folder:
         data = keywords.pop("train_dataset")
