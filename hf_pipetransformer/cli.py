@@ -131,6 +131,7 @@ def plan(
         list[str] | None, typer.Option(help="A module that you have frozen yourself; may be repeated.")
     ] = None,
     task: Annotated[str, typer.Option(help=TASK_HELP)] = "auto",
+    verbose: Annotated[bool, typer.Option("--verbose", help="List what is assumed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict a whole training: stages, memory, time and speed-up in each epoch. Nothing is launched."""
@@ -175,7 +176,7 @@ def plan(
         _fail(2, str(error))
     except Exception as error:  # the code of the model's class fails, with whatever error
         _fail(1, f"{model_or_config} cannot be planned: {_failure_of_class('its class', error)}")
-    typer.echo(json.dumps(values, indent=2) if as_json else as_text(values, title))
+    typer.echo(json.dumps(values, indent=2) if as_json else as_text(values, title, verbose))
 
 
 @app.command()

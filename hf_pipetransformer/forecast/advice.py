@@ -22,6 +22,7 @@ def advise(values: Values) -> list[str]:
         *_about_fsdp(values),
         *_about_gain(values),
         *_about_cache(values),
+        *_about_lora(values),
     ]
     return sentences or [f"Train it so, K = {k} at the start: no other layout is predicted to be much faster."]
 
@@ -111,6 +112,19 @@ def _about_cache(values: Values) -> Iterator[str]:
         yield (
             f"The cache exceeds a node's memory ({peak / GIB:,.1f} GiB at most, of {memory / GIB:,.1f} GiB): then it"
             " is read from disk."
+        )
+
+
+def _about_lora(values: Values) -> Iterator[str]:
+    """Advise adapters on the upper layers only, where that is predicted to be faster."""
+    upper = values.get("lora_on_upper_layers")
+    if upper is not None and upper["speed_up"] >= HARDLY_FASTER:
+        first, layers = upper["first_layer"], upper["layers"]
+        yield (
+            f"LoRA on the upper {layers - first} of {layers} layers alone is predicted to be"
+            f" {upper['speed_up']:.2f} times as fast ({duration(upper['seconds'])}): the lower layers' outputs are"
+            f" read from the cache from the second epoch on. Set layers_to_transform=range({first}, {layers}) in"
+            " PEFT's LoraConfig, and freeze_policy='none'. Its accuracy is not predicted."
         )
 
 

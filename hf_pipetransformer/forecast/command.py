@@ -7,6 +7,7 @@ device table ──────────────────────�
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,11 +18,11 @@ from ..pipeline.devices import USABLE_MEMORY
 from ..training_args import from_json
 from .advice import advise
 from .device_table import GIB, Device
-from .forecast import Job, forecast
+from .forecast import Job, Values, forecast
 from .frozen_modules import estimate
 from .placeholder_model import build_placeholder_model, load_config, model_class
 from .tuning import Tuning
-from .workload import measure_workload
+from .workload import Workload, measure_workload
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 ALWAYS_ASSUMED = (
@@ -75,15 +76,37 @@ def answer(
         f"{type(model).__name__}: {parameters:,} parameters, {len(workload.unit_costs)} layers; {job.num_devices}"
         f" devices, {job.batch} {size} a step, {job.num_epochs} epochs of {job.num_samples:,} samples"
     )
+    if tuning.lora_r is not None:
+        values["lora_on_upper_layers"] = _on_upper_layers(job, workload, device, values["seconds"])
     values |= {"model": type(model).__name__, "advice": advise(values)}
-    ignored = seq is not None and workload.tokens is None
-    values["assumed"] = [
-        *(["samples have the size of the configuration; --seq does not matter for this model"] if ignored else []),
-        *_assumed(model, job, device, values["replica_sharding"], tuning),
-    ]
+    if seq is not None and workload.tokens is None:
+        values["advice"].append("--seq does not matter for this model: samples have the size of the configuration.")
+    values["assumed"] = _assumed(model, job, device, values["replica_sharding"], tuning)
     if frozen:
         values["frozen_modules"] = estimate(model, frozen, workload, job, device)
     return title, values
+
+
+def _on_upper_layers(job: Job, workload: Workload, device: Device, seconds: float) -> Values | None:
+    """Forecast adapters on the upper half of the layers alone, so that the lower half is frozen from the start.
+
+    Returns:
+        The number of "layers", the "first_layer" with an adapter, the "seconds" of the training, and its "speed_up"
+        over adapters on all layers, which take `seconds`. None if the layers are not all of one list, as PEFT's
+        `layers_to_transform` needs, or if their outputs cannot be cached.
+    """
+    layers = len(workload.unit_costs)
+    lists = {unit.name.rpartition(".")[0] for unit in workload.unit_costs}
+    if layers < 2 or len(lists) > 1 or not job.caches or not workload.cacheable:
+        return None
+    first = layers // 2
+    found = forecast(replace(job, freeze_policy=make_policy("schedule", schedule={"0": first})), workload, device)
+    return {
+        "layers": layers,
+        "first_layer": first,
+        "seconds": found["seconds"],
+        "speed_up": seconds / found["seconds"],
+    }
 
 
 def policy_of(freezes: bool, alpha: float, freeze_schedule: str | None) -> FreezePolicy:

@@ -10,13 +10,23 @@ from .advice import duration
 from .device_table import GIB
 from .forecast import FSDP, Values, plain_trainings
 
+ESTIMATED = "These are estimates from data sheets; nothing was measured. --verbose lists what is assumed."
+FASTER = "this training is"
+"""Heading of the column that compares this training with another one."""
 
-def as_text(values: Values, title: str) -> str:
-    """Format what `command.answer` returns for a terminal, below a title."""
+
+def as_text(values: Values, title: str, is_verbose: bool = False) -> str:
+    """Format what `command.answer` returns for a terminal, below a title.
+
+    Args:
+        values: what `command.answer` returns.
+        title: the first line.
+        is_verbose: whether to list all assumptions.
+    """
     epochs, frozen = values["epochs"], values.get("frozen_modules", ())
     periods = ("num_frozen_layers", "num_cached_layers", "puts", "stages")
     courses = [list(group) for _, group in groupby(epochs, key=lambda epoch: [epoch[name] for name in periods])]
-    bound = ("counted FLOPs alone", "", "", "", "", f"×{values['flop_bound']:.2f}")
+    bound = ("counted FLOPs alone", "", "", "", "", _times(values["flop_bound"]))
     parts = [
         title,
         _table(
@@ -25,16 +35,19 @@ def as_text(values: Values, title: str) -> str:
         _table("sharding|K × R|GiB|step ms|", map(_sharding, values["sharding_choice"] or ()), (0, 1, 4)),
         f"{len(epochs)} epochs of {values['steps_per_epoch']:,} steps: {duration(values['seconds'])}",
         _table(
-            "compared with|layout|M|GiB|time|speed-up",
+            f"nothing frozen|layout|M|GiB|time|{FASTER}",
             [*(_plain(*named) for named in plain_trainings(values).items()), bound],
             (0, 1),
         ),
-        # over the second way: computed, as the stock Trainer does it
-        _table("your frozen modules|of the forward|step ms|speed-up", (_frozen(step, frozen[1]) for step in frozen)),
+        # compared with the second way: computed, as the stock Trainer does it
+        _table(
+            "your frozen modules|of the forward|step ms|compared with computed",
+            (_frozen(step, frozen[1]) for step in frozen),
+        ),
         _about_rival(values),
         _about_cache(values["cache"]),
         "\n- ".join(("Advice", *values["advice"])),
-        "\n- ".join(("Assumed", *values["assumed"])),
+        "\n- ".join(("Assumed", *values["assumed"])) if is_verbose else ESTIMATED,
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -71,13 +84,17 @@ def _sharding(step: Values) -> tuple[str, ...]:
 
 def _plain(name: str, step: Values) -> tuple[str, ...]:
     layout = f"{step['replicas']} shards" if name == FSDP else _layout(step)
-    ends = (duration(step["seconds"]), f"×{step['speed_up']:.2f}") if step["fits"] else ("-", "does not fit")
+    ends = (duration(step["seconds"]), _times(step["speed_up"])) if step["fits"] else ("-", "does not fit")
     return name, layout, str(step["num_microbatches"]), _gib(step), *ends
 
 
 def _frozen(step: Values, computed: Values) -> tuple[str, ...]:
     gain = computed["step_seconds"] / step["step_seconds"]
-    return step["what"], f"{step['forward_share']:.1%}", _ms(step), f"×{gain:.2f}"
+    return step["what"], f"{step['forward_share']:.1%}", _ms(step), _times(gain)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f} times as fast"
 
 
 def _layout(step: Values) -> str:
@@ -99,7 +116,7 @@ def _about_rival(values: Values) -> str:
     by = "FSDP" if values["fastest_plain"] == FSDP else values["fastest_plain"]
     return (
         f"Equal cost: plain training for {epochs:.1f} epochs ({by}, nothing frozen) takes as long.\n"
-        "With a learning rate tuned for so many epochs it may reach more: try it first (docs/when_it_pays.md)."
+        "With a learning rate tuned for that many epochs it may be more accurate: try it first (docs/when_it_pays.md)."
     )
 
 

@@ -8,14 +8,18 @@ parameter, so a laptop can inspect a model with billions of parameters.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 import transformers
 from accelerate import init_empty_weights
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +28,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from ..model.placeholders import ParameterTable, placeholder
 from ..planning.tables import MIB
 
+SECONDS_TO_CONNECT = 3.0
+"""How long the Hub may take to accept a connection."""
 PLACEHOLDER_VALUE = 0.01
 """Value of all placeholders. It is not zero, because CLIP divides by the norm of its embeddings."""
 LARGE_BYTES = 64 * MIB
@@ -78,8 +84,9 @@ def load_config(name: str) -> PreTrainedConfig:
                 f"model type {name!r} has no default configuration ({_first_line(error)}). Pass a folder or a"
                 " config.json with the values of a real model."
             ) from error
+    can_ask = is_path or path.exists() or _hub_answers()
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=not can_ask)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if is_path:
             reason = f"its configuration cannot be read ({_first_line(error)})"
@@ -88,13 +95,35 @@ def load_config(name: str) -> PreTrainedConfig:
         else:
             reason = (
                 f"it is not a folder, a config.json or one of the {len(list(CONFIG_MAPPING.keys()))} model types, "
-                f"and it could not be loaded from the Hugging Face Hub ({_first_line(error)})"
+                + (
+                    f"and it could not be loaded from the Hugging Face Hub ({_first_line(error)})"
+                    if can_ask
+                    else f"it has not been downloaded, and {ENDPOINT} cannot be reached"
+                )
             )
             similar = get_close_matches(name, list(CONFIG_MAPPING.keys()), n=3)
             if similar:
                 reason += f". Model types of a similar name: {', '.join(similar)}"
         raise UnknownModelError(f"unknown model {name!r}: {reason}.") from error
     return config
+
+
+def _hub_answers() -> bool:
+    """Whether the Hub accepts a connection. Its client would try for a minute.
+
+    A proxy is not asked: whether it reaches the Hub is its own business.
+    """
+    if HF_HUB_OFFLINE:
+        return False
+    address = urlsplit(ENDPOINT)
+    if address.hostname is None or getproxies().keys() & {address.scheme, "all"}:
+        return True
+    try:
+        port = address.port or (80 if address.scheme == "http" else 443)
+        socket.create_connection((address.hostname, port), SECONDS_TO_CONNECT).close()
+    except OSError:
+        return False
+    return True
 
 
 def model_class(config: PreTrainedConfig, task: str = "auto") -> type:

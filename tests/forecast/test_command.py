@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_pipetransformer.cli import app
+from hf_pipetransformer.forecast import placeholder_model
 from hf_pipetransformer.forecast.device_table import DEVICES, GIB
 from hf_pipetransformer.pipeline.devices import USABLE_MEMORY
 
@@ -50,7 +51,10 @@ def test_plan_prints_tables() -> None:
     assert "plain DDP" in out and "static pipeline" in out and "counted FLOPs alone" in out
     assert "Equal cost: plain training for " in out
     assert "\nAdvice\n- K = 1 throughout: " in out
-    assert "\nAssumed\n- a100-80g: 312 TFLOP/s of which layers reach 45% (an estimate" in out
+    assert "this training is" in out and re.search(r"^static pipeline .* \d\.\d\d times as fast$", out, re.MULTILINE)
+    assert "Assumed" not in out and "--verbose lists what is assumed" in out
+    verbose = run("bert", *TRAINING, "--samples", "6400", "--verbose").stdout
+    assert "\nAssumed\n- a100-80g: 312 TFLOP/s of which layers reach 45% (an estimate" in verbose
     assert max(map(len, out.split("\nAdvice")[0].splitlines())) < 160
 
 
@@ -63,7 +67,7 @@ def test_memory_is_counted_in_the_precision_of_the_weights(tmp_path: Path) -> No
         loaded = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / name))
         assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
         line = f"weights, gradients, AdamW's moments and activations in {name}"
-        assert re.search(rf"^- {line}(,|$)", run(str(tmp_path / name), *TRAINING).stdout, re.MULTILINE)
+        assert re.search(rf"^- {line}(,|$)", run(str(tmp_path / name), *TRAINING, "--verbose").stdout, re.MULTILINE)
         stages = values(str(tmp_path / name), *TRAINING, "--no-freeze")["epochs"][0]["stage_bytes"]
         largest[name] = max(stages)
     assert largest["bf16"] < 0.75 * largest["fp32"]
@@ -117,7 +121,7 @@ def test_sharding_is_chosen_by_memory() -> None:
         assert chosen["largest_stage_bytes"] == given["epochs"][0]["stage_bytes"][0] <= auto["memory_budget_bytes"]
         assert chosen["step_seconds"] == given["epochs"][0]["step_seconds"]
     accumulated = (*bert[:4], "8", *bert[5:], "--gradient-accumulation-steps", "2")
-    out = run(*accumulated, "--memory-gib", "1.2", "--replica-sharding", "auto").stdout
+    out = run(*accumulated, "--memory-gib", "1.2", "--replica-sharding", "auto", "--verbose").stdout
     assert "(gradient_accumulation_steps=2, per_device_train_batch_size=1)" in out
     assert re.search(r"^sharding +K × R +GiB +step ms$", out, re.MULTILINE)
     assert re.search(r"^optimizer +1 × 4 +1\.\d +[\d.]+ +chosen$", out, re.MULTILINE)
@@ -141,7 +145,7 @@ def test_what_saves_memory(name: str, tmp_path: Path) -> None:
     plain, lora, checkpointed, half = (first_epoch(*each) for each in options)
     assert all(better[0] < plain[0] for better in (lora, checkpointed, half))
     assert lora[1] < plain[1] < checkpointed[1]
-    said = run(*job, "--lora-r", "4", "--gradient-checkpointing", "--bf16").stdout
+    said = run(*job, "--lora-r", "4", "--gradient-checkpointing", "--bf16", "--verbose").stdout
     assert "LoRA adapters of rank 4 are trained" in said and "bf16 by autocast" in said
     assert run(*job, "--lora-r", "0").exit_code == 2
 
@@ -162,8 +166,8 @@ def test_what_the_user_has_frozen(tiny: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model("llava", vision_config=vision, text_config=text, image_token_index=98)
     config.save_pretrained(tmp_path)
     out = run(str(tmp_path), *alone, "--frozen-module", "model.vision_tower").stdout
-    assert re.search(r"^your frozen modules +of the forward +step ms +speed-up$", out, re.MULTILINE)
-    assert re.search(r"^computed +\d+\.\d% +[\d.]+ +×1\.00$", out, re.MULTILINE)
+    assert re.search(r"^your frozen modules +of the forward +step ms +compared with computed$", out, re.MULTILINE)
+    assert re.search(r"^computed +\d+\.\d% +[\d.]+ +1\.00 times as fast$", out, re.MULTILINE)
 
 
 def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
@@ -227,3 +231,32 @@ def test_images_need_no_number_of_tokens() -> None:
     assert given.exit_code == 0 and "--seq does not matter for this model" in given.stdout
     text = CliRunner().invoke(app, ["plan", "bert", *training[1:]])
     assert text.exit_code == 2 and "seq is not given" in text.stderr
+
+
+def test_adapters_on_the_upper_layers_alone(tmp_path: Path) -> None:
+    AutoConfig.for_model("llama", num_hidden_layers=8).save_pretrained(tmp_path)
+    job = (str(tmp_path), "--devices", "2", "--batch", "16", "--seq", "512", "--lora-r", "8", "--no-freeze")
+    several = values(*job, "--epochs", "6")
+    upper = several["lora_on_upper_layers"]
+    assert (upper["first_layer"], upper["layers"]) == (4, 8)
+    assert upper["speed_up"] == pytest.approx(several["seconds"] / upper["seconds"]) and upper["speed_up"] > 1.3
+    said = run(*job, "--epochs", "6").stdout
+    assert f"predicted to be {upper['speed_up']:.2f} times as fast" in said and "range(4, 8)" in said
+    assert values(*job, "--epochs", "6", "--no-cache")["lora_on_upper_layers"] is None
+    assert values(*job, "--epochs", "1")["lora_on_upper_layers"]["speed_up"] < upper["speed_up"], "nothing is read"
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for a connection once, and its client, which tries for a minute, does not run."""
+    asked: list[tuple[str, int]] = []
+
+    def refuse(address: tuple[str, int], timeout: float) -> None:
+        asked.append(address)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(placeholder_model, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(placeholder_model, "getproxies", dict)
+    monkeypatch.setattr(placeholder_model.socket, "create_connection", refuse)
+    result = run("some-org/some-model", *TRAINING)
+    assert asked == [("huggingface.co", 443)] and result.exit_code == 2
+    assert "has not been downloaded, and https://huggingface.co cannot be reached" in result.stderr
