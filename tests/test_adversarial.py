@@ -1,0 +1,30 @@
+"""User code that is hard to train exactly: equal to the stock Trainer in one process, or refused by name.
+
+The cases are in `adversarial/cases/`. A case that is not met today has the mark `fails`; see CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from adversarial import runner
+from adversarial.kit import CASES
+
+IN_SHORT: tuple[str, ...] = ()
+"""Cases of `make test`: one or two of each kind."""
+
+
+def _parameter(name: str, layout: str) -> object:
+    marks = [] if name in IN_SHORT else [pytest.mark.slow]
+    if reason := CASES[name].fails.get(layout):
+        marks.append(pytest.mark.xfail(strict=True, raises=runner.NotMetError, reason=reason))
+    return pytest.param(name, layout, id=f"{name}-{layout}", marks=marks)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "layout"), [_parameter(case.name, layout) for case in CASES.values() for layout in case.layouts]
+)
+def test_equal_or_refused(name: str, layout: str, tmp_path: Path) -> None:
+    runner.check(name, layout, tmp_path)
