@@ -11,12 +11,28 @@ import pytest
 from adversarial import runner
 from adversarial.kit import CASES
 
-IN_SHORT: tuple[str, ...] = ()
-"""Cases of `make test`: one or two of each kind."""
+IN_SHORT = (
+    "attribute_private",
+    "callback_sets_rate",
+    "clips_all_parameters",
+    "counter_in_objects",
+    "data_row",
+    "evaluations_outside_interleaved",
+    "hook_on_inner_layer",
+    "in_place",
+    "many_calls_or_none",
+    "negatives_by_accelerator",
+    "parts_of_the_loss_in_log",
+    "penalty_from_third_epoch",
+    "pickled_in_each_epoch",
+    "prompt_first",
+    "sets_attribute",
+)
+"""Cases of `make test`: one of each kind that is not met, and some of what is."""
 
 
 def _parameter(name: str, layout: str) -> object:
-    marks = [] if name in IN_SHORT else [pytest.mark.slow]
+    marks: list[pytest.MarkDecorator] = [] if name in IN_SHORT else [pytest.mark.slow]
     if reason := CASES[name].fails.get(layout):
         marks.append(pytest.mark.xfail(strict=True, raises=runner.NotMetError, reason=reason))
     return pytest.param(name, layout, id=f"{name}-{layout}", marks=marks)

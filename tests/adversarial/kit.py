@@ -32,7 +32,7 @@ LAYOUTS = {
         Layout("K2", world=2, stages=2),
         Layout("K3", world=3, stages=3),
         Layout("R2", world=2, stages=1),
-        Layout("K2 R2", world=4, stages=2),
+        Layout("K2R2", world=4, stages=2),
     )
 }
 """K: number of stages. R: number of replicas."""
@@ -51,6 +51,8 @@ NOT_CARRIED_OVER = "a change that the loss makes to the model does not reach the
 LOSS_STATE = "callbacks on the other stages do not have the state that the loss has left on the trainer"
 ONE_STAGE_GRADIENTS = "the user's code reads the gradients of one stage only"
 FIRST_TENSOR = "the number of samples is read from the first tensor of a call"
+CAUGHT_ERROR = "an error of a call that the loss catches ends the training on another stage"
+COMPILED_CALL = "torch.compile reads the weights of other stages when it compiles a call of the model"
 EXTRA_RUNS = "the user's code runs more often than in the stock Trainer"
 
 # ---------------------------------------------------------------------------------------------------------
@@ -80,17 +82,19 @@ class Case(UsersCase):
 
     Attributes:
         fails: Layout -> why the case is not met there today.
+        slack: Factor of the tolerances of `user_code.verdicts`.
     """
 
     fails: dict[str, str] = field(default_factory=dict)
+    slack: float = 1.0
 
 
 CASES: dict[str, Case] = {}
 
 
 def case(
-    *layouts: str, expect: str = "equal", because: str = "", fails: str | dict[str, str] = ""
-) -> Callable[[Callable[..., Script]], Callable[..., Script]]:
+    *layouts: str, expect: str = "equal", because: str = "", fails: str | dict[str, str] = "", slack: float = 1.0
+) -> Callable[[Callable[[], Script]], Callable[[], Script]]:
     """Enter a function into `CASES`.
 
     Args:
@@ -98,29 +102,19 @@ def case(
         expect: "equal"; "exact" (equal, or refused on all processes); "crash" (the user's own error, and no hang).
         because: Part of the message of the refusal or the error: the name of the setting or call that is refused.
         fails: Why the case is not met today, in all layouts or by layout.
+        slack: Factor of the tolerances.
     """
     assert set(layouts) <= set(LAYOUTS)
 
-    def enter(make: Callable[..., Script]) -> Callable[..., Script]:
+    def enter(make: Callable[[], Script]) -> Callable[[], Script]:
         name = make.__name__
         assert name not in CASES, name
         reasons = fails if isinstance(fails, dict) else dict.fromkeys(layouts, fails) if fails else {}
         what = (make.__doc__ or "").strip().partition("\n")[0]
-        CASES[name] = Case(name, what, make.__module__, make, layouts, expect, because, reasons)
+        CASES[name] = Case(name, what, make.__module__, make, layouts, expect, because, reasons, slack)
         return make
 
     return enter
-
-
-def variants(make: Callable[[Any], Script], values: Iterable[Any], *layouts: str, **options: Any) -> None:
-    """Enter one case for each value of the argument of `make`; the name of the value follows that of the function."""
-    for value in values:
-
-        def one(value: Any = value) -> Script:
-            return make(value)
-
-        one.__name__, one.__doc__, one.__module__ = f"{make.__name__}_{value}", make.__doc__, make.__module__
-        case(*layouts, **options)(one)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ and transformers, so no case inherits state of another one, and a case that hang
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import traceback
@@ -20,14 +21,14 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
 from user_code.kit import Layout, seed_all
 from user_code.runner import LAUNCHERS, PACKAGE
-from user_code.verdicts import DIED, Outcome, judge
+from user_code.verdicts import DIED, Finding, Outcome, judge
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 
 from . import cases  # noqa: F401
 from .kit import CASES, LAYOUTS, Script, pad, samples
 
-DEADLINE_S = 30.0
+DEADLINE_S = 12.0
 """Seconds of a quiet machine for one training of a case, after which it counts as hanging."""
 GRACE_S = 6.0
 """Likewise, for the other processes once one has failed."""
@@ -41,8 +42,8 @@ class _Failed(Exception):
     """Carries the outcome of a process that failed, so that the others are not waited for."""
 
 
-def check(name: str, layout: str, folder: Path) -> None:
-    """Train a case both ways.
+def check(name: str, layout: str, folder: Path) -> Finding:
+    """Train a case both ways, and return what was found.
 
     Raises:
         NotMetError: The product does not do what the case expects.
@@ -53,9 +54,11 @@ def check(name: str, layout: str, folder: Path) -> None:
     if reference.error and case.expect != "crash":
         raise RuntimeError(f"the stock Trainer fails: {reference.error}\n{reference.trace}")
     ranks = _launch(name, layout, str(folder / "product"), is_reference=False)
-    finding = judge(case, LAYOUTS[layout], reference, ranks)
+    _note_stopped(ranks)
+    finding = judge(case, LAYOUTS[layout], reference, ranks, case.slack)
     if not finding.is_expected or any(outcome.is_hang for outcome in ranks):
         raise NotMetError(f"{finding.verdict}: {finding.reason}\n{finding.trace}")
+    return finding
 
 
 def train(rank: int, world_size: int, name: str, layout: str, folder: str, is_reference: bool) -> Outcome:
@@ -130,7 +133,26 @@ def make_trainer(script: Script, layout: Layout, is_reference: bool, folder: str
     return trainer
 
 
+def _note_stopped(ranks: list[Outcome]) -> None:
+    """A process that was ended by the refusal of another one, and says so, has refused as well."""
+    refusals = [outcome.error.partition(": ")[2][:60] for outcome in ranks if outcome.is_refusal]
+    for outcome in ranks:
+        text = outcome.trace if outcome.error == DIED else outcome.error
+        outcome.is_refusal |= any(refusal in text for refusal in refusals)
+
+
+@functools.cache
+def _start_server() -> None:
+    """Have the server of forks import its modules, which takes longer than a case may."""
+    launch_ranks(_do_nothing, 1)
+
+
+def _do_nothing(rank: int, world_size: int) -> None:
+    """Called on a rank."""
+
+
 def _launch(name: str, layout: str, folder: str, is_reference: bool) -> list[Outcome]:
+    _start_server()
     world_size = 1 if is_reference else LAYOUTS[layout].world
     limits = {"timeout": DEADLINE_S, "seconds_after_error": GRACE_S}
     with redirect_stdout(io.StringIO()):  # an outcome has the part of the logs that matters

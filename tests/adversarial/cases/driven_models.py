@@ -96,7 +96,7 @@ def sets_dropout_to_zero() -> Script:
     return with_layers_set(lambda layer, step: setattr(layer.dropout, "p", 0.0), model)
 
 
-@case("K2", expect="exact", because="scale", fails=NOT_CARRIED_OVER)
+@case("K2")
 def sets_attribute_in_training_step() -> Script:
     """A number on each layer, in an override of `training_step`."""
 
@@ -114,7 +114,7 @@ class HalvedInEvaluation(Layer):
         return super().forward(x) * (1 if self.training else 0.5)
 
 
-@case("K2", expect="exact", because="eval", fails=NOT_CARRIED_OVER)
+@case("K2")
 def modes_per_call() -> Script:
     """The model, then one layer of it, is in evaluation mode for one call."""
 
@@ -208,7 +208,7 @@ def hook_on_layer() -> Script:
     return with_hook(lambda model: model.layers[0])
 
 
-@case("K2", expect="exact", because="forward", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="layers.0")
 def layer_skipped_by_patch() -> Script:
     """The first layer's forward is replaced during the second call."""
 
@@ -267,7 +267,7 @@ def terms_of_layers_that_begin_as_none() -> Script:
     return with_loss(sum_of_terms, Network(layer=LeavesTermLater))
 
 
-@case("K2", expect="exact", because="hook", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="layers.0")
 def outputs_of_layers_by_hooks() -> Script:
     """Hooks collect each layer's output, from which the loss takes a term."""
     taken: list[Tensor] = []
