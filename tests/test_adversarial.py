@@ -1,6 +1,6 @@
 """User code that is hard to train exactly: equal to the stock Trainer in one process, or refused by name.
 
-The cases are in `adversarial/cases/`. A case that is not met today has the mark `fails`; see CONTRIBUTING.md.
+The cases are in `adversarial/cases/`. A case that fails today has `fails` in its decorator; see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ IN_SHORT = (
     "prompt_first",
     "sets_attribute",
 )
-"""Cases of `make test`: one of each kind that is not met, and some of what is."""
+"""Cases of `make test`: one or two for each reason for which cases fail, and some that pass."""
 
 
 def _parameter(name: str, layout: str) -> object:
     marks: list[pytest.MarkDecorator] = [] if name in IN_SHORT else [pytest.mark.slow]
     if reason := CASES[name].fails.get(layout):
-        marks.append(pytest.mark.xfail(strict=True, raises=runner.NotMetError, reason=reason))
+        marks.append(pytest.mark.xfail(strict=True, raises=runner.WrongOutcomeError, reason=reason))
     return pytest.param(name, layout, id=f"{name}-{layout}", marks=marks)
 
 

@@ -5,8 +5,8 @@
         '''The loss sets the dropout rate of each layer.'''
         return with_loss(loss)
 
-A case is a function that returns a `Script`. It is called anew in each process. `fails` marks a case that is not met
-today (`pytest.mark.xfail`, strict): once it is met, the mark has to go.
+A case is a function that returns a `Script`. It is called anew in each process. `fails` says why a case fails today, and
+marks its test as a strict `pytest.mark.xfail`: once the case passes, `fails` has to be removed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LAYOUTS = {
 """K: number of stages. R: number of replicas."""
 
 # ---------------------------------------------------------------------------------------------------------
-# Why a case is not met today
+# Why cases fail today
 # ---------------------------------------------------------------------------------------------------------
 
 TRIAL_IS_LASTING = "the store of frozen outputs takes a trial of the first batch as valid for all later steps"
@@ -81,7 +81,7 @@ class Case(UsersCase):
     """One case.
 
     Attributes:
-        fails: Layout -> why the case is not met there today.
+        fails: Layout -> why the case fails there today.
         slack: Factor of the tolerances of `user_code.verdicts`.
     """
 
@@ -101,7 +101,7 @@ def case(
         *layouts: Names in `LAYOUTS`.
         expect: "equal"; "exact" (equal, or refused on all processes); "crash" (the user's own error, and no hang).
         because: Part of the message of the refusal or the error: the name of the setting or call that is refused.
-        fails: Why the case is not met today, in all layouts or by layout.
+        fails: Why the case fails today, in all layouts or by layout.
         slack: Factor of the tolerances.
     """
     assert set(layouts) <= set(LAYOUTS)

@@ -34,7 +34,7 @@ GRACE_S = 6.0
 """Likewise, for the other processes once one has failed."""
 
 
-class NotMetError(AssertionError):
+class WrongOutcomeError(AssertionError):
     """The product does not do what the case expects. The marks name this error, so that a case's own faults show."""
 
 
@@ -46,7 +46,7 @@ def check(name: str, layout: str, folder: Path) -> Finding:
     """Train a case both ways, and return what was found.
 
     Raises:
-        NotMetError: The product does not do what the case expects.
+        WrongOutcomeError: The product does not do what the case expects.
         RuntimeError: The stock Trainer fails although the case does not expect an error: the case is wrong.
     """
     case = CASES[name]
@@ -57,7 +57,7 @@ def check(name: str, layout: str, folder: Path) -> Finding:
     _note_stopped(ranks)
     finding = judge(case, LAYOUTS[layout], reference, ranks, case.slack)
     if not finding.is_expected or any(outcome.is_hang for outcome in ranks):
-        raise NotMetError(f"{finding.verdict}: {finding.reason}\n{finding.trace}")
+        raise WrongOutcomeError(f"{finding.verdict}: {finding.reason}\n{finding.trace}")
     return finding
 
 
