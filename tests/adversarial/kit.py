@@ -5,8 +5,8 @@
         '''The loss sets the dropout rate of each layer.'''
         return with_loss(loss)
 
-A case is a function that returns a `Script`. It is called anew in each process. `fails` says why a case fails today, and
-marks its test as a strict `pytest.mark.xfail`: once the case passes, `fails` has to be removed.
+A case is a function that returns a `Script`. It is called anew in each process. `fails` says why a case fails today,
+and marks its test as a strict `pytest.mark.xfail`: once the case passes, `fails` has to be removed.
 """
 
 from __future__ import annotations
