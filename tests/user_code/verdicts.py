@@ -57,8 +57,8 @@ class Finding:
         return self.case, self.layout
 
 
-def judge(case: Case, layout: Layout, reference: Outcome, ranks: Sequence[Outcome]) -> Finding:
-    """Compare what all processes report with the reference."""
+def judge(case: Case, layout: Layout, reference: Outcome, ranks: Sequence[Outcome], slack: float = 1.0) -> Finding:
+    """Compare what all processes report with the reference; `slack` is a factor of the tolerances."""
     finding = Finding(case.name, layout.name, case.group, case.what, "")
     for outcome in ranks:
         # the watchdog of one that was not yet as far ends it, with the error of the other
@@ -81,7 +81,7 @@ def judge(case: Case, layout: Layout, reference: Outcome, ranks: Sequence[Outcom
     elif reference.error:
         finding.verdict, finding.reason, finding.trace = "no reference", reference.error, reference.trace
     else:
-        _compare(finding, reference, ranks)
+        _compare(finding, reference, ranks, slack)
     says_so = any(outcome.says_as_ddp for outcome in ranks)  # the main process logs it
     if finding.verdict == "SILENTLY DIFFERENT" and says_so:
         finding.verdict, finding.is_expected = "as DDP", True
@@ -91,7 +91,7 @@ def judge(case: Case, layout: Layout, reference: Outcome, ranks: Sequence[Outcom
     return finding
 
 
-def _compare(finding: Finding, reference: Outcome, ranks: Sequence[Outcome]) -> None:
+def _compare(finding: Finding, reference: Outcome, ranks: Sequence[Outcome], slack: float) -> None:
     problems: list[str] = []
     finding.weight_difference = 0.0
     for rank, outcome in enumerate(ranks):
@@ -99,11 +99,11 @@ def _compare(finding: Finding, reference: Outcome, ranks: Sequence[Outcome]) -> 
             problems.append(f"rank {rank} took {outcome.steps} steps in place of {reference.steps}")
             continue
         loss = max(map(_relative, outcome.losses, reference.losses), default=0.0)
-        if not loss <= LOSS_TOLERANCE:
+        if not loss <= slack * LOSS_TOLERANCE:
             at = next(
                 i
                 for i, pair in enumerate(zip(outcome.losses, reference.losses, strict=True))
-                if _relative(*pair) > LOSS_TOLERANCE
+                if _relative(*pair) > slack * LOSS_TOLERANCE
             )
             values = f"{outcome.losses[at]:.5g} in place of {reference.losses[at]:.5g}"
             problems.append(f"the loss of step {at + 1} is {values}")
@@ -114,7 +114,7 @@ def _compare(finding: Finding, reference: Outcome, ranks: Sequence[Outcome]) -> 
                 ((_distance(outcome.weights[n], w), n) for n, w in reference.weights.items()), default=(0.0, "")
             )
             finding.weight_difference = max(finding.weight_difference, weight)
-            if not weight <= WEIGHT_TOLERANCE:
+            if not weight <= slack * WEIGHT_TOLERANCE:
                 problems.append(f"{name} differs by {weight:.1e} on rank {rank}")
         pairs = {"finished loss": (outcome.finished, reference.finished)}
         pairs |= {name: (outcome.observed.get(name), value) for name, value in reference.observed.items()}

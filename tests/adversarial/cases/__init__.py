@@ -1,0 +1,25 @@
+"""The cases. Each module enters its own into `kit.CASES`."""
+
+from . import (
+    driven_calls,
+    driven_errors,
+    driven_models,
+    driven_trainer,
+    examined,
+    front_settings,
+    front_weights,
+    processes,
+    real_scripts,
+)
+
+__all__ = [
+    "driven_calls",
+    "driven_errors",
+    "driven_models",
+    "driven_trainer",
+    "examined",
+    "front_settings",
+    "front_weights",
+    "processes",
+    "real_scripts",
+]

@@ -1,0 +1,263 @@
+"""A loss of the user's over several stages, beside callbacks, clipping, accumulation, evaluations and schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kit import (
+    LOSS_STATE,
+    ONE_STAGE_GRADIENTS,
+    VOCABULARY,
+    Each,
+    Inputs,
+    LossAndOutputs,
+    Network,
+    Script,
+    case,
+    own_loss,
+    pad,
+    plain_loss,
+    samples,
+    with_loss,
+)
+
+# ---------------------------------------------------------------------------------------------------------
+# State that the loss leaves on the trainer
+# ---------------------------------------------------------------------------------------------------------
+
+
+def counting(act: Any, **fields: Any) -> Script:
+    """The loss counts its runs in `trainer.runs`; `act(runs, state, control, **others)` is called after each step."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        trainer.runs = getattr(trainer, "runs", 0) + 1
+        return outputs["loss"], outputs
+
+    def read(callback: Each, state: Any, control: Any, **others: Any) -> None:
+        act(getattr(callback.trainer, "runs", 0), state, control, **others)
+
+    return with_loss(loss, callbacks=[Each(read)], **fields)
+
+
+@case("K2", expect="exact", because="runs", fails=LOSS_STATE)
+def callback_sets_rate() -> Script:
+    """A callback lowers the learning rate by what the loss has counted."""
+
+    def act(runs: int, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + runs)
+
+    return counting(act)
+
+
+@case("K2", expect="exact", because="runs", fails=LOSS_STATE)
+def callback_freezes() -> Script:
+    """A callback freezes a layer by what the loss has counted."""
+
+    def act(runs: int, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if runs == 3:
+            model.layers[0].requires_grad_(False)
+
+    return counting(act)
+
+
+@case("K2", expect="exact", because="should_training_stop")
+def callback_stops() -> Script:
+    """A callback ends the training by what the loss has counted."""
+
+    def act(runs: int, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= runs >= 3
+
+    return counting(act)
+
+
+@case("K2", expect="exact", because="evaluate()")
+def callback_evaluates() -> Script:
+    """A callback asks for an evaluation by what the loss has counted."""
+
+    def act(runs: int, state: Any, control: Any, **_: Any) -> None:
+        control.should_evaluate |= runs == 3
+
+    return counting(act, keywords={"eval_dataset": samples(8)})
+
+
+@case("K2", expect="exact", because="should_save")
+def callback_saves() -> Script:
+    """A callback asks for a checkpoint by what the loss has counted."""
+
+    def act(runs: int, state: Any, control: Any, **_: Any) -> None:
+        control.should_save |= runs == 3
+
+    return counting(act)
+
+
+class Curriculum:
+    """A collator with a difficulty."""
+
+    difficulty = 1
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = pad(rows)
+        batch["input_ids"] = (batch["input_ids"] * self.difficulty) % VOCABULARY
+        return batch
+
+
+@case("K2")
+def collator_reads_difficulty() -> Script:
+    """The loss sets a difficulty that the collator reads."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        trainer.data_collator.difficulty = 1 + trainer.state.global_step % 3
+        return outputs["loss"], outputs
+
+    return with_loss(loss, collator=Curriculum())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Gradients in the user's hands
+# ---------------------------------------------------------------------------------------------------------
+
+
+def before_the_step(act: Any) -> Each:
+    """Calls `act(trainer, model, optimizer)` before each step of the optimizer."""
+
+    def run(callback: Each, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any) -> None:
+        act(callback.trainer, model, optimizer)
+
+    return Each(run, "on_pre_optimizer_step")
+
+
+def clip_all(trainer: Any, model: Any, optimizer: Any) -> None:
+    """Clip the norm of all gradients."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+@case("K2", expect="exact", because="clip", fails=ONE_STAGE_GRADIENTS)
+def clips_all_parameters() -> Script:
+    """`clip_grad_norm_` of all parameters; a loss of the user's."""
+    return with_loss(callbacks=[before_the_step(clip_all)])
+
+
+@case("K2", "R2", expect="exact", because="clip", fails={"K2": ONE_STAGE_GRADIENTS})
+def clips_all_parameters_with_stock_loss() -> Script:
+    """`clip_grad_norm_` of all parameters; the model's own loss."""
+    return with_loss(trainer=None, callbacks=[before_the_step(clip_all)])
+
+
+@case("K2")
+def clips_each_part() -> Script:
+    """`clip_grad_norm_` of each layer."""
+
+    def clip(trainer: Any, model: Any, optimizer: Any) -> None:
+        for part in (*model.layers, model.head, model.embedding):
+            torch.nn.utils.clip_grad_norm_(part.parameters(), 0.05)
+
+    return with_loss(callbacks=[before_the_step(clip)])
+
+
+@case("K2", expect="exact", because="clip", fails=ONE_STAGE_GRADIENTS)
+def clips_in_training_step() -> Script:
+    """`clip_grad_norm_` in an override of `training_step`."""
+
+    class Clips:
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            whole = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
+            torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+            return loss
+
+    return with_loss(trainer=own_loss(plain_loss, Clips))
+
+
+@case("K2", expect="exact", because="clip", fails=ONE_STAGE_GRADIENTS)
+def clips_groups_of_the_optimizer() -> Script:
+    """`clip_grad_norm_` of each group of the optimizer."""
+
+    def clip(trainer: Any, model: Any, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], 0.05)
+
+    return with_loss(callbacks=[before_the_step(clip)])
+
+
+@case("K2")
+def clips_by_accelerator() -> Script:
+    """`accelerator.clip_grad_norm_` in a callback."""
+
+    def clip(trainer: Any, model: Any, optimizer: Any) -> None:
+        trainer.accelerator.clip_grad_norm_(model.parameters(), 0.1)
+
+    return with_loss(callbacks=[before_the_step(clip)])
+
+
+@case("K2", expect="exact", because="grad")
+def reads_total_norm() -> Script:
+    """`get_total_norm` of all gradients, of which nothing is made."""
+
+    def read(trainer: Any, model: Any, optimizer: Any) -> None:
+        torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+    return with_loss(callbacks=[before_the_step(read)])
+
+
+@case("K2", expect="exact", because="norm", fails=ONE_STAGE_GRADIENTS)
+def normalises_gradients() -> Script:
+    """All gradients are divided by their norm, by `torch._foreach_norm`."""
+
+    def normalise(trainer: Any, model: Any, optimizer: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        torch._foreach_div_(gradients, torch.stack(torch._foreach_norm(gradients)).norm())
+
+    return with_loss(callbacks=[before_the_step(normalise)])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Accumulation, evaluation, schedules
+# ---------------------------------------------------------------------------------------------------------
+
+
+@case("K2")
+def two_micro_steps() -> Script:
+    """Two accumulated micro-steps, in an epoch that ends with a smaller batch."""
+    accumulated = {"gradient_accumulation_steps": 2, "num_train_epochs": 2}
+    return with_loss(batch=4, data=samples(44), options=accumulated)
+
+
+@case("K2")
+def four_micro_steps() -> Script:
+    """Four accumulated micro-steps."""
+    return with_loss(batch=2, data=samples(44), options={"gradient_accumulation_steps": 4})
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+
+
+@case("K2")
+def evaluations() -> Script:
+    """An evaluation after every other step."""
+    return with_loss(options=EVALUATED, keywords={"eval_dataset": samples(16, seed=4)})
+
+
+@case("K2")
+def evaluations_with_micro_steps() -> Script:
+    """Likewise, with two accumulated micro-steps."""
+    options = {**EVALUATED, "gradient_accumulation_steps": 2}
+    return with_loss(batch=4, options=options, keywords={"eval_dataset": samples(16, seed=4)})
+
+
+@case("K2")
+def interleaved() -> Script:
+    """Interleaved 1F1B: two parts of the model on each process."""
+    return with_loss(model=Network(4), product={"pipeline_schedule": "interleaved1f1b"})
+
+
+@case("K2")
+def zbv() -> Script:
+    """ZBV: two parts of the model on each process, and backwards in two parts."""
+    return with_loss(model=Network(4), product={"pipeline_schedule": "zbv"})
