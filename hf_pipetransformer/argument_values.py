@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+STARTED_BY_ACCELERATE = "ACCELERATE_USE_CPU"
+"""Environment variable of `accelerate launch` in a single process: whether the process uses the CPU."""
 
 
 class UnknownFieldError(TypeError, ValueError):
@@ -21,6 +27,17 @@ class UnknownFieldError(TypeError, ValueError):
         close = difflib.get_close_matches(name, known, 1)
         hint = f"Did you mean {close[0]!r}?" if close else "See its documentation for the fields."
         super().__init__(f"{owner} has no field {name!r}. {hint}")
+
+
+def hint_about_cpu() -> str:
+    """Return a sentence for a single process that `accelerate launch` has started on the CPU; otherwise nothing."""
+    started = os.environ.get(STARTED_BY_ACCELERATE)
+    if started is None or (started != "True" and torch.accelerator.is_available()):
+        return ""
+    return (
+        " On CPU, `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start only one process, regardless of"
+        " --num_processes; use `distributed_type: MULTI_GPU` with `use_cpu=True`, or torchrun."
+    )
 
 
 def int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:

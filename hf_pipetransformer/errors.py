@@ -2,15 +2,18 @@
 
 user code has failed                 its traceback, on the process on which it failed
 another process has failed           one line: `PeerFailedError`, or a process that failed in the same way
-a deliberate `ValueError` of ours    the user's own lines and the message on rank 0; one line on the other ranks
+a deliberate `ValueError` of ours    the line of the user's script and the message on rank 0; on the others one line,
+                                     or none if torchrun's summary shows the message
 """
 
 from __future__ import annotations
 
 import io
+import json
 import linecache
 import os
 import sys
+import time
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
@@ -83,6 +86,12 @@ an empty one if it has been logged."""
 
 SHOWS_ALL = "HF_PIPETRANSFORMER_FULL_TRACEBACK"
 """Environment variable that has all errors shown as Python does."""
+VERBOSE = ("info", "debug")
+"""Values of the environment variable `TRANSFORMERS_VERBOSITY` with which all errors are shown so, too."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the file from which torchrun takes a process's error for its summary at the end."""
+INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+"""Parts of the paths of installed packages."""
 
 _shows_briefly = False
 
@@ -138,7 +147,8 @@ def show_errors_briefly() -> None:
 
     def show(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         try:
-            is_shown = bool(os.environ.get(SHOWS_ALL)) or not _shorten(error, tb)
+            is_told = _tell_launcher(error)
+            is_shown = _shows_all() or not _shorten(error, tb, is_told)
         except Exception:  # an error that cannot be changed, or no stderr
             is_shown = True
         if is_shown:
@@ -147,31 +157,77 @@ def show_errors_briefly() -> None:
     sys.excepthook = show
 
 
-def _shorten(error: BaseException, tb: TracebackType | None) -> bool:
-    """Take from an error's tracebacks what says nothing to the user. True if one line was printed in their place."""
+def _shows_all() -> bool:
+    return bool(os.environ.get(SHOWS_ALL)) or os.environ.get("TRANSFORMERS_VERBOSITY", "").lower() in VERBOSE
+
+
+def _tell_launcher(error: BaseException) -> bool:
+    """Give torchrun an error's message for its summary. False if there is no torchrun to show it.
+
+    The file has the format of `ErrorHandler` in `torch.distributed.elastic.multiprocessing.errors`, which writes a
+    traceback in place of the message. The file exists already if the user's `main` is decorated with torch's `record`.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if not path or not isinstance(error, Exception):
+        return False
+    text = in_one_line(error)
+    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            json.dump({"message": message}, file)
+    except FileExistsError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _shorten(error: BaseException, tb: TracebackType | None, is_told: bool) -> bool:
+    """Take from an error's tracebacks the lines that say nothing to the user. True if it was shown without traceback.
+
+    Args:
+        error: the error that ends the program.
+        tb: its traceback.
+        is_told: whether torchrun shows the message.
+    """
     innermost = _innermost(tb)
     is_ours = innermost is not None and _is_in(innermost.tb_frame, LIBRARIES[:1])
     is_deliberate = is_ours and isinstance(error, ValueError) and _is_raised_at(innermost)
-    line = _line_instead_of(error, is_deliberate)
+    if is_deliberate and _rank() == "0":
+        sys.stderr.write(f"{_place_in_script(tb)}{type(error).__name__}: {error}\n")
+        return True
+    line = _line_instead_of(error, is_deliberate, is_told)
     if line is not None:
-        # torch collects what its hook prints, and adds the rank
+        # torch collects the output of its hook, and adds the rank
         prefix = "" if isinstance(sys.stderr, io.StringIO) else f"[rank {_rank()}] "
         sys.stderr.write(f"{prefix}{line}\n" if line else "")
         return True
-    if is_deliberate:
-        error.__cause__, error.__suppress_context__ = None, True  # its message says what matters
-    if is_deliberate or not is_ours:
+    if not is_ours:
         for one in chain_of(error):
-            one.__traceback__ = _visible(one.__traceback__, LIBRARIES if is_deliberate else DRIVERS)
+            one.__traceback__ = _without_drivers(one.__traceback__)
     return False
 
 
-def _line_instead_of(error: BaseException, is_deliberate: bool) -> str | None:
+def _line_instead_of(error: BaseException, is_deliberate: bool, is_told: bool) -> str | None:
     """The line to show in place of an error's traceback, which another process shows; None if it is shown here."""
+    if is_deliberate:
+        return "" if is_told else in_one_line(error)
     line: str | None = getattr(error, ONE_LINE, None)
-    if line is None and isinstance(error, PeerFailedError):
-        return str(error)
-    return in_one_line(error) if line is None and is_deliberate and _rank() != "0" else line
+    return str(error) if line is None and isinstance(error, PeerFailedError) else line
+
+
+def _place_in_script(tb: TracebackType | None) -> str:
+    """The line of the user's code in which an error was raised, as in a traceback; empty if there is none."""
+    place = ""
+    while tb is not None:
+        code, package = tb.tb_frame.f_code, _module(tb.tb_frame).partition(".")[0]
+        is_installed = package in (*LIBRARIES, *sys.stdlib_module_names) or any(
+            p in code.co_filename for p in INSTALLED
+        )
+        if not is_installed:
+            place = f'  File "{code.co_filename}", line {tb.tb_lineno}, in {code.co_name}\n'
+        tb = tb.tb_next
+    return place
 
 
 def _rank() -> str:
@@ -196,11 +252,11 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
         one = one.__cause__ or one.__context__
 
 
-def _visible(tb: TracebackType | None, hidden: tuple[str, ...]) -> TracebackType | None:
-    """Return a traceback without the frames of some modules and packages."""
+def _without_drivers(tb: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of `DRIVERS`, except the innermost one."""
     frames = []
     while tb is not None:
-        if not _is_in(tb.tb_frame, hidden) or (tb.tb_next is None and hidden is DRIVERS):
+        if not _is_in(tb.tb_frame, DRIVERS) or tb.tb_next is None:
             frames.append(tb)
         tb = tb.tb_next
     following: TracebackType | None = None

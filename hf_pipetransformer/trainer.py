@@ -38,7 +38,7 @@ from .model.micro_batch import naming_long_rows
 from .pipeline.elastic_pipeline import ElasticPipeline, unwrapped_model
 from .records.model_card import add_to_card
 from .resilience.watchdog import PROGRESS, phase
-from .run import evaluation, training_data
+from .run import evaluation, mistakes, training_data
 from .run.batches import BatchesInEpoch
 from .run.checkpointing import CheckpointWrite, gathered_weights
 from .run.cutting import CutModel, find_layers_to_freeze, find_units
@@ -111,13 +111,7 @@ class PipeTransformerTrainer(Trainer):
     ) -> None:
         if args is None and super().__init__.__func__ is Trainer.__init__:  # type: ignore[attr-defined]
             args = PipeTransformerTrainingArguments(output_dir="tmp_trainer")
-        if not isinstance(args, PipeTransformerTrainingArguments):
-            raise ValueError(
-                f"args is a {type(args).__name__}, but {type(self).__name__} requires"
-                " PipeTransformerTrainingArguments. Pass an instance of it as args=...; it accepts the same fields."
-                " With another library's trainer, pass a dataclass that derives from its arguments and from"
-                " PipeTransformerTrainingArguments, in this order."
-            )
+        args = mistakes.checked_arguments(type(self), args)
         if args.world_size == 1 and not args.leaves_model_to_trainer:
             refuse_meta(model)  # several processes agree on it when the model is needed, so that all refuse it
         if args.uses_pipeline:
@@ -191,6 +185,7 @@ class PipeTransformerTrainer(Trainer):
         stock: Any = super().train
         train = partial(stock, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval, **keywords)
         try:
+            mistakes.refuse_unknown_metric(self._job)
             if self._is_stock:
                 with RunRecorder(self.args).recording(self):
                     folder, is_sharded = self.args.output_dir, self.is_fsdp_enabled
@@ -313,6 +308,10 @@ class PipeTransformerTrainer(Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
         return self._pipeline_run.step(inputs)
 
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
+        stock = partial(super().compute_loss, model, inputs, *positional, **keywords)
+        return mistakes.explaining_missing_labels(self._job, inputs, stock)
+
     def _clip_grad_norm_over_stages(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         if norm_type != 2:
             raise ValueError(
@@ -324,6 +323,7 @@ class PipeTransformerTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *positional: Any, **keywords: Any) -> None:
         stock: Any = partial(super()._maybe_log_save_evaluate, *positional, **keywords)
+        stock = mistakes.explaining_unknown_metric(self)(stock)
         if self._pipeline_run is None:
             return stock()
         self._pipeline_run.arrive()

@@ -22,6 +22,7 @@ from .argument_values import (
     SlicesOrName,
     UnknownFieldError,
     from_json,
+    hint_about_cpu,
     int_or_auto,
     pipeline_layers_of,
     token_slices_of,
@@ -59,12 +60,6 @@ CHOICES: dict[str, Collection[Any]] = {
     "replica_sharding": (*REPLICA_SHARDINGS, AUTO),
 }
 """Fields with a few values, and these."""
-
-
-HOW_TO_LAUNCH_ON_CPU = (
-    "On CPU, `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start only one process, regardless of"
-    " --num_processes; use `distributed_type: MULTI_GPU` with `use_cpu=True`, or torchrun."
-)
 
 
 @dataclass
@@ -451,7 +446,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         raise ValueError(
             f"pipeline_parallel_size={stages}, but only one process runs: a pipeline needs one process per stage."
             f" Start {stages} with `accelerate launch --num_processes {stages}` or `torchrun --nproc_per_node"
-            f" {stages}`. {HOW_TO_LAUNCH_ON_CPU}"
+            f" {stages}`.{hint_about_cpu()}"
         )
 
     def refuse_impossible_layout(self, model: Any) -> None:
@@ -475,7 +470,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         start = "" if too_many else f", or start a multiple of {stages} processes"
         raise ValueError(
             f"pipeline_parallel_size={stages} does not divide the {world_size} processes.{fitting} Set it to one of"
-            f" {', '.join(map(str, divisors))}{start}. ({HOW_TO_LAUNCH_ON_CPU})"
+            f" {', '.join(map(str, divisors))}{start}."
         )
 
 

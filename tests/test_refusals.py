@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from distributed import run_ranks
 from torch import nn
 from training_data import PadCollator, TrainingData
 from training_runs import WORLD, Run, pipeline_trainer, with_layerdrop
-from transformers import TrainingArguments
+from transformers import TrainingArguments, default_data_collator
 from transformers.distributed import DistributedConfig
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, UnsupportedModelError
@@ -58,6 +61,7 @@ EXCLUDING: dict[str, dict[str, Any]] = {
 BUILDING = {
     **{name: building(2, **options) for name, options in EXCLUDING.items()},
     "three": building(3),
+    "no samples": lambda rank: pipeline_trainer(replace(RUN, per_device=0), 2),
     "jit": building(1, enable_jit_checkpoint=True),  # the stock Trainer's own way to leave at SIGTERM
 }
 
@@ -69,6 +73,8 @@ def test_arguments() -> None:
         assert next(iter(options)) in what.replace(" ", "_") and how
     assert all(word in messages["jit"] for word in ("enable_jit_checkpoint=True", "Unset it", "SIGTERM"))
     assert all(word in messages["three"] for word in ("pipeline_parallel_size=3", "2 processes", "1, 2"))
+    assert "CPU" not in messages["three"]
+    assert "per_device_train_batch_size=0" in messages["no samples"]
 
 
 def with_plain_arguments(rank: int) -> None:
@@ -76,14 +82,20 @@ def with_plain_arguments(rank: int) -> None:
     PipeTransformerTrainer(RUN.build_model(), arguments, train_dataset=RUN.data(8))
 
 
-ALONE = {"stages": building(2), "arguments": with_plain_arguments}
+def started_by_accelerate(rank: int) -> None:
+    os.environ["ACCELERATE_USE_CPU"] = "True"
+    pipeline_trainer(RUN, 2)
+
+
+ALONE = {"stages": building(2), "accelerate": started_by_accelerate, "arguments": with_plain_arguments}
 
 
 def test_one_process() -> None:
     messages = refused_by_all("ALONE", 1)
     remedies = ("accelerate launch --num_processes 2", "torchrun --nproc_per_node 2")
     traps = ("accelerate launch --cpu", "MULTI_CPU", "MULTI_GPU")
-    assert all(words in messages["stages"] for words in ("only one process runs", *remedies, *traps))
+    assert all(words in messages["stages"] for words in ("only one process runs", *remedies))
+    assert all(words not in messages["stages"] and words in messages["accelerate"] for words in traps)
     assert "PipeTransformerTrainingArguments" in messages["arguments"]
 
 
@@ -131,6 +143,33 @@ def with_own_loader(rank: int) -> None:
     OwnLoader(RUN.build_model(), arguments, train_dataset=RUN.data(8), data_collator=PadCollator(RUN.kind)).train()
 
 
+def without_labels(rank: int) -> None:
+    trainer = pipeline_trainer(RUN, 2)
+    trainer.train_dataset = [{"input_ids": [1, 2, 3], "target": 0} for _ in range(16)]
+    trainer.data_collator = default_data_collator
+    trainer.train()
+
+
+def resuming(name: str) -> Callable[[int], None]:
+    return lambda rank: pipeline_trainer(RUN, 2).train(resume_from_checkpoint=name)
+
+
+def with_metric(wanted: str, **keywords: Any) -> Callable[[int], None]:
+    """Evaluates after each epoch."""
+
+    def train(rank: int) -> None:
+        options = {"eval_strategy": "epoch", "save_strategy": "epoch", "metric_for_best_model": wanted}
+        run = replace(RUN, keywords=keywords).with_options(**options)
+        trainer = pipeline_trainer(run, 2, folder=wanted)
+        try:
+            trainer.train()
+        finally:
+            steps = trainer.state.global_step
+            assert steps == 0 or (Path(wanted) / f"checkpoint-{steps}" / "manifest.json").is_file()
+
+    return train
+
+
 def with_layers(*names: str) -> Callable[[int], None]:
     return lambda rank: pipeline_trainer(RUN, 2, pipeline_layers=names).train()
 
@@ -158,6 +197,13 @@ REFUSED_WITH: dict[str, tuple[Callable[[int], Any], list[str]]] = {
     "nothing to train": (without_trainable_parameters, ["requires_grad=True"]),
     "reentrant": (with_reentrant_checkpointing, ["use_reentrant=True"]),
     "layers": (with_layers("bert.blocks"), ["'bert.blocks' does not exist", "It has 'bert.encoder.layer'"]),
+    "labels": (without_labels, ["no 'labels'", "'target'", "rename_column('target', 'labels')"]),
+    "checkpoint": (resuming("none/checkpoint-7"), ["'none/checkpoint-7' does not exist", "no valid checkpoint"]),
+    "metric": (with_metric("accuracy"), ["metric_for_best_model='accuracy'", "eval_loss", "compute_metrics"]),
+    "late metric": (
+        with_metric("acuracy", compute_metrics=lambda _: {"accuracy": 1.0}),
+        ["metric_for_best_model='acuracy'", "Did you mean 'eval_accuracy'?"],
+    ),
     "no layers": (with_layers("classifier"), ["'classifier' is a Linear"]),
 }
 TRAINING = {name: attempt for name, (attempt, _) in REFUSED_WITH.items()}

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel, Trainer
@@ -72,11 +72,13 @@ def stock_checkpoint_to_resume(
         is_sharded: whether FSDP shards the model.
 
     Raises:
-        ValueError: FSDP shall resume from a checkpoint that was saved without FSDP.
+        ValueError: the checkpoint does not exist; or FSDP shall resume from one that was saved without FSDP.
     """
     folder = output_dir or "."
     newest = get_last_checkpoint(folder) if wanted in (LAST, True) and Path(folder).is_dir() else None
     found = wanted if isinstance(wanted, str) and wanted != LAST else newest
+    if found is not None and not Path(found).is_dir():
+        raise _missing(found, Path(folder))
     if is_sharded and found is not None and not any(Path(found).glob(f"{FSDP_MODEL_NAME}*")):
         raise ValueError(
             f"{found} was saved without FSDP, and FSDP resumes only from its own files ({FSDP_MODEL_NAME}*). Resume"
@@ -94,8 +96,9 @@ def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | b
             there is one and a start from the beginning otherwise, so that the same command can restart a job.
 
     Raises:
-        ValueError: the named checkpoint is damaged, or all checkpoints are; the one in the arguments does not exist;
-            or something else has the name of the folder in which checkpoints are written.
+        ValueError: the named checkpoint does not exist or is damaged, or all checkpoints are; the one in the arguments
+            does not exist; there is none for True; or something else has the name of the folder in which checkpoints
+            are written.
     """
     choice = None
     with job.mesh.failing_together():
@@ -107,7 +110,12 @@ def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | b
             _refuse_missing(job.args)  # what was about to be replaced is back
     # other nodes may have another disk, or see new files late
     wanted, chosen = job.mesh.gather_objects(choice)[0] or (None, None)
-    return chosen if chosen is not None or wanted == LAST else wanted  # the stock Trainer raises that there is none
+    if wanted is True and chosen is None:
+        raise ValueError(
+            f"resume_from_checkpoint=True, but output_dir={job.args.output_dir!r} contains no checkpoint. Leave it"
+            " out, or pass 'last', which begins a new training if there is no checkpoint."
+        )
+    return chosen
 
 
 def _refuse_missing(args: PipeTransformerTrainingArguments) -> None:
@@ -115,18 +123,44 @@ def _refuse_missing(args: PipeTransformerTrainingArguments) -> None:
     wanted = args.resume_from_checkpoint
     is_path = isinstance(wanted, str) and wanted.lower() not in ("", LAST, "true", "yes", "false", "no")
     if is_path and not Path(str(wanted)).exists():
-        raise ValueError(
-            f"resume_from_checkpoint={wanted!r} does not exist. Pass the folder of a checkpoint, such as"
-            f" {args.output_dir or '.'}/checkpoint-500, or 'last' for the newest one in output_dir, to"
-            " trainer.train(resume_from_checkpoint=...) as well."
+        raise _missing(
+            str(wanted), Path(args.output_dir or "."), " to trainer.train(resume_from_checkpoint=...) as well"
         )
 
 
-def _choose(folder: Path, wanted: str | bool) -> str | None:
+def _missing(wanted: str, folder: Path, where: str = "") -> ValueError:
+    """Return the error for a checkpoint that does not exist.
+
+    Args:
+        wanted: the path.
+        folder: the folder of the checkpoints.
+        where: the place where the remedy must be passed.
+    """
+    newest = _newest_in(folder)
+    if newest is None:
+        return ValueError(
+            f"resume_from_checkpoint={wanted!r} does not exist, and {folder} contains no valid checkpoint. Pass the"
+            f" folder of a checkpoint{where}, or leave it out to begin a new training."
+        )
+    return ValueError(
+        f"resume_from_checkpoint={wanted!r} does not exist. The newest valid checkpoint in {folder} is {newest.name}."
+        f" Pass {str(newest)!r}{where}, or 'last' for the newest one in output_dir."
+    )
+
+
+def _newest_in(folder: Path) -> Path | None:
+    """The newest valid checkpoint, for an error message."""
+    try:
+        return latest_valid(folder)[0] if folder.is_dir() else None
+    except OSError:
+        return None
+
+
+def _choose(folder: Path, wanted: str | Literal[True]) -> str | None:
     """Choose a checkpoint on one process; None if there is none.
 
     Raises:
-        ValueError: the named checkpoint is damaged, or all are, or the folder cannot be read.
+        ValueError: the named checkpoint does not exist or is damaged, or all are, or the folder cannot be read.
     """
     path: Path | None = None
     problems: list[str] = []
@@ -136,18 +170,22 @@ def _choose(folder: Path, wanted: str | bool) -> str | None:
                 remove_incomplete(folder)  # it may also restore a checkpoint that was about to be replaced
                 path, problems = latest_valid(folder)
         else:
-            path = Path(str(wanted))
+            path = Path(wanted)
             if not path.is_dir():
                 restore_replaced(path.parent)  # the job may have ended while it was being replaced
-            damage = validate(path) if path.is_dir() else None  # the stock Trainer raises if it is missing
+            if not path.is_dir():
+                raise _missing(wanted, folder)
+            damage = validate(path)
             path, problems = (path, []) if damage is None else (None, [f"{path.name}: {damage}"])
     except OSError as error:
         path, problems = None, [str(error)]
     if path is None and problems:
+        newest = None if wanted is True or wanted == LAST else _newest_in(folder)
+        hint = "" if newest is None else f" The newest valid checkpoint in {folder} is {newest.name}."
         raise ValueError(
             f"resume_from_checkpoint={wanted!r} cannot be used: {'; '.join(problems)}. Pass another checkpoint, or"
-            " train from the beginning. (If you changed its files on purpose, replace the content of"
-            f" {MANIFEST} with {{}} to skip this check.)"
+            f" train from the beginning.{hint} (If you changed its files on purpose, replace the content of {MANIFEST}"
+            " with {} to skip this check.)"
         )
     if problems:
         logger.warning("Resuming from %s: newer checkpoints are damaged (%s).", path, "; ".join(problems))
