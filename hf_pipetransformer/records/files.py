@@ -130,7 +130,12 @@ def frozen_in_words(frozen: Mapping[str, Any]) -> str:
     more = frozen["count"] - len(names)
     names += [f"{more} more module{'s' if more > 1 else ''}"] if more else []
     listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-    return f"{listed} ({math.floor(1e3 * frozen['share'] + 1e-6) / 10:g}% of the parameters)"
+    return f"{listed} ({share_in_words(frozen)} of the parameters)"
+
+
+def share_in_words(frozen: Mapping[str, Any]) -> str:
+    """Return the modules' share of the parameters in percent, rounded down: 99.97% are not all of them."""
+    return f"{math.floor(1e3 * frozen['share'] + 1e-6) / 10:g}%"
 
 
 def sentence_on_frozen(frozen: Mapping[str, Any]) -> str:

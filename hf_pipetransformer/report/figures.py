@@ -17,6 +17,7 @@ from ..planning.timeline import Timeline, simulate
 from ..records.history import Layout, Training
 from ..token_slices.slice_planning import RowSlices, SliceLatency
 from ..token_slices.slice_timeline import StageLatency, simulate_slices
+from .words import why_computed
 
 BLUE, ORANGE, GREEN, TEAL, PURPLE, GREY = "#3b6fb6", "#ee8434", "#3f9b5b", "#2a9d9d", "#8661b0", "#8a929c"
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, "#c8485b", "#7a6a53", GREY)
@@ -115,6 +116,10 @@ def all_drawings(training: Training, runs: Mapping[str, Training]) -> dict[str, 
         "gradients": _logged(training, {"grad_norm": "of all layers that train"}),
     }
     drawn = {name: _draw_over_steps(training, name, of_figure) for name, of_figure in curves.items()}
+    if training.layouts and not any(layout.num_layers for layout in training.layouts):
+        frozen = training.layouts[-1].frozen
+        words = f" At the end it was frozen in part: {frozen}." if training.layouts[-1].frozen_modules else ""
+        drawn["layers"] = f"The model was trained as a whole, so that its layers are not counted.{words}", None
     drawn |= {"cache": _draw_cache(training), "step": _draw_step(training)}
     drawn |= {"time": _draw_time(training), "memory": _draw_memory(training)}
     if runs:
@@ -216,7 +221,8 @@ def _draw_cache(training: Training) -> Drawn:
     if not any((*hits, *older)):
         return _why_uncached(training), None
     figure = _figure("samples found", training)
-    figure.add_bar(x=steps, y=hits, name="behind all frozen layers")
+    of_layers = any(layout.num_frozen for layout in training.layouts)
+    figure.add_bar(x=steps, y=hits, name="behind all frozen layers" if of_layers else "of frozen modules")
     if any(older):
         figure.add_bar(x=steps, y=older, name="behind fewer")
     figure.add_scatter(x=steps, y=[value / MIB for value in size], name="size", mode="lines+markers", yaxis="y2")
@@ -231,9 +237,14 @@ def _draw_cache(training: Training) -> Drawn:
 
 
 def _why_uncached(training: Training) -> str:
-    reasons = [line["reason"] for line in training.lines if line["kind"] == "cache_off"]
+    reasons = [line["reason"] for line in training.lines if line["kind"] == "cache_off" and "module" not in line]
     if reasons:
         return f"Nothing was found: the cache was off, because {reasons[-1]}."
+    of_modules = why_computed(training)
+    if of_modules:
+        return " ".join(f"{module} is frozen, but was computed in every epoch: {why}." for module, why in of_modules)
+    if any(layout.frozen_modules for layout in training.layouts):
+        return "No output of a frozen module was read."
     if training.layouts and not any(layout.num_frozen for layout in training.layouts):
         return "No layer was frozen, so there was nothing to keep."
     stored = sum(training.curve("cache_rows_stored")[1])

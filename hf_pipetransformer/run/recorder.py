@@ -326,8 +326,8 @@ def frozen_by_user(model: nn.Module) -> dict[str, Any] | None:
     Call it while no freeze policy has frozen layers.
 
     Returns:
-        The "names" of the outermost of these modules, neighbours in a list as one, at most `MOST_NAMES`; their "count";
-        their "share" of the parameters; and "by" whom they were frozen, "you" or "PEFT".
+        The "names" of the outermost of these modules, neighbours in a list as one, at most `MOST_NAMES`; their
+        "count"; their "share" of the parameters; and "by" whom they were frozen, "you" or "PEFT".
     """
     modules = frozen_modules(model)
     sizes = {id(p): p.numel() for p in model.parameters()}

@@ -259,9 +259,14 @@ class RunLog:
             why_not_read: modules that the user has frozen and that were computed in each epoch, and why.
         """
         self._end_layout()
+        job, frozen = self._job, self._users_frozen
+        is_whole = job.freeze_callback is None and not job.args.uses_pipeline
+        if frozen is not None and is_whole and not job.may_cache_front:
+            reason = "torch_compile=True" if job.args.torch_compile else job.why_not_cached
+            self.recorder.record_cache_off(str(reason), self._state.global_step, ", ".join(frozen["names"]))
         for module, why in why_not_read.items():
-            if why == DRAWS and not self._job.args.eval_frozen_modules:
-                why += "; with eval_frozen_modules=True it would run without dropout and be read"
+            if why == DRAWS and not job.args.eval_frozen_modules:
+                why += ". Set eval_frozen_modules=True to run it without dropout and to read its output"
             self.recorder.record_cache_off(why, self._state.global_step, module)
         off = cache.reason_off if cache is not None else None
         off = off if off is not None else self._why_not_cached
