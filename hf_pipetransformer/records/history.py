@@ -216,11 +216,14 @@ class Training:
     def num_evaluated(self, name: str) -> int | None:
         """Number of samples of the last evaluation with a metric such as "eval_accuracy"; None if unknown.
 
-        The Trainer logs seconds and samples per second of a data set with the prefix of its metrics.
+        The Trainer logs seconds and samples per second of a data set with the prefix of its metrics. Their product is
+        the number, unless they were rounded too much (to four and three digits after the point).
         """
         prefix = name.rpartition("_")[0]
         seconds, speeds = (self.curve(f"{prefix}_{what}")[1] for what in ("runtime", "samples_per_second"))
-        return round(seconds[-1] * speeds[-1]) if seconds and speeds else None
+        if not seconds or not speeds or 5e-5 * speeds[-1] + 5e-4 * seconds[-1] > 0.5:
+            return None
+        return round(seconds[-1] * speeds[-1])
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values that were logged under a name."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..records.files import EVENTS, METRICS
 from ..records.history import STATE_NAME, Training, read_trainings
-from .words import FEW_STEPS, final_quality, quality_metric, why_computed
+from .words import FEW_STEPS, final_quality, quality_metric, why_not_read
 
 MUCH_PREPARATION = 0.25
 """Share of a training's time before the first step from which on the speed-up would be another in a longer one."""
@@ -122,7 +122,7 @@ def headline(runs: Mapping[str, Training]) -> str:
 
 
 def notes(runs: Mapping[str, Training]) -> list[str]:
-    """Return the sentences after the headline: what makes it uncertain, and which frozen modules were computed.
+    """Return the sentences after the headline: what makes it uncertain, and which frozen modules were not read.
 
     It is uncertain after few steps, a long preparation, or evaluations on few samples.
     """
@@ -131,17 +131,20 @@ def notes(runs: Mapping[str, Training]) -> list[str]:
         spent, start = sum(run.seconds.values()), run.seconds.get("preparing", 0.0)
         if 0 < run.last_step < FEW_STEPS:
             sentences.append(
-                f"{name} has only {run.last_step} step{'s' if run.last_step > 1 else ''}, and the first ones take longer"
-                " (warm-up): the factor is uncertain. Train for longer."
+                f"The factor is uncertain: {name} has only {run.last_step} step{'s' if run.last_step > 1 else ''}, of"
+                " which the first take longer (warm-up). Train for longer."
             )
         elif start > MUCH_PREPARATION * spent:
             sentences.append(
-                f"{name} spent {start:,.1f} of its {spent:,.1f} s before the first step: the factor would be another"
-                " one in a longer training. Compare the seconds of steps."
+                f"{name} spent {start:,.1f} of its {spent:,.1f} s before the first step, so a longer training would"
+                " have another factor. Compare the seconds of steps."
             )
     sentences += _doubt_of_quality(*runs.values())
     for name, run in runs.items():
-        sentences += [f"In {name}, {module} was computed in every epoch: {why}." for module, why in why_computed(run)]
+        reasons = why_not_read(run)
+        sentences += [
+            f"In {name}, the output of {module} was not read from the cache: {why}." for module, why in reasons
+        ]
     unknown = [name for name, run in runs.items() if not run.facts]
     if unknown:
         sentences.append(
@@ -184,15 +187,13 @@ def _doubt_of_quality(a: Training, b: Training) -> list[str]:
 
 
 def differences(runs: Mapping[str, Training]) -> list[dict[str, str]]:
-    """Return the table of what was set otherwise in the second training; empty if one of them recorded nothing."""
+    """Return the table of the settings that differ, of those that both trainings have recorded."""
     (first, a), (second, b) = runs.items()
-    facts = [_settings(run) for run in (a, b)]
-    if not all(facts):
-        return []
+    mine, theirs = _settings(a), _settings(b)
     return [
-        {"": name, first: facts[0].get(name, ""), second: facts[1].get(name, "")}
-        for name in dict.fromkeys((*facts[0], *facts[1]))
-        if facts[0].get(name) != facts[1].get(name)
+        {"": name, first: value, second: theirs[name]}
+        for name, value in mine.items()
+        if name in theirs and value != theirs[name]
     ]
 
 
@@ -202,8 +203,9 @@ def _settings(training: Training) -> dict[str, str]:
     if not facts:
         return {}
     named = {name: facts.get(field) for field, name in SETTINGS.items()}
-    begin = training.layouts[0].frozen_modules
-    named |= {"frozen by you at the start": None if begin is None else ", ".join(begin["names"])}
+    if "frozen_modules" in training.layouts[0].event:  # earlier versions did not record them
+        begin = training.layouts[0].frozen_modules
+        named["frozen by you at the start"] = None if begin is None else ", ".join(begin["names"])
     named |= {**facts["versions"], **facts["arguments"]}
     return {name: "none" if value is None else str(value) for name, value in named.items()}
 

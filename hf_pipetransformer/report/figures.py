@@ -17,7 +17,7 @@ from ..planning.timeline import Timeline, simulate
 from ..records.history import Layout, Training
 from ..token_slices.slice_planning import RowSlices, SliceLatency
 from ..token_slices.slice_timeline import StageLatency, simulate_slices
-from .words import why_computed
+from .words import why_not_read
 
 BLUE, ORANGE, GREEN, TEAL, PURPLE, GREY = "#3b6fb6", "#ee8434", "#3f9b5b", "#2a9d9d", "#8661b0", "#8a929c"
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, "#c8485b", "#7a6a53", GREY)
@@ -240,9 +240,9 @@ def _why_uncached(training: Training) -> str:
     reasons = [line["reason"] for line in training.lines if line["kind"] == "cache_off" and "module" not in line]
     if reasons:
         return f"Nothing was found: the cache was off, because {reasons[-1]}."
-    of_modules = why_computed(training)
+    of_modules = why_not_read(training)
     if of_modules:
-        return " ".join(f"{module} is frozen, but was computed in every epoch: {why}." for module, why in of_modules)
+        return " ".join(f"The output of {module} was not read: {why}." for module, why in of_modules)
     if any(layout.frozen_modules for layout in training.layouts):
         return "No output of a frozen module was read."
     if training.layouts and not any(layout.num_frozen for layout in training.layouts):

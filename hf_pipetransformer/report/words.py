@@ -86,15 +86,15 @@ def _frozen_modules(training: Training) -> list[str]:
             f"Outputs of frozen modules were read for {read:.0%} of the samples, which skipped {skipped:.0%} of the"
             " forward passes."
         )
-    reasons = why_computed(training)
-    sentences += [f"{module} was computed in every epoch: {reason}." for module, reason in reasons]
+    reasons = why_not_read(training)
+    sentences += [f"The output of {module} was not read from the cache: {reason}." for module, reason in reasons]
     if is_whole and not read and not reasons and training.is_complete:
         sentences.append("No output of a frozen module was read from the cache.")
     return sentences
 
 
-def why_computed(training: Training) -> list[tuple[str, str]]:
-    """Return the modules that the user has frozen and that were computed nevertheless, and why."""
+def why_not_read(training: Training) -> list[tuple[str, str]]:
+    """Return the modules that the user has frozen and whose output was computed in every epoch, and why."""
     lines = [line for line in training.lines if line["kind"] == "cache_off" and "module" in line]
     return list({line["module"]: line["reason"] for line in lines}.items())
 
@@ -182,7 +182,8 @@ def _reason(before: Layout, after: Layout, first: Layout, arguments: dict[str, o
         parts.append("resumed from a checkpoint")
     if after.event.get("frozen_modules") != before.event.get("frozen_modules") and "frozen_modules" in after.event:
         frozen = after.frozen_modules
-        parts.append(sentence_on_frozen(frozen) if frozen is not None else "no module is frozen by you any more")
+        now = "no module is frozen by you" if frozen is None else sentence_on_frozen(frozen)
+        parts.append(f"now {now}")
     froze = after.num_frozen - before.num_frozen
     if froze > 0:
         policy = arguments.get("freeze_policy", "none")
