@@ -158,12 +158,14 @@ class Table:
         title: what it shows.
         caption: how to read it.
         rows: header -> cell, for each row.
+        is_first: whether it precedes the figures.
     """
 
     name: str
     title: str
     caption: str
     rows: list[dict[str, str]]
+    is_first: bool = False
 
 
 def _tables(trainings: Sequence[Training], runs: Mapping[str, Training]) -> tuple[Table, ...]:
@@ -174,12 +176,14 @@ def _tables(trainings: Sequence[Training], runs: Mapping[str, Training]) -> tupl
             "Compared",
             "Seconds in all include everything from the call of train() to its end; those of steps do not.",
             rows_of(runs) if runs else [],
+            is_first=True,
         ),
         Table(
             "differences",
             "What else differs",
             "Recorded properties and arguments that are not the same in both trainings.",
             differences(runs) if runs else [],
+            is_first=True,
         ),
         Table(
             "reads",
@@ -194,7 +198,9 @@ def _tables(trainings: Sequence[Training], runs: Mapping[str, Training]) -> tupl
             f"{_changed(training)} M as used, where that was recorded; a step's time on average, by the main process;"
             " memory of the process (on an accelerator: of its tensors) with most, beside what was predicted for its"
             " stage's tensors.",
-            [_layout_row(layout, before) for before, layout in zip([None, *layouts], layouts, strict=False)],
+            _without_empty_columns(
+                [_layout_row(layout, before) for before, layout in zip([None, *layouts], layouts, strict=False)]
+            ),
         ),
         Table(
             "slices",
@@ -218,6 +224,11 @@ def _changed(training: Training) -> str:
     if not number:
         return "The layout did not change."
     return f"The layout changed {number} time{'s' if number > 1 else ''} (K, R or the cuts between stages)."
+
+
+def _without_empty_columns(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    filled = {header for row in rows for header, cell in row.items() if cell}
+    return [{header: cell for header, cell in row.items() if header in filled} for row in rows]
 
 
 def _read_row(entry: Line, rows: int) -> dict[str, str]:

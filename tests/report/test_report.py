@@ -314,6 +314,7 @@ def test_two_trainings_are_compared(tmp_path: Path) -> None:
     assert "The arguments of plain were not recorded" in result.stdout
     page = Page(file.read_text())
     assert said in page.text and "4 × 1 → 2 × 2" in page.text
+    assert file.read_text().index('id="comparison"') < file.read_text().index('id="losses-over-time"')
     assert len(re.findall(r"times as fast|× \d+\.\d", page.text)) == 1, "one speed-up: that over the other training"
     assert len(re.findall(r"times as fast|× \d+\.\d", page_of(tmp_path / "ours").text)) == 1, "over the first layout"
     curves = {trace["name"]: trace for trace in page.figures["losses-over-time"]["data"]}
