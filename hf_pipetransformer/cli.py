@@ -213,12 +213,15 @@ def compare(
     ] = None,
 ) -> None:
     """Compare two trainings: seconds, samples/s, loss and accuracy; losses over time with --output."""
-    from .report.comparison import as_text, headline, pair, rows_of
+    from .report.comparison import as_text, differences, headline, notes, pair, rows_of
     from .report.report import write_report
 
     try:
         runs = pair(first, second)
-        typer.echo(f"{as_text(rows_of(runs))}\n\n{headline(runs)}")
+        typer.echo("\n".join([as_text(rows_of(runs)), "", headline(runs), *notes(runs)]))
+        different = differences(runs)
+        if different:
+            typer.echo(f"\nThe trainings also differ in:\n\n{as_text(different)}")
         if output is not None:
             typer.echo(write_report(first, output, second).resolve())
     except ValueError as error:

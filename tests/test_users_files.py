@@ -202,7 +202,7 @@ def test_a_damaged_record_is_named(
     file: str, kind: str, field: str, value: Any, trained: Path, tmp_path: Path
 ) -> None:
     run = record(trained, tmp_path)
-    assert len(read_trainings(tmp_path)) == 1 and "of 4 |" in str(model_card.section_about(tmp_path, run))
+    assert len(read_trainings(tmp_path)) == 1 and "of 4 layers |" in str(model_card.section_about(tmp_path, run))
     record(trained, tmp_path, file, kind, **{field: value})
     for read in (read_trainings, lambda folder: model_card.section_about(folder, run)):
         with pytest.raises(ValueError, match=rf"{file}, line \d+: {field}.* Correct or remove the line"):

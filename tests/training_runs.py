@@ -198,9 +198,9 @@ def when_it_ends(trainer: Trainer, look: Callable[[AutoCache | None], None]) -> 
     """Look at the cache when the last step is done."""
     end = RunLog.end
 
-    def ending(self: RunLog, cache: AutoCache | None) -> None:
+    def ending(self: RunLog, cache: AutoCache | None, *others: Any) -> None:
         look(cache)
-        end(self, cache)
+        end(self, cache, *others)
 
     while_training(trainer, RunLog, "end", ending)
 

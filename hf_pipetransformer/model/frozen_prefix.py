@@ -111,7 +111,7 @@ class FreezableLayers:
 
     def described(self, first: int, stop: int) -> list[str]:
         """Names of the units `first` to `stop - 1`, neighbours in a list as one: "encoder.layer.0-3"."""
-        return _ranges(self.units[first:stop])
+        return name_ranges(self.units[first:stop])
 
     def describe_freeze(self, before: int, after: int, stopped: Collection[str]) -> str:
         """Name, for the log, the units that freeze and what stops training with them outside of the frozen units.
@@ -289,7 +289,7 @@ def _alike_in_training(stack: LayerStack, batch: dict[str, Any], evaluates: bool
     return count
 
 
-def _ranges(names: Sequence[str]) -> list[str]:
+def name_ranges(names: Sequence[str]) -> list[str]:
     """Names of modules in their order, neighbours in a list as one: "encoder.layer.0-3"."""
     ranges: list[tuple[str, str, str]] = []  # path, first and last of each range
     for name in dict.fromkeys(names):

@@ -7,7 +7,7 @@
     {"kind": "log",   ...}  what the Trainer logs: loss, learning rate, metrics of an evaluation, hit rates
     {"kind": "time",  ...}  seconds of the main process since the last such line, by activity; steps and samples done
     {"kind": "usage", ...}  under the layout that has ended: memory of each process, micro-batches M
-    {"kind": "cache_off", ...}  why the cache of frozen layers is off
+    {"kind": "cache_off", ...}  why the cache of frozen layers is off, or why a frozen "module" is computed each time
     {"kind": "end",   ...}  `train()` has returned (or raised); a training that was killed has no such line
 
 The Trainer writes its own `trainer_state.json` with checkpoints only. These files are written during training, so an
@@ -16,6 +16,9 @@ interrupted run leaves a record too. All lines of one `train()` have the same "r
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -41,9 +44,12 @@ EVENTS = "pipeline_events.jsonl"
 METRICS = "pipeline_metrics.jsonl"
 BEGINNINGS = ("start", "resume")
 """Events with which a `train()` begins. Others are "transform"; "cache", if a different number of layers counts as
-cached and nothing moves; and `SLICES`."""
+cached and nothing moves; "modules", if the user has frozen other modules than before; and `SLICES`."""
 SLICES = "slices"
 """An event that does not change the layout: how batches of a new shape are split along their tokens."""
+
+MOST_TO_NAME = 3
+"""Maximum number of frozen modules that a sentence names."""
 
 _FACTS = {
     "model?": TEXT,
@@ -58,6 +64,7 @@ _FACTS = {
     "versions": OBJECT,
     "arguments": OBJECT,
 }
+_FROZEN_MODULES = {"names": [TEXT, ...], "count": SIZE, "share": NUMBER, "by": TEXT}
 _STEP = Both(
     {
         "num_microbatches": SIZE,
@@ -74,7 +81,7 @@ _EVENT = Both(
         "run": TEXT,
         "global_step": COUNT,
         "epoch": NUMBER,
-        "num_layers": COUNT,
+        "num_layers?": COUNT,
         "num_frozen_layers": COUNT,
         "num_cached_layers": COUNT,
         "pipeline_parallel_size": SIZE,
@@ -92,6 +99,7 @@ _EVENT = Both(
             "predicted_seconds": Maybe(NUMBER),
             "latencies?": [(_LATENCY, _LATENCY)],
         },
+        "frozen_modules?": Maybe(_FROZEN_MODULES),
         "facts?": _FACTS,
     },
     Is(
@@ -110,10 +118,30 @@ _OF_KIND: dict[str, Format] = {
         "device_peak_bytes?": [COUNT],
         "num_microbatches?": Maybe(SIZE),
     },
-    "cache_off": {"reason": TEXT},
+    "cache_off": {"reason": TEXT, "module?": TEXT},
     "end": {"has_ended": FLAG},
 }
 _METRIC = Both({"kind": TEXT, "run": TEXT, "global_step": COUNT}, lambda line: _OF_KIND.get(line["kind"], OBJECT))
+
+
+def frozen_in_words(frozen: Mapping[str, Any]) -> str:
+    """Return the modules of an event's "frozen_modules", and their share: "bert (99.9% of the parameters)"."""
+    names = frozen["names"][:MOST_TO_NAME]
+    more = frozen["count"] - len(names)
+    names += [f"{more} more module{'s' if more > 1 else ''}"] if more else []
+    listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+    return f"{listed} ({share_in_words(frozen)} of the parameters)"
+
+
+def share_in_words(frozen: Mapping[str, Any]) -> str:
+    """Return the modules' share of the parameters in percent, rounded down: 99.97% are not all of them."""
+    return f"{math.floor(1e3 * frozen['share'] + 1e-6) / 10:g}%"
+
+
+def sentence_on_frozen(frozen: Mapping[str, Any]) -> str:
+    """Return who has frozen which modules: "bert (99.9% of the parameters) is frozen by you"."""
+    is_one = frozen["count"] == 1 and re.search(r"\d-\d+$", frozen["names"][0]) is None  # "layer.0-3" are several
+    return f"{frozen_in_words(frozen)} {'is' if is_one else 'are'} frozen by {frozen['by']}"
 
 
 def read_lines(folder: Path, name: str) -> tuple[list[dict[str, Any]], int]:
@@ -126,9 +154,13 @@ def read_lines(folder: Path, name: str) -> tuple[list[dict[str, Any]], int]:
 
 
 def layout_of(plan: Layout) -> dict[str, Any]:
-    """Return the layout of a plan, in plain values."""
+    """Return the layout of a plan, in plain values.
+
+    "num_layers" is missing if the model is not split: it counts as one unit then, however many layers it has.
+    """
+    is_split = plan.num_units > 1 or plan.num_frozen_layers > 0
     return {
-        "num_layers": plan.num_units,
+        **({"num_layers": plan.num_units} if is_split else {}),
         "num_frozen_layers": plan.num_frozen_layers,
         "num_cached_layers": plan.num_cached_layers,
         "pipeline_parallel_size": plan.pipeline_parallel_size,

@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ..file_formats import COUNT, is_number, read_json
-from .files import BEGINNINGS, EVENTS, METRICS, SLICES, read_lines
+from .files import BEGINNINGS, EVENTS, METRICS, SLICES, frozen_in_words, read_lines
 
 STATE_NAME = "trainer_state.json"
 LOG_HISTORY = {"log_history?": [{"step?": COUNT}]}
@@ -47,6 +48,7 @@ class Layout:
         waiting: time in which the main process waited between these steps for the next batch.
         usage: memory and number of micro-batches as measured; None if not recorded.
         slices: how batches were split along their tokens; empty if they were not.
+        paces: (steps, seconds) between two log entries.
     """
 
     event: Line
@@ -57,11 +59,38 @@ class Layout:
     waiting: float = 0.0
     usage: Line | None = None
     slices: list[Line] = field(default_factory=list)
+    paces: list[tuple[int, float]] = field(default_factory=list)
 
     first_step = _recorded("global_step")
     num_stages, num_replicas = _recorded("pipeline_parallel_size"), _recorded("data_parallel_size")
-    num_layers = _recorded("num_layers")
     num_frozen, num_cached = _recorded("num_frozen_layers"), _recorded("num_cached_layers")
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers; 0 if the model was not split into layers, for which earlier versions recorded 1."""
+        number = int(self.event.get("num_layers", 0))
+        return number if number > 1 or self.num_frozen else 0
+
+    @property
+    def frozen_modules(self) -> Line | None:
+        """The modules that the user had frozen; None if there were none, or if they were not recorded."""
+        return self.event.get("frozen_modules") or None
+
+    @property
+    def frozen(self) -> str:
+        """The frozen layers and modules in words: "5 of 6 layers", "bert (99.9% of the parameters)", "nothing".
+
+        Empty if the model was not split and its frozen modules were not recorded.
+        """
+        modules = self.frozen_modules
+        parts = [] if modules is None else [frozen_in_words(modules)]
+        if self.num_frozen or (self.num_layers and modules is None):
+            parts.insert(0, f"{self.num_frozen} of {self.num_layers} layers")
+        return "; ".join(parts) or ("nothing" if "frozen_modules" in self.event else "")
+
+    def is_split_like(self, other: Layout) -> bool:
+        """Whether K, R and the cuts between stages are the same."""
+        return self.shape == other.shape and self.event["stage_bounds"] == other.event["stage_bounds"]
 
     @property
     def num_microbatches(self) -> int:
@@ -76,9 +105,13 @@ class Layout:
 
     @property
     def label(self) -> str:
-        """The shape, and how many layers are frozen and cached."""
+        """The shape, and the frozen and cached layers, or the frozen modules."""
         counts = (("frozen", self.num_frozen), ("cached", self.num_cached))
-        return ", ".join([self.shape, *(f"{number} {what}" for what, number in counts if number)])
+        parts = [self.shape, *(f"{number} {what}" for what, number in counts if number)]
+        if self.frozen_modules is not None and not self.num_frozen:
+            first, *others = self.frozen_modules["names"]
+            parts.append(f"{first}{', ...' if others else ''} frozen")
+        return ", ".join(parts)
 
     @property
     def stage_bytes(self) -> float:
@@ -153,8 +186,44 @@ class Training:
                 under[-1].steps += line["steps"]
                 under[-1].rows += line["rows"]
                 under[-1].seconds += line["seconds"].get("steps", 0.0)
+                under[-1].paces.append((line["steps"], line["seconds"].get("steps", 0.0)))
                 under[-1].waiting += line["seconds"].get("batches", 0.0)
         return layouts
+
+    @property
+    def num_layout_changes(self) -> int:
+        """How often K, R or the cuts between stages changed."""
+        return sum(not after.is_split_like(before) for before, after in pairwise(self.layouts))
+
+    @cached_property
+    def reads(self) -> list[tuple[Line, int]]:
+        """The log entries on the use of the cache, one for an epoch, and the samples trained since the one before."""
+        entries = [line for line in self.lines if line["kind"] == "log" and "cache_hit_rate" in line["values"]]
+        trained = [line for line in self.lines if line["kind"] == "time"]
+        found, begin = [], 0
+        for entry in entries:
+            end = entry["global_step"]
+            rows = sum(line["rows"] for line in trained if begin < line["global_step"] <= end)
+            found.append((entry, rows))
+            begin = end
+        return found
+
+    def share_read(self, name: str) -> float:
+        """Mean of a share in the log entries on the cache ("cache_hit_rate") over all samples of the training."""
+        rows = sum(line["rows"] for line in self.lines if line["kind"] == "time")
+        return sum(entry["values"].get(name, 0.0) * number for entry, number in self.reads) / max(rows, 1)
+
+    def num_evaluated(self, name: str) -> int | None:
+        """Number of samples of the last evaluation with a metric such as "eval_accuracy"; None if unknown.
+
+        The Trainer logs seconds and samples per second of a data set with the prefix of its metrics. Their product is
+        the number, unless they were rounded too much (to four and three digits after the point).
+        """
+        prefix = name.rpartition("_")[0]
+        seconds, speeds = (self.curve(f"{prefix}_{what}")[1] for what in ("runtime", "samples_per_second"))
+        if not seconds or not speeds or 5e-5 * speeds[-1] + 5e-4 * seconds[-1] > 0.5:
+            return None
+        return round(seconds[-1] * speeds[-1])
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values that were logged under a name."""

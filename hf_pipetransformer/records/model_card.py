@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..own_files import replace_file
+from .files import frozen_in_words
 from .history import Training, read_trainings
 
 BEGIN, END = "<!-- hf_pipetransformer -->", "<!-- /hf_pipetransformer -->"
@@ -57,26 +58,27 @@ def section_about(output_dir: Path, run: str) -> str | None:
         f"Trained with hf_pipetransformer on {facts.get('world_size', '?')} processes ({device}), in"
         " pipelines of K stages, R of them side by side.",
         "",
-        f"- Freezing: {_freezing(arguments)}",
+        f"- Freezing: {_freezing(arguments, training)}",
         f"- Cache of the frozen layers' outputs: {_cache(arguments, training)}",
         f"- Versions: {_text(', '.join(f'{name} {version}' for name, version in versions.items()))}",
         "",
-        "| from step | epoch | frozen layers | of them cached | K × R | first layer of each stage | micro-batches |",
+        "| from step | epoch | frozen | cached layers | K × R | first layer of each stage | micro-batches |",
         "|---:|---:|---:|---:|---:|---|---:|",
     ]
     for layout in training.layouts:
         lines.append(
-            f"| {layout.first_step} | {layout.event['epoch']:.4g} | {layout.num_frozen} of {layout.num_layers}"
+            f"| {layout.first_step} | {layout.event['epoch']:.4g} | {_text(layout.frozen)}"
             f" | {layout.num_cached} | {layout.shape} | {', '.join(map(str, layout.event['stage_bounds'][:-1]))}"
             f" | {layout.event['num_microbatches']} |"
         )
     return "\n".join(lines)
 
 
-def _freezing(arguments: Mapping[str, Any]) -> str:
-    policy = arguments.get("freeze_policy", "none")
+def _freezing(arguments: Mapping[str, Any], training: Training) -> str:
+    policy, modules = arguments.get("freeze_policy", "none"), training.layouts[-1].frozen_modules
     if policy == "none":
-        return "no policy among the arguments"
+        by_user = f"; {_text(frozen_in_words(modules))} frozen beforehand" if modules is not None else ""
+        return f"no policy among the arguments{by_user}"
     names = {"schedule": ("freeze_schedule",), "alpha": ("freeze_alpha",), "adaptive": ("freeze_alpha",)}
     named = (*names.get(str(policy), ()), "freeze_strategy", "freeze_steps", "max_frozen_layers", "elastic")
     values = [f"{name}={_text(arguments[name])}" for name in named if arguments.get(name) is not None]
@@ -85,7 +87,7 @@ def _freezing(arguments: Mapping[str, Any]) -> str:
 
 def _cache(arguments: Mapping[str, Any], training: Training) -> str:
     wanted = _code(arguments.get("activation_cache", "off"))
-    if not training.layouts[-1].num_frozen:
+    if not training.layouts[-1].num_frozen and not any(layout.frozen_modules for layout in training.layouts):
         return f"{wanted}, but nothing was frozen"
     skipped = training.curve("cache_layers_skipped")[1]
     if skipped:

@@ -17,6 +17,7 @@ from ..planning.timeline import Timeline, simulate
 from ..records.history import Layout, Training
 from ..token_slices.slice_planning import RowSlices, SliceLatency
 from ..token_slices.slice_timeline import StageLatency, simulate_slices
+from .words import why_not_read
 
 BLUE, ORANGE, GREEN, TEAL, PURPLE, GREY = "#3b6fb6", "#ee8434", "#3f9b5b", "#2a9d9d", "#8661b0", "#8a929c"
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, "#c8485b", "#7a6a53", GREY)
@@ -32,11 +33,11 @@ TECHNICAL = ("_runtime", "_per_second", "_samples", "_time", "_seconds", "_bytes
 ACTIVITIES = {
     "steps": "training steps",
     "batches": "waiting for the next batch",
-    "adapting": "freezing, changing layouts, looking at the cache",
+    "adapting": "changing layouts, cache",
     "evaluating": "evaluation",
     "saving": "checkpoints",
-    "preparing": "before the first step: finding, timing and cutting the layers",
-    "ending": "at the end: making the model whole",
+    "preparing": "before the first step",
+    "ending": "after the last step",
     "other": "logging and all else",
 }
 PASSES = {"forward": ("forward", BLUE), "backward": ("backward", ORANGE), "weights": ("backward of weights", PURPLE)}
@@ -55,7 +56,7 @@ TITLES = {
     "layers": "Layers: trained, frozen, cached",
     "shape": "Stages K × replicas R, micro-batches M",
     "speed": "Samples per second",
-    "cache": "Cache of frozen layers",
+    "cache": "Cache of frozen outputs",
     "step": "One step, as predicted",
     "time": "Where the time went",
     "memory": "Memory of each process",
@@ -115,6 +116,10 @@ def all_drawings(training: Training, runs: Mapping[str, Training]) -> dict[str, 
         "gradients": _logged(training, {"grad_norm": "of all layers that train"}),
     }
     drawn = {name: _draw_over_steps(training, name, of_figure) for name, of_figure in curves.items()}
+    if _is_whole(training):
+        frozen = training.layouts[-1].frozen
+        words = f" At the end it was frozen in part: {frozen}." if training.layouts[-1].frozen_modules else ""
+        drawn["layers"] = f"The model was trained as a whole, so that its layers are not counted.{words}", None
     drawn |= {"cache": _draw_cache(training), "step": _draw_step(training)}
     drawn |= {"time": _draw_time(training), "memory": _draw_memory(training)}
     if runs:
@@ -216,7 +221,8 @@ def _draw_cache(training: Training) -> Drawn:
     if not any((*hits, *older)):
         return _why_uncached(training), None
     figure = _figure("samples found", training)
-    figure.add_bar(x=steps, y=hits, name="behind all frozen layers")
+    of_layers = any(layout.num_frozen for layout in training.layouts)
+    figure.add_bar(x=steps, y=hits, name="behind all frozen layers" if of_layers else "of frozen modules")
     if any(older):
         figure.add_bar(x=steps, y=older, name="behind fewer")
     figure.add_scatter(x=steps, y=[value / MIB for value in size], name="size", mode="lines+markers", yaxis="y2")
@@ -231,9 +237,14 @@ def _draw_cache(training: Training) -> Drawn:
 
 
 def _why_uncached(training: Training) -> str:
-    reasons = [line["reason"] for line in training.lines if line["kind"] == "cache_off"]
+    reasons = [line["reason"] for line in training.lines if line["kind"] == "cache_off" and "module" not in line]
     if reasons:
         return f"Nothing was found: the cache was off, because {reasons[-1]}."
+    of_modules = why_not_read(training)
+    if of_modules:
+        return " ".join(f"The output of {module} was not read: {why}." for module, why in of_modules)
+    if any(layout.frozen_modules for layout in training.layouts):
+        return "No output of a frozen module was read."
     if training.layouts and not any(layout.num_frozen for layout in training.layouts):
         return "No layer was frozen, so there was nothing to keep."
     stored = sum(training.curve("cache_rows_stored")[1])
@@ -249,7 +260,7 @@ def _draw_time(training: Training) -> Drawn:
         return "The time was not recorded.", None
     figure = _figure("")
     names = {
-        what: f"{label}: {training.seconds[what]:.1f} s, {training.seconds[what] / total:.0%}"
+        what: f"{label}<br>{training.seconds[what]:.1f} s, {training.seconds[what] / total:.0%}"
         for what, label in ACTIVITIES.items()
         if training.seconds.get(what, 0.0) > 0
     }
@@ -259,13 +270,17 @@ def _draw_time(training: Training) -> Drawn:
             rest["steps"] -= layout.seconds
             figure.add_bar(x=[layout.seconds], y=[names["steps"]], name=layout.label, orientation="h")
     figure.add_bar(x=[max(rest[what], 0.0) for what in names], y=list(names.values()), name="other", orientation="h")
-    figure.update_layout(barmode="stack", height=110 + 30 * len(names), xaxis={"title": "seconds"})
+    figure.update_layout(barmode="stack", height=110 + 38 * len(names), xaxis={"title": "seconds"})
     figure.update_yaxes(autorange="reversed", showgrid=False, categoryorder="array", categoryarray=[*names.values()])
     return " ".join(_words_on_time(training, total)), figure
 
 
 def _words_on_time(training: Training, total: float) -> list[str]:
     words = [f"{total:.1f} s of the main process, by the clock; steps by layout."]
+    if training.layouts and not _is_whole(training):
+        words.append(
+            "Before the first step the layers are found, timed and cut; after the last one they are gathered."
+        )
     if training.repeated_steps:
         words.append(f"In it are {training.repeated_steps} steps that were done again after an interruption.")
     if training.facts.get("device_type", "cpu") != "cpu":
@@ -377,6 +392,8 @@ def _why_untimed(training: Training) -> str:
             "Batches were cut along their tokens, and how long slices take is not known; token_slices='auto' times"
             " them where it can (the log says why not). How they were cut is in the table of slices."
         )
+    if _is_whole(training):
+        return "The model was trained as a whole, so that no parts of it were timed."
     return (
         "The model's parts were not timed: full_determinism forbids it, there was one stage and nothing was frozen,"
         " they could not be, no layouts were recorded, or the version was an earlier one."
@@ -406,6 +423,11 @@ def _figure(y_title: str, over_steps: Training | None = None) -> go.Figure:
         for layout in over_steps.layouts[1:]:
             figure.add_vline(x=layout.first_step, line={"color": "#b6bcc6", "width": 1, "dash": "dash"})
     return figure
+
+
+def _is_whole(training: Training) -> bool:
+    """Whether the model was never split into layers."""
+    return bool(training.layouts) and not any(layout.num_layers for layout in training.layouts)
 
 
 def _distinct(layouts: Sequence[Layout]) -> list[Layout]:

@@ -17,11 +17,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ..file_formats import is_number
 from ..own_files import replace_file
 from ..planning.tables import MIB
-from ..records.files import BEGINNINGS
+from ..records.files import share_in_words
 from ..records.history import Layout, Line, Training
-from .comparison import headline, pair, rows_of, trainings_in
+from .comparison import differences, headline, notes, pair, rows_of, trainings_in
 from .words import GLOSSARY, changes, final_quality, verdict
 
 FILE_NAME = "report.html"
@@ -68,7 +69,7 @@ def write_report(folder: Path, output: Path | None = None, beside: Path | None =
         title=str(training.facts.get("model", folder.resolve().name)),
         subtitle=" · ".join(_subtitle(training, folder)),
         tiles=_tiles(training),
-        verdict=[*([headline(runs)] if runs else []), *verdict(training)],
+        verdict=[*([headline(runs), *notes(runs)] if runs else []), *verdict(training, is_compared=bool(runs))],
         notes=training.problems,
         drawings=all_drawings(training, runs),
         titles=TITLES,
@@ -128,15 +129,17 @@ def _tiles(training: Training) -> list[tuple[str, str]]:
     if layouts:
         shapes = [shape for shape, _ in groupby(layout.shape for layout in layouts)]
         tiles.append((" → ".join(shapes if len(shapes) <= 4 else [shapes[0], "…", shapes[-1]]), "stages × replicas"))
+        modules = layouts[-1].frozen_modules
         if layouts[-1].num_frozen:
             tiles.append((f"{layouts[-1].num_frozen} of {layouts[-1].num_layers}", "layers frozen"))
+        elif modules is not None:
+            tiles.append((share_in_words(modules), f"of the parameters frozen by {modules['by']}"))
     speeds = [layout.samples_per_second for layout in layouts if layout.samples_per_second is not None]
     if speeds:
-        gain = f" (× {speeds[-1] / speeds[0]:.2f})" if len(speeds) > 1 else ""
-        tiles.append((" → ".join(f"{speed:,.0f}" for speed in {speeds[0]: 0, speeds[-1]: 0}), f"samples/s{gain}"))
-    hits = training.curve("cache_hit_rate")[1]
-    if any(hits):
-        tiles.append((f"{max(hits):.0%}", "of samples cached, at best"))
+        tiles.append((" → ".join(f"{speed:,.0f}" for speed in {speeds[0]: 0, speeds[-1]: 0}), "samples/s"))
+    if any(training.curve("cache_hit_rate")[1]):
+        tiles.append((f"{training.share_read('cache_hit_rate'):.0%}", "of samples read from the cache"))
+        tiles.append((f"{training.share_read('cache_layers_skipped'):.0%}", "of the forward passes skipped"))
     quality, losses = final_quality(training), training.curve("loss")[1]
     if quality is not None:
         tiles.append((f"{quality[1]:.4g}", f"{quality[0]} at the end"))
@@ -155,29 +158,49 @@ class Table:
         title: what it shows.
         caption: how to read it.
         rows: header -> cell, for each row.
+        is_first: whether it precedes the figures.
     """
 
     name: str
     title: str
     caption: str
     rows: list[dict[str, str]]
+    is_first: bool = False
 
 
 def _tables(trainings: Sequence[Training], runs: Mapping[str, Training]) -> tuple[Table, ...]:
-    layouts = trainings[-1].layouts
+    training, layouts = trainings[-1], trainings[-1].layouts
     return (
         Table(
             "comparison",
             "Compared",
             "Seconds in all include everything from the call of train() to its end; those of steps do not.",
             rows_of(runs) if runs else [],
+            is_first=True,
+        ),
+        Table(
+            "differences",
+            "What else differs",
+            "Recorded properties and arguments that are not the same in both trainings.",
+            differences(runs) if runs else [],
+            is_first=True,
+        ),
+        Table(
+            "reads",
+            "Cache, epoch by epoch",
+            "Share of the epoch's samples whose frozen outputs were read, and share of the forward passes that was not"
+            " computed. Some samples are computed as well, to compare them with what was stored.",
+            [_read_row(entry, rows) for entry, rows in training.reads],
         ),
         Table(
             "layouts",
             "Layouts",
-            "M as used, where that was recorded; a step's time on average, by the main process; memory of the process"
-            " (on an accelerator: of its tensors) with most, beside what was predicted for its stage's tensors.",
-            [_layout_row(layout) for layout in layouts],
+            f"{_changed(training)} M as used, where that was recorded; a step's time on average, by the main process;"
+            " memory of the process (on an accelerator: of its tensors) with most, beside what was predicted for its"
+            " stage's tensors.",
+            _without_empty_columns(
+                [_layout_row(layout, before) for before, layout in zip([None, *layouts], layouts, strict=False)]
+            ),
         ),
         Table(
             "slices",
@@ -195,17 +218,46 @@ def _tables(trainings: Sequence[Training], runs: Mapping[str, Training]) -> tupl
     )
 
 
-def _layout_row(layout: Layout) -> dict[str, str]:
+def _changed(training: Training) -> str:
+    """How often the layout changed."""
+    number = training.num_layout_changes
+    if not number:
+        return "The layout did not change."
+    return f"The layout changed {number} time{'s' if number > 1 else ''} (K, R or the cuts between stages)."
+
+
+def _without_empty_columns(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    filled = {header for row in rows for header, cell in row.items() if cell}
+    return [{header: cell for header, cell in row.items() if header in filled} for row in rows]
+
+
+def _read_row(entry: Line, rows: int) -> dict[str, str]:
+    values, epoch = entry["values"], entry.get("epoch")
+    read = values["cache_hit_rate"] + values.get("cache_older_hit_rate", 0.0)
+    return {
+        "after epoch": f"{epoch:.3g}" if is_number(epoch) else "",
+        "step": f"{entry['global_step']:,}",
+        "samples": f"{rows:,}",
+        "read": f"{read:.0%}",
+        "forward passes skipped": f"{values.get('cache_layers_skipped', 0.0):.0%}",
+        "samples stored": f"{values.get('cache_rows_stored', 0):,.0f}",
+        "MiB": f"{values.get('cache_bytes', 0) / MIB:,.1f}",
+    }
+
+
+def _layout_row(layout: Layout, before: Layout | None) -> dict[str, str]:
+    """A row of the table of layouts, under the one before."""
     event, prediction, usage, speed = layout.event, layout.prediction, layout.usage, layout.samples_per_second
     peaks = (usage.get("device_peak_bytes") or usage["resident_bytes"]) if usage else []
-    is_change = event["event"] not in (*BEGINNINGS, "cache")
+    is_change = event["event"] == "transform"
+    is_freeze = is_change and before is not None and layout.is_split_like(before)
     return {
-        "event": event["event"],
+        "event": "freeze" if is_freeze else event["event"],
         "steps": f"{layout.first_step + 1:,}–{layout.last_step:,}" if layout.last_step > layout.first_step else "none",
         "K × R": layout.shape,
-        "stages from layer": ", ".join(str(bound) for bound in event["stage_bounds"][:-1]),
-        "frozen": f"{layout.num_frozen} of {layout.num_layers}",
-        "cached": str(layout.num_cached),
+        "stages from layer": ", ".join(map(str, event["stage_bounds"][:-1])) if layout.num_layers else "",
+        "frozen": layout.frozen,
+        "cached": f"{layout.num_cached} layers" if layout.num_layers else "",
         "M": str(layout.num_microbatches),
         "samples/s": f"{speed:,.1f}" if speed is not None else "",
         "ms a step": f"{1e3 * layout.seconds / layout.steps:,.1f}" if layout.steps else "",
@@ -222,7 +274,7 @@ def _slice_row(layout: Layout, cut: Line) -> dict[str, str]:
     seconds = cut["predicted_seconds"]
     return {
         "K × R": layout.shape,
-        "frozen": f"{layout.num_frozen} of {layout.num_layers}",
+        "frozen": layout.frozen,
         "samples × tokens": f"{cut['rows']} × {cut['tokens']:,}",
         "parts": str(len(cut["parts"])),
         "samples of a part × (slices, in tokens)": "; ".join(parts),

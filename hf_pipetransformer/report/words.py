@@ -8,8 +8,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 from ..planning.tables import MIB
+from ..records.files import sentence_on_frozen
 from ..records.history import Layout, Training
 
+FEW_STEPS = 10
+"""Number of steps below which a layout's speed tells little: the first steps of a process take longer."""
+SLOW_START = 1.5
+"""How much longer the first steps of a layout take than its others, if a speed that includes them tells little."""
 QUALITY_NAMES = ("accuracy", "_f1", "combined_score")
 """How the names of evaluation metrics end that summarize a training, instead of the loss."""
 
@@ -18,10 +23,12 @@ GLOSSARY = (
     ("K", "number of stages of a pipeline (pipeline_parallel_size)"),
     ("R", "number of replicas: pipelines that train on different samples; K × R is the number of processes"),
     ("M", "number of micro-batches into which a pipeline's batch is split, so that its stages work at the same time"),
+    ("frozen module", "you have set requires_grad=False for all of its parameters; no freeze policy had a part in it"),
     ("frozen layer", "it no longer trains: a forward, but no backward, gradients or optimizer state"),
     ("cached layer", "a frozen layer that is not computed: its output is read from the local disk"),
     ("waiting", "time in which a stage has nothing to do, because a pipeline fills and drains (the bubble)"),
-    ("dashed line", "a change of the layout; the table of layouts says which, and why"),
+    ("layout", "K, R and the cuts between stages; it does not change if layers freeze or are cached in their place"),
+    ("dashed line", "a change of the layout, or of the frozen or cached layers; the table of layouts says which"),
     (
         "predicted",
         "simulated before the layout was used, from times of the parts' forwards that were measured alone; a backward"
@@ -32,24 +39,64 @@ GLOSSARY = (
 """Term -> meaning."""
 
 
-def verdict(training: Training) -> list[str]:
-    """Return what came out of a training, in at most five sentences."""
+def verdict(training: Training, is_compared: bool = False) -> list[str]:
+    """Return the result of a training in a few sentences.
+
+    Args:
+        training: the training.
+        is_compared: whether another training is beside it. Then the only speed-up is that over the other one.
+    """
     sentences = []
     if training.is_complete is False:
         sentences.append(f"The training has not ended; this is its state after step {training.last_step:,}.")
     timed = [layout for layout in training.layouts if layout.samples_per_second is not None]
     first_speed = timed[0].samples_per_second if timed else None
+    of_modules = _frozen_modules(training)
+    sentences += of_modules
     if first_speed is not None:
         if not any(layout.num_frozen for layout in timed):
-            sentences.append(
-                f"Nothing was frozen; {timed[0].shape} (stages × replicas) trained {first_speed:,.0f} samples/s."
-            )
-        elif timed[0].num_frozen == 0:
+            speed = f"{timed[0].shape} (stages × replicas) trained {_speed_of(timed):,.0f} samples/s."
+            sentences.append(speed if of_modules else f"Nothing was frozen; {speed}")
+        elif timed[0].num_frozen == 0 and not is_compared:
             sentences += _gain(training, timed, first_speed)
     quality = final_quality(training)
     if quality is not None:
         sentences.append(f"{quality[0].capitalize()} at the end: {quality[1]:.4g}.")
     return sentences
+
+
+def _speed_of(timed: list[Layout]) -> float:
+    """Samples per second over several layouts."""
+    return sum(layout.rows for layout in timed) / sum(layout.seconds + layout.waiting for layout in timed)
+
+
+def _frozen_modules(training: Training) -> list[str]:
+    """Return which modules the user has frozen, and for which part of the training their outputs were read."""
+    frozen = [layout for layout in training.layouts if layout.frozen_modules is not None]
+    if not frozen:
+        return []
+    last = frozen[-1]
+    assert last.frozen_modules is not None
+    until = "" if last is training.layouts[-1] else f" until step {last.last_step:,}"
+    sentences = [f"{sentence_on_frozen(last.frozen_modules)}{until}."]
+    read, skipped = (training.share_read(name) for name in ("cache_hit_rate", "cache_layers_skipped"))
+    is_whole = not any(layout.num_frozen for layout in training.layouts)  # the cache is that of the frozen modules
+    if is_whole and read:
+        sentences.append(
+            f"Outputs of frozen modules were read for {read:.0%} of the samples, which skipped {skipped:.0%} of the"
+            " forward passes."
+        )
+    reasons = why_not_read(training)
+    sentences += [f"The output of {module} was not read from the cache: {reason}." for module, reason in reasons]
+    if is_whole and not read and not reasons and training.is_complete:
+        sentences.append("No output of a frozen module was read from the cache.")
+    return sentences
+
+
+def why_not_read(training: Training) -> list[tuple[str, str]]:
+    """Return the modules that the user has frozen and whose output was computed in every epoch, and why."""
+    lines = [line for line in training.lines if line["kind"] == "cache_off" and "module" in line]
+    return list({line["module"]: line["reason"] for line in lines}.items())
 
 
 def _gain(training: Training, timed: list[Layout], first_speed: float) -> list[str]:
@@ -58,8 +105,10 @@ def _gain(training: Training, timed: list[Layout], first_speed: float) -> list[s
     unfrozen = sum(layout.rows for layout in timed) / first_speed
     ratio = unfrozen / taken
     sentences = [
-        f"{ratio:.2f} times as fast as its own first layout ({timed[0].shape}, nothing frozen), preparation left out;"
-        f" not compared with plain DDP; {sum(training.seconds.values()):,.0f} s in all.",
+        f"{ratio:.2f} times as fast as its own first layout ({timed[0].shape}, nothing frozen, measured in"
+        f" {timed[0].steps:,} steps), preparation left out; not compared with plain DDP;"
+        f" {sum(training.seconds.values()):,.0f} s in all.",
+        *_doubts(timed[0]),
         f"Steps and changes of layout took {taken:,.1f} s; at the first layout's measured speed the same steps would"
         f" have taken {unfrozen:,.1f} s.",
     ]
@@ -71,14 +120,37 @@ def _gain(training: Training, timed: list[Layout], first_speed: float) -> list[s
     return sentences
 
 
+def _doubts(first: Layout) -> list[str]:
+    """Return why the speed of a first layout is no sound basis for a comparison, if it is none."""
+    why = []
+    if first.steps < FEW_STEPS:
+        why.append(f"the first layout had only {first.steps} step{'s' if first.steps != 1 else ''}")
+    begin, *others = first.paces or [(0, 0.0)]
+    rest = sum(steps for steps, _ in others)
+    if begin[0] and rest:
+        slower = begin[1] / begin[0] / max(sum(seconds for _, seconds in others) / rest, 1e-9)
+        if slower > SLOW_START:
+            steps = f"step{'s' if begin[0] != 1 else ''}"
+            why.append(f"its first {begin[0]} {steps} took {slower:.1f} times as long as the others (warm-up)")
+    if not why:
+        return []
+    return [
+        f"This factor is uncertain: {' and '.join(why)}. Train once with freeze_policy='none' and use"
+        " `hf-pipetransformer compare`."
+    ]
+
+
 def final_quality(training: Training) -> tuple[str, float] | None:
     """Return name and last value of the metric that summarizes the evaluations; None without evaluations."""
-    names = [name for name in training.names if name.startswith("eval_")]
-    for name in [name for name in names if name.endswith(QUALITY_NAMES)][:1] or ["eval_loss"]:
-        values = training.curve(name)[1]
-        if values:
-            return name.removeprefix("eval_").replace("_", " "), values[-1]
-    return None
+    name = quality_metric(training)
+    values = training.curve(name)[1]
+    return (name.removeprefix("eval_").replace("_", " "), values[-1]) if values else None
+
+
+def quality_metric(training: Training) -> str:
+    """Return the logged name of the metric that summarizes the evaluations."""
+    names = [name for name in training.names if name.startswith("eval_") and name.endswith(QUALITY_NAMES)]
+    return names[0] if names else "eval_loss"
 
 
 def changes(training: Training) -> list[tuple[str, str]]:
@@ -108,6 +180,10 @@ def _reason(before: Layout, after: Layout, first: Layout, arguments: dict[str, o
     parts = []
     if after.event["event"] == "resume":
         parts.append("resumed from a checkpoint")
+    if after.event.get("frozen_modules") != before.event.get("frozen_modules") and "frozen_modules" in after.event:
+        frozen = after.frozen_modules
+        now = "no module is frozen by you" if frozen is None else sentence_on_frozen(frozen)
+        parts.append(f"now {now}")
     froze = after.num_frozen - before.num_frozen
     if froze > 0:
         policy = arguments.get("freeze_policy", "none")

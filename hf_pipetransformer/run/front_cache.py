@@ -114,6 +114,12 @@ class FrontCache:
             self._remove_kept()
             self._remove_kept = None
 
+    @property
+    def why_not_read(self) -> dict[str, str]:
+        """Frozen modules that are computed in every epoch, and why; without those inside another one."""
+        reasons = self._in_steps.why_not_read
+        return {name: why for name, why in reasons.items() if not any(name.startswith(f"{of}.") for of in reasons)}
+
     def epoch_report(self) -> EpochReport | None:
         """The use of the front in the epoch's steps; None if nothing was looked up. Collective over all processes."""
         everyone = self._job.mesh.gather_objects(self._in_steps.take_counts())

@@ -83,6 +83,8 @@ class FrontCalls:
         self._num_searches = self._num_opened = self._expected_in = 0
         self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
         self._why_not: dict[str, str] = {}  # why they cannot
+        self.why_not_read: dict[str, str] = {}
+        """Frozen modules that are computed, and why, as far as it is known."""
         self._hint: DropoutHint | None = None
 
     def begin_epoch(self, epoch: int, begun: float) -> None:
@@ -270,6 +272,7 @@ class FrontCalls:
             inside = f"{name}."
             if not name.startswith(tuple(said)) and not any(other.startswith(inside) for other in stored):
                 said.append(inside)
+                self.why_not_read[name] = why
                 if why == DRAWS:
                     random.append(name)
                 else:
@@ -295,6 +298,7 @@ class FrontCalls:
         assert front is not None
         names = _described(self._model, front.found)
         if front.share < LEAST_SHARE and self._job.args.activation_cache == "auto":
+            self.why_not_read[names] = f"computing it takes only {front.share:.1%} of the forward pass"
             self.drop(deletes=not self._job.shares_store)
             return
         self._is_decided, self._share = True, front.share
@@ -319,7 +323,9 @@ class FrontCalls:
     def _turn_off(self, why: str, is_wrong: bool = False) -> None:
         """Store and read nothing more of this front; what may be wrong, or is of no use to anybody, is deleted."""
         assert self._front is not None
-        logger.warning("The output of %s is not cached: %s.", _described(self._model, self._front.found), why)
+        names = _described(self._model, self._front.found)
+        logger.warning("The output of %s is not cached: %s.", names, why)
+        self.why_not_read[names] = why
         self.drop(deletes=is_wrong or not self._job.shares_store)
 
     def end_hint(self, is_given: bool) -> None:

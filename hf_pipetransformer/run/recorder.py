@@ -24,6 +24,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from ..file_formats import is_number
+from ..model.frozen_prefix import frozen_modules, name_ranges
 from ..own_files import open_regular
 from ..pipeline.devices import name_of_device, peak_memory
 from ..planning.layout import Layout
@@ -39,9 +40,13 @@ RECORDED_ARGUMENTS = (
     *("pipeline_parallel_size", "pipeline_schedule", "virtual_pipeline_parallel_size", "num_microbatches"),
     *("pipeline_layers", "token_slices", "replica_sharding"),
     *("freeze_policy", "freeze_alpha", "freeze_strategy", "freeze_steps", "freeze_schedule", "max_frozen_layers"),
-    *("elastic", "activation_cache", "activation_cache_dtype", "activation_cache_max_gib"),
+    *("elastic", "activation_cache", "activation_cache_dtype", "activation_cache_max_gib", "eval_frozen_modules"),
 )
 """Training arguments that are recorded. Others are omitted because some of them hold tokens and paths."""
+LEAST_FROZEN = 0.01
+"""Share of the parameters from which on frozen modules are recorded: many models have a small frozen table."""
+MOST_NAMES = 20
+"""Maximum number of names of frozen modules that are recorded."""
 
 
 @dataclass
@@ -175,7 +180,7 @@ class RunRecorder(TrainerCallback):
             state: the Trainer's state.
             measured: "seconds" of the change, on the slowest process; "bytes_moved" to all processes together; its
                 "phases", each in seconds on the process that was slowest in it; "facts" of a run that do not change
-                during it; "slices" of a batch.
+                during it; "slices" of a batch; "frozen_modules" of the user (`frozen_by_user`).
         """
         if self._writes:
             unmoved = {"seconds": 0.0, "bytes_moved": 0, "phases": {}}
@@ -183,9 +188,10 @@ class RunRecorder(TrainerCallback):
             values["predicted"] = prediction_of(costs, plan)
             self._write(EVENTS, {"event": event}, state.global_step, values)
 
-    def record_cache_off(self, reason: str, global_step: int) -> None:
-        """Write why frozen layers' outputs were not cached, or are no longer cached."""
-        self._write(METRICS, {"kind": "cache_off"}, global_step, {"reason": reason})
+    def record_cache_off(self, reason: str, global_step: int, module: str | None = None) -> None:
+        """Write why the outputs of frozen layers, or of a frozen module, were not cached, or are no longer cached."""
+        of_module = {} if module is None else {"module": module}
+        self._write(METRICS, {"kind": "cache_off"}, global_step, {"reason": reason, **of_module})
 
     def record_log(self, values: Mapping[str, Any], state: TrainerState) -> None:
         """Write the numbers among the logged values of this step."""
@@ -312,6 +318,26 @@ def facts_of_run(model: nn.Module, args: TrainingArguments) -> dict[str, Any]:
         },
         "arguments": {name: _plain(value) for name, value in arguments.items()},
     }
+
+
+def frozen_by_user(model: nn.Module) -> dict[str, Any] | None:
+    """Return which modules of a model are frozen, in plain values; None if they have next to no parameters.
+
+    Call it while no freeze policy has frozen layers.
+
+    Returns:
+        The "names" of the outermost of these modules, neighbours in a list as one, at most `MOST_NAMES`; their
+        "count"; their "share" of the parameters; and "by" whom they were frozen, "you" or "PEFT".
+    """
+    modules = frozen_modules(model)
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    frozen = {id(p) for module in modules.values() for p in module.parameters()}
+    share = sum(sizes[p] for p in frozen) / max(sum(sizes.values()), 1)
+    if share < LEAST_FROZEN:
+        return None
+    names = [name or type(model).__name__ for name in name_ranges(list(modules))]
+    by = "PEFT" if hasattr(model, "peft_config") else "you"
+    return {"names": names[:MOST_NAMES], "count": len(names), "share": round(share, 4), "by": by}
 
 
 def _plain(value: Any) -> Any:

@@ -270,8 +270,7 @@ class PipelineRun(TrainerCallback):
             self.front = FrontCache(job, data.dataset, store_file(job))
         # 3
         layout, is_resumed = first_layout(self.planner, kept, num_frozen)
-        if not is_resumed:
-            self.log.first_chosen(self.planner)
+        self.log.first_chosen(self.planner, is_resumed)
         refuse_generation_that_does_not_fit(job, self.planner, layout)
         self._refuse_coupling(coupling, layout)
         watches_steps = any(job.mesh.gather_objects(job.watches_steps))
@@ -460,6 +459,8 @@ class PipelineRun(TrainerCallback):
             self._is_begun = True
             self.log.show_layout()
             self.preemption.evaluate_what_is_owed()  # at this point the random states are those of the checkpoint
+        if not self.preemption.is_within_epoch:
+            self.log.follow_users_freezing()
         self.preemption.is_within_epoch = True
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
@@ -483,7 +484,7 @@ class PipelineRun(TrainerCallback):
         self._check_cached_weights()
         if self.is_placed and self.pipeline.num_stages > 1:
             self.steps.look_for_nan("Training has ended")
-        self.log.end(self.cache)
+        self.log.end(self.cache, self.front.why_not_read if self.front is not None else {})
         if self.front is not None:
             self.front.release()  # before what else has replaced the layers' forward
         if self.cache is not None:

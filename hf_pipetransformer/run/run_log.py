@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,18 @@ from transformers import PrinterCallback, ProgressCallback, TrainerState
 from ..errors import ONE_LINE
 from ..freezing.policies import NeverFreeze, policy_description
 from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epochs
+from ..frozen_front.finding import DRAWS
 from ..logs import tell
 from ..model.frozen_prefix import FreezableLayers
 from ..pipeline.moves import Transformation
 from ..planning.layout import AUTO, Layout
 from ..planning.planner import Planner
 from ..planning.tables import MIB
-from ..records.files import BEGINNINGS, SLICES, layout_of, slices_of
+from ..records.files import BEGINNINGS, SLICES, layout_of, sentence_on_frozen, slices_of
 from ..token_slices.slice_timeline import SlicePlan
 from .cache_control import AutoCache, EpochReport
 from .job import TrainingJob
-from .recorder import RunRecorder, facts_of_run
+from .recorder import RunRecorder, facts_of_run, frozen_by_user
 from .sentences import describe_frozen, describe_layout, describe_slices, many
 
 logger = logging.getLogger(__name__)
@@ -54,13 +55,21 @@ class RunLog:
         self._passes = self._backward_skipped = self._forward_skipped = 0
         self._rows_before = 0  # samples of the epochs before
         self._passes_per_sample = 1
+        self._rows_read = 0
         self._num_changes = 0
+        self._users_frozen: dict[str, Any] | None = None  # modules
         self._why_not_cached: str | None = None
         self._has_warned = False
 
     # ------------------------------------------------------------------------------------ at the start
-    def first_chosen(self, planner: Planner) -> None:
-        """Log what was chosen for the first plan, and warn of what was given and cannot be used."""
+    def first_chosen(self, planner: Planner, is_resumed: bool) -> None:
+        """Log the choices for the first plan, unless the job is resumed, and warn of values that cannot be used.
+
+        Called before the model is placed, when only the user has frozen anything.
+        """
+        self._users_frozen = frozen_by_user(self._job.model)
+        if is_resumed:
+            return
         first, args = planner.first, self._job.args
         if args.pipeline_parallel_size == AUTO:
             needed, budget = max(planner.stage_bytes(first)) / MIB, planner.memory_budget_bytes
@@ -136,6 +145,7 @@ class RunLog:
             samples = many(plan.rows_per_pipeline // m, "sample")
             parts.append(f"{many(m, 'micro-batch', 'es')} of {samples}, schedule {plan.schedule}")
         parts += ["replicas divide the optimizer state"] if plan.shards_optimizer else []
+        parts += [sentence_on_frozen(self._users_frozen)] if self._users_frozen is not None else []
         if callback is not None:
             parts.append(callback.describe(self._state))
             off = f"off ({why_not_cached or self._job.why_not_cached})"
@@ -174,7 +184,12 @@ class RunLog:
             level = logging.INFO if change.stopped else logging.WARNING
         moves = f"{moved / MIB:.1f} MiB moved in {total:.3f} s"
         self._say(f"Step {self._state.global_step}: {'; '.join(parts)}, {moves}.", level)
-        self._num_changes += 1
+        # a freeze alone changes what the stages do, and not how the model is split
+        self._num_changes += (before.data_parallel_size, before.stage_bounds, before.pipeline_parallel_size) != (
+            after.data_parallel_size,
+            after.stage_bounds,
+            after.pipeline_parallel_size,
+        )
         numbers = self._record("transform", after, seconds=total, bytes_moved=moved, phases=phases)
         self._log_layout({**numbers, "transform_seconds": total, "transform_bytes": moved})
 
@@ -189,6 +204,21 @@ class RunLog:
         slices = {"replica": self._plan.replica_of(0), **slices_of(plan)}
         self.recorder.record_event(SLICES, self._planner, self._plan, self._state, slices=slices)
 
+    def follow_users_freezing(self) -> None:
+        """Record that the user has frozen other modules than before. Call it at the first step of each epoch.
+
+        Not with a freeze policy or several stages, where the model's own flags say something else.
+        """
+        if self._job.freeze_callback is not None or self._job.args.uses_pipeline:
+            return
+        frozen = frozen_by_user(self._job.model)
+        if frozen != self._users_frozen:
+            assert self._planner is not None and self._plan is not None
+            self._users_frozen = frozen
+            self.recorder.record_event(
+                "modules", self._planner, self._plan, self._state, frozen_modules=self._users_frozen
+            )
+
     def tell(self, sentence: str | None) -> None:
         """Log a sentence, if there is one."""
         if sentence is not None:
@@ -199,8 +229,9 @@ class RunLog:
         metrics, parts = self._cache_metrics(report), []
         found = metrics["cache_hit_rate"] + metrics["cache_older_hit_rate"]
         if found:
-            skipped = metrics["cache_layers_skipped"]
-            parts.append(f"{found:.0%} of the samples found ({skipped:.0%} of the layers' forward passes skipped)")
+            skipped, passes = metrics["cache_layers_skipped"], "the layers' forward passes"
+            passes = passes if report.skipped is None else "the forward pass"
+            parts.append(f"{found:.0%} of the samples found ({skipped:.0%} of {passes} skipped)")
         if metrics["cache_rows_stored"]:
             parts.append(f"{metrics['cache_rows_stored']:,.0f} samples stored")
         used, size = ", ".join(parts) or "no samples found or stored", f"{report.nbytes / MIB:,.1f} MiB"
@@ -216,12 +247,27 @@ class RunLog:
         if report is not None:
             assert self._plan is not None
             self._forward_skipped += round((report.skipped or 0.0) * rows * self._plan.num_units)
+            self._rows_read += round(report.counts.found / max(report.counts.rows, 1) * rows)
             self.cache_epoch(report)
 
     # ------------------------------------------------------------------------------------ at the end
-    def end(self, cache: AutoCache | None) -> None:
-        """Record what is only known after the last step. Collective over all processes."""
+    def end(self, cache: AutoCache | None, why_not_read: Mapping[str, str]) -> None:
+        """Record what is only known after the last step. Collective over all processes.
+
+        Args:
+            cache: the cache of frozen layers' outputs, if there is one.
+            why_not_read: modules that the user has frozen and that were computed in each epoch, and why.
+        """
         self._end_layout()
+        job, frozen = self._job, self._users_frozen
+        is_whole = job.freeze_callback is None and not job.args.uses_pipeline
+        if frozen is not None and is_whole and not job.may_cache_front:
+            reason = "torch_compile=True" if job.args.torch_compile else job.why_not_cached
+            self.recorder.record_cache_off(str(reason), self._state.global_step, ", ".join(frozen["names"]))
+        for module, why in why_not_read.items():
+            if why == DRAWS and not job.args.eval_frozen_modules:
+                why += ". Set eval_frozen_modules=True to run it without dropout and to read its output"
+            self.recorder.record_cache_off(why, self._state.global_step, module)
         off = cache.reason_off if cache is not None else None
         off = off if off is not None else self._why_not_cached
         if off is not None:
@@ -243,6 +289,8 @@ class RunLog:
                 f" {self._forward_skipped / passes:.1%} of their forward passes; the layout changed"
                 f" {many(self._num_changes, 'time')}."
             )
+        elif self._users_frozen is not None:
+            skipped = f" {sentence_on_frozen(self._users_frozen)}; {self._what_was_read()}."
         longest = sorted(done.seconds.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in longest if seconds >= 0.05)
         self._say(
@@ -275,6 +323,16 @@ class RunLog:
     def _say(self, line: object, level: int = logging.INFO) -> None:
         tell(logger, self._job.args, line, level)
 
+    def _what_was_read(self) -> str:
+        """Return which part of the forward passes reading the outputs of the user's frozen modules has skipped."""
+        if not self._rows_read:
+            return "no output of a frozen module was read from the cache"
+        rows = max(self.recorder.total.rows, 1)
+        return (
+            f"outputs of frozen modules were read for {self._rows_read / rows:.0%} of the samples, which skipped"
+            f" {self._forward_skipped / max(self._passes, 1):.0%} of the forward passes"
+        )
+
     def _warn_of_nothing_frozen(self, what: str) -> None:
         """Warn that the freeze policy freezes nothing, and name the fields that decide about it."""
         callback = self._job.freeze_callback
@@ -305,7 +363,8 @@ class RunLog:
         numbers = self._end_layout()
         self._plan = plan
         assert self._planner is not None
-        self.recorder.record_event(event, self._planner, plan, self._state, **measured)
+        frozen = self._users_frozen
+        self.recorder.record_event(event, self._planner, plan, self._state, frozen_modules=frozen, **measured)
         return numbers
 
     def _end_layout(self) -> dict[str, float]:

@@ -9,10 +9,11 @@ from ..token_slices.slice_timeline import SlicePlan
 
 
 def describe_layout(plan: Layout) -> str:
-    """K x R in words: "2 stages (2+4 layers) x 1 replica"."""
+    """K x R in words: "2 stages (2+4 layers) x 1 replica". A single unit may be a whole model that is not split."""
     k, r = plan.pipeline_parallel_size, plan.data_parallel_size
     sizes = "+".join(str(len(plan.units_of(stage))) for stage in range(k))
-    return f"{many(k, 'stage')} ({sizes} {'layer' if sizes == '1' else 'layers'}) x {many(r, 'replica')}"
+    layers = f" ({sizes} layers)" if plan.num_units > 1 else ""
+    return f"{many(k, 'stage')}{layers} x {many(r, 'replica')}"
 
 
 def describe_frozen(plan: Layout) -> str:

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,8 @@ def test_the_verdict_compares_with_the_first_layout_and_each_change_has_a_reason
     elastic_run(tmp_path).line("log", 100, values={"eval_accuracy": 0.91})
     training = the_training(tmp_path)
     gain, taken, rival, quality = verdict(training)
-    assert gain.startswith("1.29 times as fast as its own first layout (4 × 1, nothing frozen), preparation left out")
+    first = "4 × 1, nothing frozen, measured in 50 steps"
+    assert gain.startswith(f"1.29 times as fast as its own first layout ({first}), preparation left out")
     assert taken.startswith("Steps and changes of layout took 17.5 s") and "would have taken 22.5 s" in taken
     assert "78% of the steps" in rival
     assert quality == "Accuracy at the end: 0.91."
@@ -146,6 +148,41 @@ def test_the_verdict_compares_with_the_first_layout_and_each_change_has_a_reason
     assert when == "after step 50 (epoch 0.5)" and "after step 50" in page.text
     assert shorter.startswith("2 more layers froze by freeze_policy='alpha', 2 in all; the pipeline became shorter")
     assert "4 × 1 → 2 × 2" in shorter
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "why"),
+    [
+        (9, [0.2] * 9, "the first layout had only 9 steps"),
+        (20, [0.4] + [0.1] * 19, "its first 1 step took 4.0 times as long as the others (warm-up)"),
+        (20, [0.12] + [0.1] * 19, None),
+    ],
+)
+def test_a_factor_that_rests_on_few_steps_or_on_warm_up_is_doubted(
+    steps: int, seconds: list[float], why: str | None, tmp_path: Path
+) -> None:
+    first = Run(tmp_path).event("start", 0, 4)
+    for step, taken in enumerate(seconds, 1):
+        first.line("time", step, steps=1, rows=16, seconds={"steps": taken})
+    first.event("transform", steps, 2, 2).steps(steps, 100 + steps, 0.1).end(100 + steps)
+    sentences = verdict(the_training(tmp_path))
+    assert f"measured in {steps} steps" in sentences[0]
+    doubts = [sentence for sentence in sentences if sentence.startswith("This factor is uncertain")]
+    assert len(doubts) == (why is not None) and (why or "") in "".join(doubts)
+
+
+def test_only_changes_of_k_r_and_cuts_count_as_changes_of_the_layout(tmp_path: Path) -> None:
+    """Four events after the start: of these one freezes only, and one counts layers as cached."""
+    some = elastic_run(tmp_path).event("transform", 60, 2, 3).event("cache", 80, 2, 3).event("transform", 90, 1, 3)
+    some.steps(100, 120, 0.1).end(120)
+    training = the_training(tmp_path)
+    assert len(training.layouts) == 5
+    moved = sum(a.event["stage_bounds"] != b.event["stage_bounds"] for a, b in pairwise(training.layouts))
+    assert training.num_layout_changes == moved == 2
+    text = report.write_report(tmp_path).read_text(encoding="utf-8")
+    assert "The layout changed 2 times (K, R or the cuts between stages)." in text
+    events = re.findall(r"<tr><td>(start|transform|freeze|cache)</td>", text)
+    assert events == ["start", "transform", "freeze", "cache", "transform"]
 
 
 # ------------------------------------------------------------------------------------------ what is read
@@ -274,8 +311,89 @@ def test_two_trainings_are_compared(tmp_path: Path) -> None:
     assert re.search(r"samples/s, all in +91\.4 +53\.3 +0\.58", result.stdout)
     said = "ours took 17.5 s and plain 30.0 s: ours was 1.71 times as fast, and its accuracy is 0.02 lower."
     assert said in result.stdout
+    assert "The arguments of plain were not recorded" in result.stdout
     page = Page(file.read_text())
     assert said in page.text and "4 × 1 → 2 × 2" in page.text
+    assert file.read_text().index('id="comparison"') < file.read_text().index('id="losses-over-time"')
+    assert len(re.findall(r"times as fast|× \d+\.\d", page.text)) == 1, "one speed-up: that over the other training"
+    assert len(re.findall(r"times as fast|× \d+\.\d", page_of(tmp_path / "ours").text)) == 1, "over the first layout"
     curves = {trace["name"]: trace for trace in page.figures["losses-over-time"]["data"]}
     assert curves["plain, training"]["x"] == [15, 30] and curves["ours, training"]["x"][-1] == pytest.approx(17.5)
     assert run("compare", str(tmp_path / "ours"), str(tmp_path / "nothing")).exit_code == 2
+
+
+def evaluated(folder: Path, metrics: dict[str, float], samples: int = 200, **facts: Any) -> Path:
+    """A training that ends with an evaluation of so many samples, in 0.5 s."""
+    speed = {"eval_runtime": 0.5, "eval_samples_per_second": samples / 0.5}
+    run_ = Run(folder).event("start", 0, 2, **facts).steps(0, 100, 0.1)
+    run_.line("log", 100, values={**{f"eval_{name}": value for name, value in metrics.items()}, **speed}).end(100)
+    return folder
+
+
+EVIDENCE = [
+    # 5 of 200: sqrt(2 * 0.9 * 0.1 / 200) = 0.03
+    (
+        {"accuracy": 0.9},
+        {"accuracy": 0.875},
+        200,
+        "of 0.025 is within the standard error of 200 evaluation samples (0.03",
+    ),
+    ({"accuracy": 0.9}, {"accuracy": 0.85}, 200, "is less than 2 standard errors of 200 evaluation samples"),
+    ({"accuracy": 0.9}, {"accuracy": 0.8}, 200, None),
+    ({"accuracy": 0.9}, {"accuracy": 0.9}, 200, None),
+    ({"accuracy": 0.9012}, {"accuracy": 0.8991}, 200, None),  # no whole number of samples: of tokens, perhaps
+    ({"f1": 0.9}, {"f1": 0.895}, 200, None),
+    ({"balanced_accuracy": 0.9}, {"balanced_accuracy": 0.895}, 200, None),
+    ({"accuracy": 0.9}, {"accuracy": 0.9}, 100, "of 200 and 100 evaluation samples: not the same data"),
+]
+
+
+@pytest.mark.parametrize(("mine", "other", "samples", "said"), EVIDENCE)
+def test_accuracies_within_their_standard_error_are_no_evidence(
+    mine: dict[str, float], other: dict[str, float], samples: int, said: str | None, tmp_path: Path
+) -> None:
+    a, b = evaluated(tmp_path / "a", mine), evaluated(tmp_path / "b", other, samples)
+    result = run("compare", str(a), str(b), "--output", str(tmp_path / "both.html"))
+    assert result.exit_code == 0, result.output
+    doubts = [line for line in result.stdout.splitlines() if "evaluation samples" in line]
+    assert len(doubts) == (said is not None) and (said or "") in "".join(doubts)
+    assert said is None or doubts[0] in Page((tmp_path / "both.html").read_text()).text
+
+
+def test_settings_that_differ_are_listed(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = FACTS["arguments"]  # type: ignore[assignment]
+    a = evaluated(tmp_path / "a", {})
+    b = evaluated(
+        tmp_path / "b",
+        {},
+        world_size=2,
+        device="NVIDIA H100",
+        model="GPT2LMHeadModel",
+        global_batch_size=8,
+        versions={"hf_pipetransformer": "0.1", "torch": "2.12"},
+        arguments={**arguments, "learning_rate": 1e-4, "eval_frozen_modules": True},
+    )
+    result = run("compare", str(a), str(b), "--output", str(tmp_path / "both.html"))
+    listed = [
+        re.split(r"  +", line) for line in result.stdout.partition("The trainings also differ in:")[2].splitlines()
+    ]
+    assert [row for row in listed if len(row) == 3 and row[0]] == [
+        ["model", "BertForSequenceClassification", "GPT2LMHeadModel"],
+        ["processes", "4", "2"],
+        ["device", "cpu (x86_64)", "NVIDIA H100"],
+        ["global batch", "16", "8"],
+        ["torch", "2.13", "2.12"],
+        ["learning_rate", "0.0004", "0.0001"],
+    ], "and not an argument that only one of them has recorded"
+    assert "What else differs" in (tmp_path / "both.html").read_text()
+    same = run("compare", str(a), str(evaluated(tmp_path / "c", {})))
+    assert same.exit_code == 0 and "differ in" not in same.stdout
+
+
+def test_short_trainings_and_long_preparations_are_doubted(tmp_path: Path) -> None:
+    short = Run(tmp_path / "short").event("start", 0, 2).steps(0, 8, 0.1, every=4).end(8).folder
+    slow = Run(tmp_path / "slow").event("start", 0, 2)
+    slow.line("time", 0, steps=0, rows=0, seconds={"preparing": 9.0}).steps(0, 100, 0.1).end(100)
+    result = run("compare", str(short), str(slow.folder))
+    assert "The factor is uncertain: short has only 8 steps" in result.stdout
+    assert "slow spent 9.0 of its 21.5 s before the first step" in result.stdout

@@ -68,6 +68,10 @@ def test_one_line_at_the_start_at_each_change_and_at_the_end(tmp_path: Path) -> 
     assert "2 of 4 layers frozen, 2 of them cached" in changes[2]
     # backward: (0 + 1 + 2 + 2) / 16; forward: in the third epoch 1 layer, in the fourth 2, of 4 epochs of 4
     assert "Skipped 31.2% of the layers' backward passes and 18.8% of their forward passes" in end
+    # the third change counts other layers as cached, and moves nothing
+    shapes = [re.findall(r"\d stages? \(\S+ layers\) x \d replicas?", text) for text in changes]
+    moved = sum(before != after for before, after in filter(None, shapes))
+    assert f"the layout changed {moved} time{'' if moved == 1 else 's'}." in end and moved < len(changes)
     assert "Trained 16 steps in" in end and f"Report: hf-pipetransformer report {tmp_path}" in end
     assert not [text for level, text in others if level >= logging.INFO]
 
@@ -80,7 +84,7 @@ def test_one_line_at_the_start_at_each_change_and_at_the_end(tmp_path: Path) -> 
 
     assert card is not None and "## Pipeline, freezing and cache" in card
     assert "policy `schedule` (freeze_schedule={'1': 1, '2': 2}" in card and "up to 50% of an epoch's" in card
-    assert re.search(r"\| 12 \| 3 \| 2 of 4 \| 2 \| \d × \d \|", card) and "hf_pipetransformer 0." in card
+    assert re.search(r"\| 12 \| 3 \| 2 of 4 layers \| 2 \| \d × \d \|", card) and "hf_pipetransformer 0." in card
     assert str(tmp_path) not in card
 
 
