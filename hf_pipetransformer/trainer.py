@@ -34,6 +34,7 @@ from .data.loaders import KeysApart, NumberedLoader
 from .errors import UnsupportedModelError, calling_code, refuse_wrong_order
 from .freezing.by_arguments import FreezingByArguments
 from .freezing.policies import FreezePolicy
+from .model.method_override import having
 from .model.micro_batch import naming_long_rows
 from .pipeline.elastic_pipeline import ElasticPipeline, unwrapped_model
 from .records.model_card import add_to_card
@@ -182,8 +183,7 @@ class PipeTransformerTrainer(Trainer):
     ) -> TrainOutput:
         if self._cut_model is not None and not self._cut_model.stays_distributed:
             self.make_model_whole()  # an earlier train() may have been interrupted
-        stock: Any = super().train
-        train = partial(stock, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval, **keywords)
+        train: Any = partial(super().train, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval, **keywords)
         try:
             mistakes.refuse_unknown_metric(self._job)
             if self._is_stock:
@@ -203,9 +203,8 @@ class PipeTransformerTrainer(Trainer):
                 raise
             raise error.with_one_stage() from error.__cause__
         finally:
-            front = self._pipeline_run.front if self._pipeline_run is not None else None
-            self._kept_front = front if front is not None and front.keeps_evaluations else None
-            self._pipeline_run = None
+            run, self._pipeline_run = self._pipeline_run, None
+            self._kept_front = run.front if run is not None else None
             self.is_in_train = False  # the stock Trainer leaves it set after an error
             if not self._is_stock:
                 self.model_wrapped = self.model  # as the stock Trainer leaves it after training in one process
@@ -359,22 +358,15 @@ class PipeTransformerTrainer(Trainer):
             return evaluate(dataloader, description, prediction_loss_only, *positional, **keywords)
         self._job.ignore_average_tokens()
         self._expect_all(EVALUATIONS.get(description, "evaluation_loop"))
-        generates = self._job.generates(prediction_loss_only)
+        run, kept, generates = self._pipeline_run, self._kept_front, self._job.generates(prediction_loss_only)
         prefix = str(keywords.get("metric_key_prefix", "eval"))
         if self._placed is not None:
-            run = self._pipeline_run
             caches = (run.cache, run.front) if run is not None else (None, None)
             around = evaluation.in_training(self._job, self._placed, *caches, dataloader, generates, prefix)
         else:
-            front = self._kept_front
-            around = evaluation.outside_training(self._job, self._find_units, front, dataloader, generates, prefix)
-        before = self._evaluated_loader
-        with around as loader:
-            self._evaluated_loader = loader
-            try:
-                return evaluate(loader, description, prediction_loss_only, *positional, **keywords)
-            finally:
-                self._evaluated_loader = before
+            around = evaluation.outside_training(self._job, self._find_units, kept, dataloader, generates, prefix)
+        with around as loader, having(self, _evaluated_loader=loader):
+            return evaluate(loader, description, prediction_loss_only, *positional, **keywords)
 
     def prediction_step(
         self,

@@ -12,7 +12,7 @@ there (`move_whole_to_device`). Each process then generates for its own samples,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -74,8 +74,10 @@ def outside_training(
     if not job.args.uses_pipeline or generates:
         if job.args.uses_pipeline:
             move_whole_to_device(job)
-        reads = front is not None and not generates and front.model is job.model
-        with front.evaluation(job.trainer.state, prefix) if front is not None and reads else nullcontext():
+        if front is None or generates or not front.keeps_evaluations_of(job.model):
+            yield loader
+            return
+        with front.evaluation(job.trainer.state, prefix):
             yield loader
         return
     rows, collate_fn = job.rows_of_loader(dataloader)

@@ -22,6 +22,7 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import TrainerState
 
 from ..cache.file_store import FileStore
@@ -102,10 +103,9 @@ class FrontCache:
                 self._store.delete(*generation)
         self._remove_kept = weakref.finalize(self._job.trainer, self._store_of_evaluations.leave, *kept)
 
-    @property
-    def keeps_evaluations(self) -> bool:
-        """Whether evaluations after the training can read what those in it have stored."""
-        return self._remove_kept is not None
+    def keeps_evaluations_of(self, model: nn.Module) -> bool:
+        """Whether evaluations of a model after the training can read what those in it have stored."""
+        return self._remove_kept is not None and model is self.model
 
     def forget(self) -> None:
         """Remove what was kept for evaluations after the training."""
