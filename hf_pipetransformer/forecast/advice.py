@@ -119,11 +119,11 @@ def _about_lora(values: Values) -> Iterator[str]:
     """Advise adapters on the upper layers only, where that is predicted to be faster."""
     upper = values.get("lora_on_upper_layers")
     if upper is not None and upper["speed_up"] >= HARDLY_FASTER:
-        first, layers = upper["first_layer"], upper["layers"]
+        first, layers, size = upper["first_layer"], upper["layers"], upper["cache_bytes_per_node"] / GIB
         yield (
             f"LoRA on the upper {layers - first} of {layers} layers alone is predicted to be"
             f" {upper['speed_up']:.2f} times as fast ({duration(upper['seconds'])}): the lower layers' outputs are"
-            f" read from the cache from the second epoch on. Set layers_to_transform=range({first}, {layers}) in"
+            f" read from the cache, {size:,.1f} GiB on each node, from the second epoch on. Set layers_to_transform=range({first}, {layers}) in"
             " PEFT's LoraConfig, and freeze_policy='none'. Its accuracy is not predicted."
         )
 

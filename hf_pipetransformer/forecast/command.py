@@ -91,8 +91,8 @@ def _on_upper_layers(job: Job, workload: Workload, device: Device, seconds: floa
     """Forecast adapters on the upper half of the layers alone, so that the lower half is frozen from the start.
 
     Returns:
-        The number of "layers", the "first_layer" with an adapter, the "seconds" of the training, and its "speed_up"
-        over adapters on all layers, which take `seconds`. None if the layers are not all of one list, as PEFT's
+        The number of "layers", the "first_layer" with an adapter, the "seconds" of the training, its "speed_up" over
+        adapters on all layers, which take `seconds`, and "cache_bytes_per_node". None if the layers are not all of one list, as PEFT's
         `layers_to_transform` needs, or if their outputs cannot be cached.
     """
     layers = len(workload.unit_costs)
@@ -106,6 +106,7 @@ def _on_upper_layers(job: Job, workload: Workload, device: Device, seconds: floa
         "first_layer": first,
         "seconds": found["seconds"],
         "speed_up": seconds / found["seconds"],
+        "cache_bytes_per_node": found["cache"]["generation_bytes_per_node"],
     }
 
 
