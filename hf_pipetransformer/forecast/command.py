@@ -92,8 +92,8 @@ def _on_upper_layers(job: Job, workload: Workload, device: Device, seconds: floa
 
     Returns:
         The number of "layers", the "first_layer" with an adapter, the "seconds" of the training, its "speed_up" over
-        adapters on all layers, which take `seconds`, and "cache_bytes_per_node". None if the layers are not all of one list, as PEFT's
-        `layers_to_transform` needs, or if their outputs cannot be cached.
+        adapters on all layers, which take `seconds`, and "cache_bytes_per_node". None if the layers are not
+        all of one list, as PEFT's `layers_to_transform` needs, or if their outputs cannot be cached.
     """
     layers = len(workload.unit_costs)
     lists = {unit.name.rpartition(".")[0] for unit in workload.unit_costs}
