@@ -124,7 +124,8 @@ def _about_lora(values: Values) -> Iterator[str]:
             f"LoRA on the upper {layers - first} of {layers} layers alone is predicted to be"
             f" {upper['speed_up']:.2f} times as fast ({duration(upper['seconds'])}): the lower layers' outputs are"
             f" read from the cache, {size:,.1f} GiB on each node, from the second epoch on. Set"
-            f" layers_to_transform=range({first}, {layers}) in PEFT's LoraConfig, and freeze_policy='none'. Its accuracy is not predicted."
+            f" layers_to_transform=range({first}, {layers}) in PEFT's LoraConfig, and freeze_policy='none'."
+            " Its accuracy is not predicted."
         )
 
 
