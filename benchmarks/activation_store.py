@@ -28,7 +28,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from hf_pipetransformer.cache.file_store import FileStore
+from hf_pipetransformer.parts.prefix_cache.cache.file_store import FileStore
 
 import harness
 from harness import Figures, Ratio

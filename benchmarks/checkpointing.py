@@ -28,7 +28,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from hf_pipetransformer.resilience.progress import PROGRESS
+from hf_pipetransformer.progress import PROGRESS
 
 import harness
 from harness import Figures, RandomRows, Ratio

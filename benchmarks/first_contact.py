@@ -48,7 +48,7 @@ from torch.utils.benchmark import Timer
 from transformers import BertConfig, BertForSequenceClassification, Trainer, set_seed
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.records.files import METRICS
+from hf_pipetransformer.parts.records.files import METRICS
 
 import harness
 from harness import RandomRows

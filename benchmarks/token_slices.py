@@ -26,12 +26,12 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.parts.records.sentences import describe_slices
 from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.pipeline.placed import Ways
 from hf_pipetransformer.planning.costs import measure_costs
 from hf_pipetransformer.planning.planner import Planner, Request
-from hf_pipetransformer.run.sentences import describe_slices
 from hf_pipetransformer.token_slices.slice_timeline import SlicePlan
 from hf_pipetransformer.token_slices.slicing_probe import probe_slicing
 from hf_pipetransformer.token_slices.token_schedule import Slicing

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .errors import UnsupportedModelError
-    from .freezing.callback import LayerFreezeCallback
-    from .freezing.policies import FreezeDecision, FreezePolicy
+    from .parts.freezing.callback import LayerFreezeCallback
+    from .parts.freezing.policies import FreezeDecision, FreezePolicy
     from .run.lazy_model import load_lazily
     from .seq2seq import PipeTransformerSeq2SeqTrainer, PipeTransformerSeq2SeqTrainingArguments
     from .trainer import PipeTransformerTrainer
@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "FreezeDecision": "freezing.policies",
-    "FreezePolicy": "freezing.policies",
-    "LayerFreezeCallback": "freezing.callback",
+    "FreezeDecision": "parts.freezing.policies",
+    "FreezePolicy": "parts.freezing.policies",
+    "LayerFreezeCallback": "parts.freezing.callback",
     "PipeTransformerSeq2SeqTrainer": "seq2seq",
     "PipeTransformerSeq2SeqTrainingArguments": "seq2seq",
     "PipeTransformerTrainer": "trainer",

@@ -2,7 +2,7 @@
 
     script          set_verbosity_info(), log_level="info", TRANSFORMERS_VERBOSITY=info, add_handler(...)
     transformers    ── handlers, level
-    this package       └ hf_pipetransformer ── console, hf_pipetransformer.run.run_log, ...
+    this package       └ hf_pipetransformer ── console, hf_pipetransformer.parts.records.run_log, ...
 
 A script that uses the Trainer configures the logger of transformers, and often no other one. So the package's logger
 is a child of it: it has its level (unless it is given one of its own) and its handlers. The console handler takes the

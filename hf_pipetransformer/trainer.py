@@ -32,22 +32,22 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from .data.loaders import KeysApart, NumberedLoader
 from .errors import UnsupportedModelError, calling_code, refuse_wrong_order
-from .freezing.by_arguments import FreezingByArguments
-from .freezing.policies import FreezePolicy
 from .model.method_override import having
 from .model.micro_batch import naming_long_rows
+from .parts.freezing.by_arguments import FreezingByArguments
+from .parts.freezing.policies import FreezePolicy
+from .parts.front.front_cache import FrontCache
+from .parts.records.model_card import add_to_card
+from .parts.records.recorder import RunRecorder
 from .pipeline.elastic_pipeline import ElasticPipeline, unwrapped_model
-from .records.model_card import add_to_card
-from .resilience.watchdog import PROGRESS, phase
+from .progress import PROGRESS, phase
 from .run import evaluation, mistakes, training_data
 from .run.batches import BatchesInEpoch
 from .run.checkpointing import CheckpointWrite, gathered_weights
 from .run.cutting import CutModel, find_layers_to_freeze, find_units
-from .run.front_cache import FrontCache
 from .run.job import TrainingJob, refuse_distributed_model
 from .run.lazy_model import is_lazy, map_from, refuse_meta, saving_shards
 from .run.probing import SampleCollator
-from .run.recorder import RunRecorder
 from .run.resuming import (
     checkpoint_to_resume,
     load_optimizer_and_scheduler,

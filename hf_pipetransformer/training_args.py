@@ -29,8 +29,8 @@ from .argument_values import (
 )
 from .errors import refuse_wrong_order, show_errors_briefly
 from .file_formats import is_number
-from .freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .logs import follow_transformers
+from .parts.freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .planning.layout import AUTO, REPLICA_SHARDINGS
 from .planning.schedules import SCHEDULES, virtual_stages_of
 from .resilience.exit import end_at_exit

@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
-from hf_pipetransformer.records.history import Layout, read_trainings
+from hf_pipetransformer.parts.records.history import Layout, read_trainings
 
 LABEL = "label"
 Names = tuple[str, ...]

@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hf_pipetransformer.cache.file_store import FileStore
-from hf_pipetransformer.cache.sharing import STORE
+from hf_pipetransformer.parts.prefix_cache.cache.file_store import FileStore
+from hf_pipetransformer.parts.prefix_cache.cache.sharing import STORE
 
 FEW_SAMPLES = 16
 """So many are evaluated before the first trial, to see which metrics there are."""

@@ -10,7 +10,7 @@ from test_elastic_pipeline import reference, stages_by_frozen
 from training_runs import Outcome, Run, outcome_of, pipeline_trainer
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache import writing
+from hf_pipetransformer.parts.prefix_cache.cache import writing
 
 EPOCH_START = {3: 1, 6: 2, 9: 3}
 """Steps done -> frozen layers. An epoch has three steps."""

@@ -1,6 +1,6 @@
 """Lets something go wrong in one process of a training, and what shall be true afterwards.
 
-A `Fault` happens where a process enters a phase (`resilience.watchdog.phase`), so it can be put anywhere
+A `Fault` happens where a process enters a phase (`progress.phase`), so it can be put anywhere
 without a line for it in the library. Functions here run inside the ranks of `distributed.launch_ranks`.
 """
 
@@ -21,8 +21,8 @@ from training_runs import Outcome, Run, outcome_of, pipeline_trainer
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache import writing
-from hf_pipetransformer.resilience.progress import PROGRESS
+from hf_pipetransformer.parts.prefix_cache.cache import writing
+from hf_pipetransformer.progress import PROGRESS
 
 Kind = Literal["kill", "stop", "hang", "busy", "raise", "corrupt", "cut", "stop_host", "term", "terms", "preempt"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from distributed import patient
 
-from hf_pipetransformer.cache.activation_files import FileReader, FileWriter
-from hf_pipetransformer.cache.file_store import FileStore
+from hf_pipetransformer.parts.prefix_cache.cache.activation_files import FileReader, FileWriter
+from hf_pipetransformer.parts.prefix_cache.cache.file_store import FileStore
 
 FINGERPRINT = "0f" * 16
 SECONDS = 60.0

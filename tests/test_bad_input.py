@@ -14,7 +14,7 @@ from training_data import TrainingData
 from training_runs import WORLD, Outcome, Run, outcome_of, pipeline_trainer, reference_trainer
 
 from hf_pipetransformer.errors import PeerFailedError
-from hf_pipetransformer.resilience.watchdog import EXIT_CODE
+from hf_pipetransformer.parts.watchdog.watchdog import EXIT_CODE
 
 SECONDS = 60
 LATE = 22

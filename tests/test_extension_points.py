@@ -16,7 +16,7 @@ from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of,
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import FreezePolicy, PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.freezing.policies import FreezeDecision
+from hf_pipetransformer.parts.freezing.policies import FreezeDecision
 from hf_pipetransformer.planning.schedules import SCHEDULES, Schedule, Work
 
 PAGE = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from distributed import run_ranks
 
-from hf_pipetransformer.cache.sharing import STORE
 from hf_pipetransformer.own_files import OwnFolder
+from hf_pipetransformer.parts.prefix_cache.cache.sharing import STORE
 
 import sweep
 

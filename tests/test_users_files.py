@@ -15,13 +15,13 @@ from distributed import run_ranks, run_ranks_expecting_error
 from safetensors.torch import save_file
 from training_runs import Run, pipeline_trainer
 
-from hf_pipetransformer.cache.file_store import FileStore
 from hf_pipetransformer.model.checkpoint_files import weight_files
-from hf_pipetransformer.records import model_card
-from hf_pipetransformer.records.files import EVENTS, METRICS
-from hf_pipetransformer.records.history import read_trainings
+from hf_pipetransformer.parts.prefix_cache.cache.file_store import FileStore
+from hf_pipetransformer.parts.records import model_card
+from hf_pipetransformer.parts.records.files import EVENTS, METRICS
+from hf_pipetransformer.parts.records.history import read_trainings
 from hf_pipetransformer.report import report
-from hf_pipetransformer.resilience.checkpoint_folders import MANIFEST, SAVING, STATE, latest_valid
+from hf_pipetransformer.run.checkpoint_folders import MANIFEST, SAVING, STATE, latest_valid
 
 RUN = Run(epochs=4, samples=48).with_options(save_strategy="steps", save_steps=3, save_total_limit=1)
 FOLDERS = (

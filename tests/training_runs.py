@@ -21,12 +21,12 @@ from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingAr
 from hf_pipetransformer.data.numbered_batches import first_samples
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.parts.prefix_cache.cache_control import AutoCache
+from hf_pipetransformer.parts.records.run_log import RunLog
 from hf_pipetransformer.planning.layout import Layout
 from hf_pipetransformer.planning.planner import Planner
 from hf_pipetransformer.run import placing
-from hf_pipetransformer.run.cache_control import AutoCache
 from hf_pipetransformer.run.run import PipelineRun
-from hf_pipetransformer.run.run_log import RunLog
 
 WORLD = 4
 

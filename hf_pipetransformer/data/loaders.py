@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
-from ..cache.content_keys import BatchKeys
+from ..parts.prefix_cache.cache.content_keys import BatchKeys
 from .numbered_batches import NumberedBatches
 
 

@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from ..cache.content_keys import BatchKeys, KeyingCollator
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import batch_rows, with_name
+from ..parts.prefix_cache.cache.content_keys import BatchKeys, KeyingCollator
+from ..progress import PROGRESS
 from ..randomness import generators_kept, seed_all, seeded
-from ..resilience.watchdog import PROGRESS
 from .node_order import Order
 from .sample_order import SampleOrder
 

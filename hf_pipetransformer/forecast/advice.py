@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..freezing.schedule_cost import WORTH_FREEZING
+from ..parts.freezing.schedule_cost import WORTH_FREEZING
 from .device_table import GIB
 from .forecast import BEST, DDP, FSDP, SWITCHED_OFF, Values, plain_trainings
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..freezing.policies import FreezePolicy, make_policy
+from ..parts.freezing.policies import FreezePolicy, make_policy
 from ..pipeline.devices import USABLE_MEMORY
 from ..training_args import from_json
 from .advice import advise

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..cache.file_store import SHARE_OF_USABLE, USABLE_DISK
+from ..parts.prefix_cache.cache.file_store import SHARE_OF_USABLE, USABLE_DISK
 from ..pipeline.devices import USABLE_MEMORY
 from ..planning.unit_times import ModelTimes, PartTimes, Seconds
 from .workload import Workload

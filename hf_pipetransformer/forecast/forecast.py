@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..freezing.policies import FreezePolicy
-from ..freezing.schedule_cost import frozen_in_epochs
+from ..parts.freezing.policies import FreezePolicy
+from ..parts.freezing.schedule_cost import frozen_in_epochs
 from ..planning.costs import step_flops
 from ..planning.layout import AUTO, Layout
 from ..planning.planner import Planner, Request

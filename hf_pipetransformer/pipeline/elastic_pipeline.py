@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..cache.activation_cache import ActivationCache
-from ..cache.content_keys import named_inputs
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_range import CalledWith
 from ..model.layer_stack import LayerStack
 from ..model.mapped_weights import into_memory
 from ..model.micro_batch import Batch
 from ..model.nested import on_device
+from ..parts.prefix_cache.cache.activation_cache import ActivationCache
+from ..parts.prefix_cache.cache.content_keys import named_inputs
 from ..planning.layout import Layout
-from ..resilience.watchdog import PROGRESS
+from ..progress import PROGRESS
 from .holders import source_of_buffers
 from .mesh import ProcessMesh
 from .moves import Distribution, Transformation, move, timed_phase

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..model.layer_stack import LayerStack
 from ..planning.layout import Layout
-from ..resilience.watchdog import phase
+from ..progress import phase
 from .holders import holders_under, updaters_under
 from .optimizer_state import OptimizerState
 from .state import Holders, WeightState

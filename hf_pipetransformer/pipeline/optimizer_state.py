@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..model.placeholders import ParameterTable
-from ..resilience.watchdog import phase
+from ..progress import phase
 from .devices import synchronise as wait_for
 from .mesh import ProcessMesh
 from .reductions import exchange_updates, reduce_gradients

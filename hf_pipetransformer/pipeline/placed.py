@@ -16,18 +16,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cache.content_keys import KEYS_NAME, BatchKeys
 from ..model.layer_range import CalledWith
 from ..model.micro_batch import Batch, batch_rows
+from ..parts.driven.calls_apart import CallsApart
+from ..parts.driven.served_calls import ServedCalls
+from ..parts.driven.serving import ServingStage
+from ..parts.prefix_cache.cache.content_keys import KEYS_NAME, BatchKeys
 from ..planning.layout import Layout
 from . import prediction
-from .calls_apart import CallsApart
 from .gradients import ReducedParameters, StageGradients
 from .mesh import ProcessMesh
 from .messages import PipelineMessages
 from .schedule import PipelineScheduler
-from .served_calls import ServedCalls
-from .serving import ServingStage
 from .stage import FIRST, ShapeBook, StageModule
 from .virtual_stages import VirtualStages
 

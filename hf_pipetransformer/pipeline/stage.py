@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache.activation_cache import ActivationCache
-from ..cache.content_keys import KEYS_NAME, pop_keys
 from ..model.batch_statistics import running_statistics_kept, statistics_set_aside
 from ..model.layer_range import Carry
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, batch_rows, shape_signature, slice_rows
+from ..parts.prefix_cache.cache.activation_cache import ActivationCache
+from ..parts.prefix_cache.cache.content_keys import KEYS_NAME, pop_keys
+from ..progress import PROGRESS
 from ..randomness import global_state_kept
-from ..resilience.watchdog import PROGRESS
 
 FIRST = torch.zeros(1, dtype=torch.long)
 """Index of the micro-batch when `micro_batches` holds only one."""

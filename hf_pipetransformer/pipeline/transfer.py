@@ -27,11 +27,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..cache.side_stream import is_apart
 from ..model.checkpoint_files import TensorLike
 from ..model.mapped_weights import tensors_in_file
 from ..model.nested import as_bytes
-from ..resilience.watchdog import PROGRESS
+from ..parts.prefix_cache.cache.side_stream import is_apart
+from ..progress import PROGRESS
 from .devices import synchronise
 from .mesh import ProcessMesh
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..cache.activation_cache import ActivationCache
 from ..model.batch_statistics import normalisations
 from ..model.layer_stack import LayerStack
 from ..model.micro_batch import Batch
+from ..parts.prefix_cache.cache.activation_cache import ActivationCache
 from ..planning.layout import Layout
 from .stage import LossFunction, StageModule
 

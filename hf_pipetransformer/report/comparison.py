@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..records.files import EVENTS, METRICS
-from ..records.history import STATE_NAME, Training, read_trainings
+from ..parts.records.files import EVENTS, METRICS
+from ..parts.records.history import STATE_NAME, Training, read_trainings
 from .words import FEW_STEPS, final_quality, quality_metric, why_not_read
 
 MUCH_PREPARATION = 0.25

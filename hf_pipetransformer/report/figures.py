@@ -12,9 +12,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from ..parts.records.history import Layout, Training
 from ..planning.tables import MIB
 from ..planning.timeline import Timeline, simulate
-from ..records.history import Layout, Training
 from ..token_slices.slice_planning import RowSlices, SliceLatency
 from ..token_slices.slice_timeline import StageLatency, simulate_slices
 from .words import why_not_read

@@ -19,9 +19,9 @@ from typing import Any
 
 from ..file_formats import is_number
 from ..own_files import replace_file
+from ..parts.records.files import share_in_words
+from ..parts.records.history import Layout, Line, Training
 from ..planning.tables import MIB
-from ..records.files import share_in_words
-from ..records.history import Layout, Line, Training
 from .comparison import differences, headline, notes, pair, rows_of, trainings_in
 from .words import GLOSSARY, changes, final_quality, verdict
 

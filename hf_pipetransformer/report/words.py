@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from ..parts.records.files import sentence_on_frozen
+from ..parts.records.history import Layout, Training
 from ..planning.tables import MIB
-from ..records.files import sentence_on_frozen
-from ..records.history import Layout, Training
 
 FEW_STEPS = 10
 """Number of steps below which a layout's speed tells little: the first steps of a process take longer."""

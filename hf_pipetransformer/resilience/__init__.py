@@ -1,1 +1,1 @@
-"""Fault tolerance: atomic checkpoints, preemption, and the handling of processes that die or hang."""
+"""How processes begin and end together: the store that they meet in, and their exit."""

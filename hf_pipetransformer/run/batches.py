@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..cache.content_keys import KEYS_NAME, BatchKeys, KeyedInputs
 from ..data.numbered_batches import BatchSlice, GivenBatches, NumberedBatches
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, batch_rows, with_name
 from ..model.nested import tensors_of
+from ..parts.prefix_cache.cache.content_keys import KEYS_NAME, BatchKeys, KeyedInputs
 from ..pipeline.elastic_pipeline import ElasticPipeline
-from ..resilience.watchdog import PROGRESS
+from ..progress import PROGRESS
 from .job import TrainingJob
 
 

@@ -26,7 +26,8 @@ from ..file_formats import KEPT
 from ..model.elsewhere import computing_with_nan
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.state import WeightState
-from ..resilience.checkpoint_folders import (
+from ..progress import phase
+from .checkpoint_folders import (
     MANIFEST,
     SAVING,
     STATE,
@@ -38,7 +39,6 @@ from ..resilience.checkpoint_folders import (
     rotate,
     saving_folder,
 )
-from ..resilience.watchdog import phase
 from .job import TrainingJob
 
 

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UnsupportedModelError, is_out_of_memory
-from ..freezing.plain_trainer import FoundLayers
 from ..logs import log_once
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_stack import LayerStack, StackDescription
@@ -33,6 +32,7 @@ from ..model.placeholders import ParameterTable, num_bytes
 from ..model.refusals import refuse_overlapping_weights, refuse_weights_with_state
 from ..model.training_check import check_training
 from ..model.units import CalledWith
+from ..parts.freezing.plain_trainer import FoundLayers
 from ..pipeline.devices import fits, is_on, memory_budget
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh, can_be_sent

@@ -19,22 +19,22 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from ..cache.content_keys import KEYS_NAME, BatchKeys, KeyingCollator
 from ..data.loaders import KeysApart
 from ..model.micro_batch import Batch, naming_long_rows
 from ..model.placeholders import num_bytes
+from ..parts.front.front_cache import FrontCache
+from ..parts.prefix_cache.cache.content_keys import KEYS_NAME, BatchKeys, KeyingCollator
+from ..parts.prefix_cache.cache_control import AutoCache
 from ..pipeline.devices import device_budget, fits, is_on
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.layout import Layout
 from ..planning.predictions import CostModel
 from ..planning.tables import MIB
-from ..resilience.watchdog import phase
+from ..progress import phase
 from .batches import prepared
-from .cache_control import AutoCache
 from .collectives import among_last_stages
 from .consistency import check_same_size
 from .cutting import CutModel, make_planner
-from .front_cache import FrontCache
 from .job import TrainingJob
 from .lazy_model import is_lazy
 from .probing import SampleCollator

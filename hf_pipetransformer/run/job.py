@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
-from ..cache.content_keys import NOT_IN_KEYS
 from ..data.numbered_batches import first_samples
-from ..freezing.callback import LayerFreezeCallback, checkpoints_reentrantly
 from ..model.frozen_prefix import has_frozen_layers
 from ..model.layer_range import CalledWith
 from ..model.micro_batch import Batch, batch_rows, select_rows
 from ..model.nested import on_device
+from ..parts.freezing.callback import LayerFreezeCallback, checkpoints_reentrantly
+from ..parts.prefix_cache.cache.content_keys import NOT_IN_KEYS
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from ..training_args import PipeTransformerTrainingArguments

@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..cache.content_keys import KEYS_NAME, NOT_OF_STATES, KeyedInputs, added_settings, named_inputs
 from ..data.numbered_batches import BatchSlice
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, as_the_user_made_it
+from ..parts.prefix_cache.cache.content_keys import KEYS_NAME, NOT_OF_STATES, KeyedInputs, added_settings, named_inputs
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..randomness import seeded
 from ..token_slices.kv_slices import slice_cache_in

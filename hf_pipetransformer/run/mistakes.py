@@ -18,8 +18,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
-from ..cache.content_keys import KEYS_NAME
 from ..errors import in_one_line
+from ..parts.prefix_cache.cache.content_keys import KEYS_NAME
 from ..training_args import PipeTransformerTrainingArguments
 from .job import TrainingJob
 

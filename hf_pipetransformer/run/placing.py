@@ -17,14 +17,14 @@ from typing import Any
 
 from ..data.numbered_batches import TrainingBatches
 from ..model.loss_scaling import LossReduction
+from ..parts.prefix_cache.cache_control import AutoCache
+from ..parts.prefix_cache.cache_setup import check_folder, make_cache
 from ..planning.layout import Layout
 from ..planning.planner import Planner
 from ..planning.unit_times import ModelTimes
 from ..randomness import generators_kept
 from ..token_slices.slice_timeline import SlicePlan
 from ..token_slices.token_schedule import Slicing
-from .cache_control import AutoCache
-from .cache_setup import check_folder, make_cache
 from .consistency import check_same_size
 from .cutting import CutModel, make_planner, time_model
 from .evaluation import FindUnits

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..cache.content_keys import KEYS_NAME, KeyedInputs, added_settings, named_inputs
 from ..errors import is_out_of_memory
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, as_the_user_made_it, with_name
 from ..model.nested import in_new_containers, tensors_of
 from ..model.placeholders import evaluation_mode
 from ..model.units import CalledWith
+from ..parts.prefix_cache.cache.content_keys import KEYS_NAME, KeyedInputs, added_settings, named_inputs
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from .job import TrainingJob

@@ -29,7 +29,8 @@ from transformers.utils import (
 )
 
 from ..file_formats import memory_in
-from ..resilience.checkpoint_folders import (
+from ..training_args import PipeTransformerTrainingArguments
+from .checkpoint_folders import (
     MANIFEST,
     latest_valid,
     remove_incomplete,
@@ -37,7 +38,6 @@ from ..resilience.checkpoint_folders import (
     saving_folder,
     validate,
 )
-from ..training_args import PipeTransformerTrainingArguments
 from .job import TrainingJob
 
 logger = logging.getLogger(__name__)

@@ -24,30 +24,31 @@ from transformers import TrainerCallback, TrainerState
 
 from ..data.loaders import NumberedLoader
 from ..data.numbered_batches import TrainingBatches
-from ..freezing.callback import LayerFreezeCallback
-from ..freezing.policies import agreed_num_frozen
+from ..parts.freezing.callback import LayerFreezeCallback
+from ..parts.freezing.policies import agreed_num_frozen
+from ..parts.freezing.users_freezing import UsersFreezing, attach_freezing
+from ..parts.front.front_cache import FrontCache
+from ..parts.preemption.preemption import Preemption
+from ..parts.prefix_cache.cache_control import OTHER_INPUTS, AutoCache
+from ..parts.records.run_log import RunLog
+from ..parts.watchdog.watchdog import Watchdog
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.optimizer_state import unwrapped
 from ..pipeline.placed import Ways
 from ..planning.layout import Layout
 from ..planning.planner import Planner
+from ..progress import PROGRESS, phase
 from ..resilience.exit import SECONDS, note_training
-from ..resilience.watchdog import PROGRESS, Watchdog, phase
 from .batches import BatchesInEpoch
-from .cache_control import OTHER_INPUTS, AutoCache
 from .cutting import CutModel
 from .evaluation import FindUnits, refuse_generation_that_does_not_fit
-from .front_cache import FrontCache
 from .job import TrainingJob
 from .lazy_model import warn_of_unsaved
 from .optimizer_probe import coupling_of
 from .placing import examine, find_cache, first_layout
-from .preemption import Preemption
 from .resuming import recall, refuse_best_model_that_some_lack
-from .run_log import RunLog
 from .steps import Doubt, Steps
 from .training_data import store_file
-from .users_freezing import UsersFreezing, attach_freezing
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from ..data.numbered_batches import TrainingBatches
 from ..errors import UnsupportedModelError
 from ..logs import log_once
 from ..model.layer_stack import LayerStack, why_whole
-from ..model.loss_reading import LossReading, read_reduction
 from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, unexamined, with_unequal_labels
 from ..model.micro_batch import Batch, batch_rows, naming_long_rows
 from ..model.placeholders import evaluation_mode
+from ..parts.driven.loss_reading import LossReading, read_reduction
 from ..planning.planner import Planner
 from ..planning.tables import MIB
 from ..randomness import seeded

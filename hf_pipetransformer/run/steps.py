@@ -19,19 +19,19 @@ import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
-from ..cache.content_keys import KEYS_NAME, NO_KEYS, without_keys
 from ..data.numbered_batches import TrainingBatches
 from ..errors import users_error
 from ..model.frozen_prefix import frozen_modules
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, naming_long_rows
+from ..parts.front.front_cache import FrontCache
+from ..parts.prefix_cache.cache.content_keys import KEYS_NAME, NO_KEYS, without_keys
+from ..parts.prefix_cache.cache_control import AutoCache
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh
-from ..resilience.watchdog import PROGRESS
+from ..progress import PROGRESS
 from .batches import GlobalBatch, prepared
-from .cache_control import AutoCache
 from .collectives import among_last_stages
-from .front_cache import FrontCache
 from .job import TrainingJob
 from .loss import BatchInFlight, TrainersLoss, raise_for_exchanged_inputs
 from .training_data import refuse_different_numbers

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from ..cache.file_store import FileStore
-from ..cache.sharing import current_file, node_name, node_shares
 from ..data.loaders import KeysApart, NumberedLoader
 from ..data.node_order import Order
 from ..data.numbered_batches import (
@@ -22,7 +20,9 @@ from ..data.numbered_batches import (
     refuse_empty,
 )
 from ..data.sample_order import SampleOrder
-from ..resilience.stop_signal import WorkerStart
+from ..parts.preemption.stop_signal import WorkerStart
+from ..parts.prefix_cache.cache.file_store import FileStore
+from ..parts.prefix_cache.cache.sharing import current_file, node_name, node_shares
 from .job import TrainingJob, whole_stream
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from stored_rows import FINGERPRINT, hits_of, open_writer, put
 
-from hf_pipetransformer.cache.activation_files import FileReader, FileWriter
-from hf_pipetransformer.cache.file_store import FileStore
 from hf_pipetransformer.own_files import MARKER
+from hf_pipetransformer.parts.prefix_cache.cache.activation_files import FileReader, FileWriter
+from hf_pipetransformer.parts.prefix_cache.cache.file_store import FileStore
 
 
 @pytest.fixture

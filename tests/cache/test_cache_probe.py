@@ -13,9 +13,9 @@ from model_zoo import MODELS
 from selection import few
 from torch import Tensor, nn
 
-from hf_pipetransformer.cache.cache_probe import CacheVerdict, Trial, probe_boundaries
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.parts.prefix_cache.cache.cache_probe import CacheVerdict, Trial, probe_boundaries
 
 Sample = dict[str, Any]
 Collate = Callable[[list[Sample]], dict[str, Any]]

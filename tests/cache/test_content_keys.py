@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 
-from hf_pipetransformer.cache.content_keys import (
+from hf_pipetransformer.model.micro_batch import slice_rows
+from hf_pipetransformer.parts.prefix_cache.cache.content_keys import (
     KEYS_NAME,
     NOT_IN_KEYS,
     KeyingCollator,
     pop_keys,
     row_keys,
 )
-from hf_pipetransformer.model.micro_batch import slice_rows
 
 WORDS = [[7, 8, 9], [5, 6], [7, 8, 9, 4, 5], [8]]
 

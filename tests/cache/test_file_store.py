@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from stored_rows import FINGERPRINT, Child, get, hits_of, key_of, open_writer, put
 
-from hf_pipetransformer.cache.activation_files import FileReader, FileWriter
-from hf_pipetransformer.cache.file_store import FileStore
+from hf_pipetransformer.parts.prefix_cache.cache.activation_files import FileReader, FileWriter
+from hf_pipetransformer.parts.prefix_cache.cache.file_store import FileStore
 
 
 @pytest.fixture

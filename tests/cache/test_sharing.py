@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_pipetransformer.cache import sharing
+from hf_pipetransformer.parts.prefix_cache.cache import sharing
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from cached_runs import EPOCH_START, trainer_of
 from distributed import run_ranks_expecting_error
 from training_runs import Run
 
-from hf_pipetransformer.cache.file_store import FileStore
-from hf_pipetransformer.cache.sharing import STORE
+from hf_pipetransformer.parts.prefix_cache.cache.file_store import FileStore
+from hf_pipetransformer.parts.prefix_cache.cache.sharing import STORE
 
 KEY = bytes(range(16))
 GENERATION = 3, "abc"

@@ -27,10 +27,10 @@ from training_runs import WORLD, Outcome, Run, StopAfter, assert_same_training, 
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache import writing
-from hf_pipetransformer.cache.activation_files import FileReader, FileWriter
-from hf_pipetransformer.cache.sharing import STORE
-from hf_pipetransformer.run import cache_control, cache_setup
+from hf_pipetransformer.parts.prefix_cache import cache_control, cache_setup
+from hf_pipetransformer.parts.prefix_cache.cache import writing
+from hf_pipetransformer.parts.prefix_cache.cache.activation_files import FileReader, FileWriter
+from hf_pipetransformer.parts.prefix_cache.cache.sharing import STORE
 from hf_pipetransformer.run.run import PipelineRun
 
 

@@ -15,7 +15,13 @@ from hf_pipetransformer.forecast.advice import advise
 from hf_pipetransformer.forecast.device_table import Device
 from hf_pipetransformer.forecast.forecast import BEST, DDP, FSDP, PIPELINE, Job, Values, forecast, step_values
 from hf_pipetransformer.forecast.workload import Workload
-from hf_pipetransformer.freezing.policies import AdaptivePolicy, AlphaPolicy, FreezePolicy, NeverFreeze, SchedulePolicy
+from hf_pipetransformer.parts.freezing.policies import (
+    AdaptivePolicy,
+    AlphaPolicy,
+    FreezePolicy,
+    NeverFreeze,
+    SchedulePolicy,
+)
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import Cost
 from hf_pipetransformer.planning.planner import Request

@@ -13,8 +13,8 @@ from training_data import PadCollator, TrainingData
 from training_runs import largest_difference, losses_of, weights_of
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_pipetransformer.freezing.callback import LayerFreezeCallback
-from hf_pipetransformer.freezing.policies import FreezeDecision, FreezePolicy
+from hf_pipetransformer.parts.freezing.callback import LayerFreezeCallback
+from hf_pipetransformer.parts.freezing.policies import FreezeDecision, FreezePolicy
 
 STEPS_PER_EPOCH = 3
 SCHEDULE = {"name": "schedule", "schedule": {1: 1, 2: 3}}

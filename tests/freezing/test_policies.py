@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_pipetransformer.freezing.policies import (
+from hf_pipetransformer.parts.freezing.policies import (
     AdaptivePolicy,
     AlphaPolicy,
     AutoFreezePolicy,

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training_runs import largest_difference, losses_of, weights_of
 from transformers import TrainerCallback
 
-from hf_pipetransformer.freezing.callback import LayerFreezeCallback
-from hf_pipetransformer.freezing.policies import FreezeDecision, FreezePolicy
+from hf_pipetransformer.parts.freezing.callback import LayerFreezeCallback
+from hf_pipetransformer.parts.freezing.policies import FreezeDecision, FreezePolicy
 
 
 def train_replicated(

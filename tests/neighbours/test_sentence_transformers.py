@@ -23,7 +23,7 @@ from training_runs import StopAfter
 from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast, TrainerCallback
 
 from hf_pipetransformer import LayerFreezeCallback, PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.cache import writing
+from hf_pipetransformer.parts.prefix_cache.cache import writing
 
 pytestmark = [
     pytest.mark.slow,  # importing the library takes seconds in every process

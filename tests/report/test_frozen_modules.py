@@ -15,8 +15,8 @@ from test_report import Page, the_training
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_pipetransformer.records.files import EVENTS
-from hf_pipetransformer.records.model_card import section_about
+from hf_pipetransformer.parts.records.files import EVENTS
+from hf_pipetransformer.parts.records.model_card import section_about
 from hf_pipetransformer.report.report import write_report
 from hf_pipetransformer.report.words import changes, verdict
 

@@ -16,14 +16,14 @@ from test_cli import run
 from transformers import TrainerState
 
 from hf_pipetransformer import PipeTransformerTrainingArguments
+from hf_pipetransformer.parts.records.files import METRICS
+from hf_pipetransformer.parts.records.history import Training, read_trainings
+from hf_pipetransformer.parts.records.recorder import RunRecorder
 from hf_pipetransformer.planning.schedules import virtual_stages_of
 from hf_pipetransformer.planning.tables import MIB
 from hf_pipetransformer.planning.timeline import simulate
-from hf_pipetransformer.records.files import METRICS
-from hf_pipetransformer.records.history import Training, read_trainings
 from hf_pipetransformer.report import report
 from hf_pipetransformer.report.words import changes, verdict
-from hf_pipetransformer.run.recorder import RunRecorder
 
 UNITS = tuple(unit(k) for k in range(6))
 TIMES = times_of(6)

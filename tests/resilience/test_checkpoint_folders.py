@@ -11,8 +11,8 @@ import pytest
 
 from hf_pipetransformer import own_files
 from hf_pipetransformer.file_formats import KEPT
-from hf_pipetransformer.resilience import checkpoint_folders
-from hf_pipetransformer.resilience.checkpoint_folders import (
+from hf_pipetransformer.run import checkpoint_folders
+from hf_pipetransformer.run.checkpoint_folders import (
     MANIFEST,
     SAVING,
     STATE,

@@ -37,10 +37,10 @@ from test_elastic_pipeline import MID_EPOCH, reference
 from training_runs import WORLD, Outcome, assert_same_training
 
 from hf_pipetransformer.errors import PeerFailedError
-from hf_pipetransformer.resilience.checkpoint_folders import SAVING, latest_valid
-from hf_pipetransformer.resilience.progress import UNKNOWN_PACE
-from hf_pipetransformer.resilience.stop_signal import EXIT_CODE as PREEMPTED
-from hf_pipetransformer.resilience.watchdog import EXIT_CODE, SECONDS_FOR_A_VERDICT
+from hf_pipetransformer.parts.preemption.stop_signal import EXIT_CODE as PREEMPTED
+from hf_pipetransformer.parts.watchdog.watchdog import EXIT_CODE, SECONDS_FOR_A_VERDICT
+from hf_pipetransformer.progress import UNKNOWN_PACE
+from hf_pipetransformer.run.checkpoint_folders import SAVING, latest_valid
 
 Recorder = Callable[[str, Any], None]
 

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.errors import PeerFailedError
-from hf_pipetransformer.resilience.watchdog import EXIT_CODE
+from hf_pipetransformer.parts.watchdog.watchdog import EXIT_CODE
 
 PATIENCE = 600.0
 """Timeout of all that waits: whoever waits for it fails the test by `SECONDS`."""

@@ -21,7 +21,7 @@ from faults import EVERYONE, Fault, Report
 from test_faults import Recorder, assert_nothing_lost, expected, row_of, steps_lost, when
 from training_runs import Outcome
 
-from hf_pipetransformer.resilience.checkpoint_folders import SAVING, latest_valid
+from hf_pipetransformer.run.checkpoint_folders import SAVING, latest_valid
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent

@@ -16,8 +16,9 @@ from distributed import RankOutcome, launch_ranks, run_ranks
 from selection import slow
 
 from hf_pipetransformer.errors import PeerFailedError
+from hf_pipetransformer.parts.watchdog.watchdog import EXIT_CODE, Watchdog
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
-from hf_pipetransformer.resilience.watchdog import EXIT_CODE, PROGRESS, Watchdog, phase
+from hf_pipetransformer.progress import PROGRESS, phase
 
 TIMEOUT = 2.0
 

@@ -26,9 +26,9 @@ from training_runs import (
 )
 from transformers import TrainerCallback
 
-from hf_pipetransformer.cache.activation_cache import CacheCounts
-from hf_pipetransformer.cache.content_keys import KEYS_NAME
-from hf_pipetransformer.run import cache_control
+from hf_pipetransformer.parts.prefix_cache import cache_control
+from hf_pipetransformer.parts.prefix_cache.cache.activation_cache import CacheCounts
+from hf_pipetransformer.parts.prefix_cache.cache.content_keys import KEYS_NAME
 
 
 def cached_and_changed(

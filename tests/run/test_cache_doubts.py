@@ -30,8 +30,8 @@ from training_runs import (
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache.sharing import STORE
-from hf_pipetransformer.run.frozen_function import OTHER_WEIGHTS
+from hf_pipetransformer.parts.prefix_cache.cache.sharing import STORE
+from hf_pipetransformer.parts.prefix_cache.frozen_function import OTHER_WEIGHTS
 
 RUN = Run(samples=24, epochs=4, accumulation=1)
 """Three steps an epoch, on two processes."""

@@ -11,7 +11,7 @@ from one_job import run_each
 from torch.utils.data import Dataset
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer
 
-from hf_pipetransformer.cache import writing
+from hf_pipetransformer.parts.prefix_cache.cache import writing
 
 CHOICES = 3
 

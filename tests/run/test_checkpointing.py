@@ -28,9 +28,9 @@ from transformers import (
 )
 
 from hf_pipetransformer.errors import PeerFailedError
-from hf_pipetransformer.resilience import checkpoint_folders, watchdog
-from hf_pipetransformer.resilience.checkpoint_folders import MANIFEST, SAVING, latest_valid
-from hf_pipetransformer.run import resuming
+from hf_pipetransformer.parts.watchdog import watchdog
+from hf_pipetransformer.run import checkpoint_folders, resuming
+from hf_pipetransformer.run.checkpoint_folders import MANIFEST, SAVING, latest_valid
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from one_job import run_calls, run_each
 from training_runs import assert_same_training, outcome_of, pipeline_trainer
 from transformers import TrainerCallback
 
-from hf_pipetransformer.resilience.checkpoint_folders import latest_valid
-from hf_pipetransformer.resilience.stop_signal import EXIT_CODE, StopSignal
+from hf_pipetransformer.parts.preemption.stop_signal import EXIT_CODE, StopSignal
+from hf_pipetransformer.run.checkpoint_folders import latest_valid
 
 
 class TermAt(TrainerCallback):

@@ -13,7 +13,7 @@ from training_data import PadCollator, TrainingData
 from transformers import TrainerCallback, TrainerState
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.records.files import EVENTS, METRICS
+from hf_pipetransformer.parts.records.files import EVENTS, METRICS
 
 SAMPLES, BATCH = 13, 4  # the last batch of an epoch has one row
 

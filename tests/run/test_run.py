@@ -11,9 +11,9 @@ import torch
 from one_job import run_calls
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, reference
 
-from hf_pipetransformer.records.files import METRICS
-from hf_pipetransformer.resilience.checkpoint_folders import MANIFEST, validate
-from hf_pipetransformer.run.recorder import RunRecorder
+from hf_pipetransformer.parts.records.files import METRICS
+from hf_pipetransformer.parts.records.recorder import RunRecorder
+from hf_pipetransformer.run.checkpoint_folders import MANIFEST, validate
 
 RUN = Run(samples=40, epochs=1, per_device=4, accumulation=1)
 ON_TWO = replace(RUN, per_device=8)

@@ -44,7 +44,7 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
-from hf_pipetransformer.resilience.checkpoint_folders import MANIFEST
+from hf_pipetransformer.run.checkpoint_folders import MANIFEST
 
 DIFFERENCES = Path(__file__).parents[2] / "recipes" / "drop_in.md"
 

@@ -17,9 +17,9 @@ from transformers import hyperparameter_search, integrations
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache import writing
-from hf_pipetransformer.cache.activation_cache import CacheCounts
-from hf_pipetransformer.run.cache_control import AutoCache
+from hf_pipetransformer.parts.prefix_cache.cache import writing
+from hf_pipetransformer.parts.prefix_cache.cache.activation_cache import CacheCounts
+from hf_pipetransformer.parts.prefix_cache.cache_control import AutoCache
 
 RUN = Run(epochs=1, samples=48)
 FROM_THE_START = {0: 2}

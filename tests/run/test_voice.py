@@ -15,7 +15,7 @@ from training_runs import Run, pipeline_trainer
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from hf_pipetransformer.cache.file_store import FileStore
+from hf_pipetransformer.parts.prefix_cache.cache.file_store import FileStore
 
 RUN = Run(epochs=4, samples=32, accumulation=1).with_options(
     freeze_policy="schedule", freeze_schedule={1: 1, 2: 2}, activation_cache="on", log_level="info"

@@ -1,0 +1,1 @@
+"""A loss of the user that calls the model itself, and so drives the pipeline."""

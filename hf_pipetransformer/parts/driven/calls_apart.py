@@ -1,0 +1,116 @@
+"""Calls of the model outside of the steps, on some processes of a pipeline only: in a callback of the main process.
+
+A call waits until the other processes come to what all of them do next (a step, an evaluation, a save), and serve it:
+
+    rank 0   callback: model(...) ........ runs ......... goes on ......... step 6
+    rank 1   callback ...... comes to step 6: serves .... nobody calls .... step 6
+
+The last stage runs the model, as in a step (`ServedCalls`); calls of other processes send their inputs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...model.method_override import MethodOverride
+from ...progress import phase
+from .orders import Modes
+from .served_calls import ServedCalls
+from .serving import ServingStage
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that a process asks for.
+
+    Attributes:
+        module: name of the module that is called; empty for the model.
+        args, kwargs: what it is called on.
+        has_gradients: whether autograd is on.
+        modes: of the model's modules.
+    """
+
+    module: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    has_gradients: bool
+    modes: Modes
+
+
+class CallsApart:
+    """One process's part in the calls of a split model outside of the steps. They work until `close`.
+
+    Args:
+        served: serves the calls.
+    """
+
+    def __init__(self, served: ServedCalls | ServingStage) -> None:
+        self._messages, self._served = served.messages, served
+        self._has_failed = False
+        self._model, self._runner = served.model, served.runner
+        self._runner.is_served = True
+        self._overrides = [
+            MethodOverride(module, "forward", partial(self._forward, name, module.forward))
+            for name, module in served.modules.items()
+        ]
+
+    def close(self) -> None:
+        """Restore the modules' own `forward`."""
+        self._runner.is_served = False
+        for override in self._overrides:
+            override.remove()
+
+    def arrive(self) -> None:
+        """Serve what other processes ask for, until none asks. Collective over the pipeline."""
+        while self._is_asked(by_me=False):
+            self._serve_all(None)
+
+    def _forward(self, module: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._served.is_driving or self._runner.is_running or not self._runner.is_restricted:
+            return forward(*args, **kwargs)
+        self._is_asked(by_me=True)
+        return self._serve_all(_Call(module, args, kwargs, torch.is_grad_enabled(), Modes.of(self._model)))
+
+    def _is_asked(self, by_me: bool) -> bool:
+        """Whether some process asks for a call; much cheaper than calls. Collective over the pipeline.
+
+        Raises:
+            ValueError: an earlier call has failed, and the user's code has caught the error.
+        """
+        if self._has_failed:
+            raise ValueError(
+                "A call of the model in a callback has failed, and the other pipeline stages wait in it. Let the error"
+                " end the training, or set pipeline_parallel_size=1."
+            )
+        return bool(self._messages.largest(torch.tensor([int(by_me)])))
+
+    def _serve_all(self, mine: _Call | None) -> Any:
+        """Run what the processes ask for, one after the other; returns this one's result."""
+        results: list[Any] = []
+        self._has_failed = True
+        with phase("call in a callback"):
+            for call in self._messages.of_each_stage(mine):
+                if call is None:
+                    results.append(None)
+                else:
+                    if mine is not None and len(results) == self._messages.stage_index:
+                        call = mine  # as it was made: what requires a gradient has not been sent
+                    results.append(self._served.run({}, partial(self._run, call)))
+            mine_back = self._messages.scatter(results)
+        self._has_failed = False
+        return mine_back
+
+    def _run(self, call: _Call) -> Any:
+        """Run a call on the last stage. `forward` alone: hooks run where the call was made."""
+        before = Modes.of(self._model)
+        call.modes.set(self._model)
+        try:
+            with torch.set_grad_enabled(call.has_gradients):
+                return self._served.modules[call.module].forward(*call.args, **call.kwargs)
+        finally:
+            before.set(self._model)

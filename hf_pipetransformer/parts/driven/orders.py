@@ -1,0 +1,210 @@
+"""What a stage is told to do for calls of the model on the last stage, and how any stage runs its part of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+from torch import nn
+
+from ...model.layer_range import CalledWith, has_own_forward
+from ...model.micro_batch import Batch, slice_rows
+from ...model.training_check import is_users
+from ...pipeline.messages import Pending, PipelineMessages, wait_for
+from ...pipeline.stage import StageModule
+from ...progress import PROGRESS
+from ...randomness import seeded
+
+POSITIONAL = "positional argument {}"
+"""Name of an argument that a call passes by position, in an order."""
+SEEDS_APART = 104729
+"""Difference between the seeds of neighbouring stages."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """Stands for one of the batch's own tensors, which every stage has."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Modes:
+    """What the user's code may have changed in the model's modules, in the order of `model.modules()`.
+
+    Attributes:
+        training: the modes.
+        adapters: whether PEFT's layers are disabled, and which of their adapters are active.
+    """
+
+    training: tuple[bool, ...]
+    adapters: tuple[tuple[bool, Any], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Modes:
+        modules = list(model.modules())
+        adapters: list[tuple[Any, Any]] = [
+            (m._disable_adapters, m._active_adapter) for m in modules if _has_adapters(m)
+        ]
+        return cls(tuple(module.training for module in modules), tuple(adapters))
+
+    def set(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        for module, training in zip(modules, self.training, strict=True):
+            module.training = training
+        with_adapters = [module for module in modules if _has_adapters(module)]
+        for layer, (is_disabled, active) in zip(with_adapters, self.adapters, strict=True):
+            layer._disable_adapters, layer._active_adapter = is_disabled, active  # type: ignore[assignment]
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    return hasattr(module, "_disable_adapters") and hasattr(module, "_active_adapter")
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Run a call's micro-batches.
+
+    Attributes:
+        call: number of the call.
+        module: name of the module that was called; empty for the model.
+        spans: first row, and row after the last one, of each micro-batch; empty for a call that is not split.
+        has_gradients: whether autograd is on.
+        wanted: which of the inputs' tensors, by their order, the user's code may ask a gradient of.
+        seed: seed of the random numbers in the layers; None if they draw none.
+        autocast: whether autocast is on, and its dtype.
+        modes: of the model's modules, if they have changed since the last order.
+    """
+
+    call: int
+    module: str
+    spans: tuple[tuple[int, int], ...]
+    has_gradients: bool
+    wanted: tuple[int, ...]
+    seed: int | None
+    autocast: tuple[bool, torch.dtype]
+    modes: Modes | None
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Run the backward of a micro-batch.
+
+    Attributes:
+        call: number of the call.
+        part: index of the micro-batch.
+        only_inputs: whether only the gradients of the call's inputs are asked for (`torch.autograd.grad`).
+        keeps_graph: whether another backward may follow (`retain_graph`).
+        modes: of the model's modules, if they are not those of the last forward; checkpointed layers run again.
+    """
+
+    call: int
+    part: int
+    only_inputs: bool
+    keeps_graph: bool
+    modes: Modes | None
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Send the gradients of the inputs of a call."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class End:
+    """The user's code has returned."""
+
+
+class StageCalls:
+    """One stage's part in calls of the model.
+
+    Args:
+        stage: this process's stage, one of several with contiguous layers.
+        messages: sends to and receives from the other stages.
+    """
+
+    is_driving = False
+    """Whether the user's code runs here, and its calls are served."""
+
+    def __init__(self, stage: StageModule, messages: PipelineMessages) -> None:
+        self.stage, self.messages = stage, messages
+        self.model, self.runner = stage.stack.model, stage.stack.runner
+        self.index = messages.stage_index
+        self.modules = _modules_around_all(self.model, [unit.module for unit in stage.stack.units])
+        """The modules whose calls are served, by name."""
+        self._copies = any(map(is_users, self.modules.values()))
+        self._pending: Pending = []
+
+    def parts(self, inputs: Batch, spans: Sequence[tuple[int, int]]) -> list[Batch]:
+        """The inputs of each micro-batch; copies, if the model may write into them."""
+        parts = [slice_rows(inputs, start, stop) for start, stop in spans] or [dict(inputs)]
+        if not self._copies:
+            return parts
+        return [recursively_apply(lambda tensor: tensor.clone(), part) for part in parts]
+
+    def send(self, tree: Any, stage: int) -> None:
+        """Begin to send a value to a stage."""
+        self.keep(self.messages.send_tree(tree, stage))
+
+    def keep(self, pending: Pending) -> None:
+        """Keep what is being sent until it has arrived.
+
+        The rest is let go of: a gradient cache makes hundreds of calls before the step is over.
+        """
+        self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()] + pending
+
+    def wait(self) -> None:
+        """Wait until all is sent."""
+        wait_for(self._pending)
+        self._pending = []
+
+    @contextmanager
+    def running(self, order: Forward, part: int, forward: Callable[..., Any]) -> Iterator[None]:
+        """Inside, the runner runs a micro-batch of a call as the call was made."""
+        PROGRESS.tick()
+        enabled, dtype = order.autocast
+        seed = None if order.seed is None else order.seed + part + SEEDS_APART * self.index
+        with (
+            torch.set_grad_enabled(order.has_gradients),
+            torch.autocast(self.stage.device.type, dtype, enabled=enabled),
+            seeded(seed) if seed is not None else nullcontext(),
+            self.runner.calling_with(CalledWith()),
+            self.runner.calling_through(self._with_positional(forward)),
+        ):
+            yield
+
+    def _with_positional(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Call `forward` on the inputs of an order, some of which were passed by position."""
+
+        def call(**inputs: Any) -> Any:
+            args: list[Any] = []
+            while (name := POSITIONAL.format(len(args))) in inputs:
+                args.append(inputs.pop(name))
+            self.tell_cache(tuple(args), inputs)
+            return forward(*args, **inputs)
+
+        return call
+
+    def tell_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.stage.cache is not None:
+            self.stage.cache.begin_call(args, kwargs)
+
+
+def _modules_around_all(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The modules that contain all layers and can be called, by name: what a user's loss may call."""
+    inside = set(layers)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if module not in inside and has_own_forward(module) and inside.issubset(module.modules())
+    }
+
+
+def autocast_state(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

@@ -1,0 +1,371 @@
+"""The user's loss drives the pipeline: each call of the model in it is served by the stages below.
+
+The last stage's process runs the user's code as one process would, once. A call of the model in it is an *order* to
+the stages below; the call's rows run as micro-batches, and what lies behind the last layer runs on all rows together:
+
+    K = 3      rank 0  user's code   model(...)            · · F0 F1 F2 head   ... loss.backward()  B2 B1 B0
+               rank 1  serves        └ order: forward      · F0 F1 F2          └ order: backward      B2 B1 B0
+               rank 2  serves                              F0 F1 F2                                     B2 B1 B0
+
+Autograd runs the backward: one node for each micro-batch sends the gradient down as soon as it is known, and the nodes
+made last run first. Nothing has to be known about the user's code: how often it calls the model, on which inputs, with
+or without gradients, or inside of a backward pass.
+
+Orders go from stage to stage, downwards; activations go upwards, each after its shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from accelerate.utils import recursively_apply
+
+from ...errors import UnsupportedModelError
+from ...model.dropout import may_drop
+from ...model.elsewhere import Hidden, hidden_like
+from ...model.layer_range import HIDDEN, HIDDEN_REMEDY, CalledWith, Carry
+from ...model.layer_stack import why_whole
+from ...model.method_override import MethodOverride
+from ...model.micro_batch import Batch, batch_rows
+from ...model.nested import tensors_of
+from ...pipeline.messages import PipelineMessages
+from ...pipeline.stage import StageModule
+from ...progress import PROGRESS
+from ..prefix_cache.cache.content_keys import KEYS_NAME, KeyedInputs, named_inputs, version_of
+from .orders import POSITIONAL, Ask, Backward, End, Forward, Modes, Own, StageCalls, autocast_state
+
+T = TypeVar("T")
+
+
+class ServedCalls(StageCalls):
+    """Runs the user's code on the last stage, and serves the calls of the model in it with the stages below.
+
+    Args:
+        stage: as in `StageCalls`.
+        messages: as in `StageCalls`.
+        most_parts: maximum number of micro-batches of a call.
+    """
+
+    def __init__(self, stage: StageModule, messages: PipelineMessages, most_parts: int) -> None:
+        super().__init__(stage, messages)
+        self._most_parts = most_parts
+        self._batch: Batch = {}
+        self._keyed = KeyedInputs({})
+        self._unread: Collection[str] = ()
+        self._own: dict[int, tuple[int, int]] = {}  # by id of a tensor of the batch: its index and version
+        self._modes: Modes | None = None  # what the stages below know
+        self._drops = self._runs_whole = False  # in these modes: whether dropout is active, and calls are not divided
+        self._finds_rows = True  # whether calls are cut unevenly; in all of a batch alike, as one may be made again
+        self._number = 0
+        self._released: list[tuple[int, int]] = []  # micro-batches whose graph is gone
+        self._has_failed = False  # a call has, and others would receive what belongs to it
+        self._first_call = 0  # of this batch
+        self._below = torch.zeros((), requires_grad=True, device=stage.device)  # the parameters below, for autograd
+        self._row_dimensions: dict[int, tuple[int | None, ...]] | None = None
+        """By stack, the dimension of the samples in each tensor behind the last layer; None until it has been seen."""
+
+    def run(self, batch: Batch, code: Callable[[], T], unread: Collection[str] = ()) -> T:
+        """Run the user's code; inside, each call of the model is served by the other stages (`ServingStage`).
+
+        Args:
+            batch: the batch that all stages have, prepared.
+            code: the user's code, which may call the model on anything.
+            unread: names of inputs that frozen layers do not read, so that cache keys do not cover them.
+        """
+        tensors = tensors_of(batch)
+        self._own = {id(tensor): (index, version_of(tensor)) for index, tensor in enumerate(tensors)}
+        self._batch, self._modes, self._released = batch, None, []
+        self._finds_rows = self._row_dimensions is None
+        self._has_failed, self._first_call = False, self._number + 1
+        self._keyed, self._unread = KeyedInputs(batch), unread
+        with self._overriding():
+            result = code()
+        self._order(End())
+        self.wait()
+        self._batch, self._own = {}, {}
+        self._first_call = self._number + 1  # the stages below have no graphs any more
+        return result
+
+    @contextmanager
+    def _overriding(self) -> Iterator[None]:
+        """Inside, calls of the model, and of modules in it that contain all its layers, are served."""
+
+        def serving(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: self._call(name, forward, args, kwargs)
+
+        with ExitStack() as undone:
+            undone.callback(setattr, self.runner, "is_served", self.runner.is_served)
+            undone.callback(setattr, self, "is_driving", False)
+            self.runner.is_served = self.is_driving = True
+            for name, module in self.modules.items():
+                override = MethodOverride(module, "forward", serving(name, module.forward))
+                undone.callback(override.remove)
+            yield
+
+    def _call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self.runner.is_running:  # inside of a call that is being served
+            return forward(*args, **kwargs)
+        if self._has_failed:
+            raise ValueError(
+                "A call of the model has failed in this step, so the pipeline's stages cannot serve another one. Let"
+                " the error end the step, or set pipeline_parallel_size=1."
+            )
+        self._has_failed = True
+        output = self._serve_call(name, forward, args, kwargs)
+        self._has_failed = False
+        return output
+
+    def _serve_call(
+        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        inputs = {**{POSITIONAL.format(i): value for i, value in enumerate(args)}, **kwargs}
+        self._number += 1
+        has_gradients = torch.is_grad_enabled()
+        wanted = {i: v for i, v in enumerate(tensors_of(inputs)) if has_gradients and v.requires_grad}
+        keys = {} if name else self._keys_of(args, kwargs)
+        modes = self._changed_modes()
+        if modes is not None:
+            self._drops, self._runs_whole = may_drop(self.model), bool(why_whole(self.stage.stack))
+        order = Forward(
+            self._number,
+            name,
+            self._spans(inputs),
+            has_gradients,
+            tuple(wanted),
+            int(torch.randint(2**62, ())) if self._drops else None,
+            autocast_state(self.stage.device.type),
+            modes,
+        )
+        self._order(order, recursively_apply(self._by_name, {**inputs, **keys}))
+        origin = torch.zeros((), device=self.stage.device)
+        if wanted:
+            origin = _Inputs.apply(self, order.call, *wanted.values())
+        if not order.spans:  # one forward, as in one process: the model may count them
+            values = self._receive(order, 0, origin)
+            with (
+                self.running(order, 0, forward),
+                self.stage.running_to_the_end(values, {**inputs, **keys}),
+            ):
+                self.runner.begin_call()
+                self.tell_cache(args, dict(kwargs))
+                return _hiding_the_first(forward(*args, **kwargs))
+        ends = [
+            self._run_part(order, forward, part, number, origin)
+            for number, part in enumerate(self.parts({**inputs, **keys}, order.spans))
+        ]
+        stack = self.stage.stack
+        with (
+            self.runner.calling_with(CalledWith()),
+            self.runner.to_the_end(stack.num_units, self._joined(ends)),
+        ):
+            self.runner.begin_call()
+            return _hiding_the_first(forward(*args, **kwargs))
+
+    def _run_part(
+        self, order: Forward, forward: Callable[..., Any], part: Batch, number: int, origin: torch.Tensor
+    ) -> Carry:
+        """Run this stage's layers on a micro-batch that arrives from below; returns what follows the last one."""
+        values = self._receive(order, number, origin)
+        with self.running(order, number, forward):
+            inputs, start, carry = self.stage.begin(values, part)
+            return self.runner.run(start, self.stage.stop, carry, inputs)
+
+    def _receive(self, order: Forward, number: int, origin: torch.Tensor) -> list[torch.Tensor]:
+        """Receive a micro-batch's values from below, whose gradients go down again."""
+        values = self.messages.receive_values(self.index, self.stage.slots_in, with_gradients=order.has_gradients)
+        through = [index for index, value in enumerate(values) if value.requires_grad]
+        if through:
+            hidden = (values[index].detach() for index in through)
+            of_graph = _Boundary.apply(self._below, origin, self, order.call, number, *hidden)
+            for index, value in zip(through, of_graph, strict=True):
+                values[index] = value
+        return values
+
+    def _joined(self, ends: Sequence[Carry]) -> Carry:
+        """Join what follows the last layer, of all micro-batches, along the dimension of the samples.
+
+        Values without such a dimension (a position bias) are those of the first micro-batch. Which dimension it is
+        shows where micro-batches have different sizes: the first ones that are run have.
+        """
+        if len(ends) == 1:
+            return ends[0]
+        joined = {}
+        if self._row_dimensions is None:
+            self._row_dimensions = {
+                of: tuple(_row_dimension(values) for values in zip(*(end[of] for end in ends), strict=True))
+                for of in ends[0]
+            }
+            self._refuse_unlike(ends, self._row_dimensions)
+        for of, dimensions in self._row_dimensions.items():
+            values = zip(*(end[of] for end in ends), strict=True)
+            joined[of] = tuple(
+                parts[0] if dimension is None else torch.cat(parts, dimension)
+                for parts, dimension in zip(values, dimensions, strict=True)
+            )
+        return joined
+
+    def _refuse_unlike(self, ends: Sequence[Carry], dimensions: Mapping[int, Sequence[int | None]]) -> None:
+        """Refuse values without a dimension of the samples that are not the same in all micro-batches."""
+        for of, of_stack in dimensions.items():
+            for index, dimension in enumerate(of_stack):
+                first = ends[0][of][index]
+                if dimension is None and not all(torch.equal(first, end[of][index]) for end in ends[1:]):
+                    raise UnsupportedModelError(
+                        self.model,
+                        f"its layers return a value of shape {tuple(first.shape)} that has no entry for each sample"
+                        " and differs between micro-batches (a sum over them, perhaps).",
+                        "Set num_microbatches=1, or pipeline_parallel_size=1.",
+                    )
+
+    def _spans(self, inputs: Batch) -> tuple[tuple[int, int], ...]:
+        """Rows of each micro-batch of a call; empty if it is not split."""
+        rows = batch_rows(inputs, default=1)
+        count = min(self._most_parts, rows)
+        if count < 2 or self._runs_whole:
+            return ()
+        if self._finds_rows:
+            if rows < 3:
+                return ()
+            count -= count == rows
+        sizes = [rows // count + (index < rows % count) for index in range(count)]
+        if self._finds_rows and count > 1 and sizes[0] == sizes[-1]:
+            sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
+        stops = [sum(sizes[: index + 1]) for index in range(count)]
+        return tuple(zip([0, *stops], stops, strict=False))
+
+    def _keys_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+        """The cache keys of a call of the model on the batch's own inputs; those of other inputs are not known."""
+        cache = self.stage.cache
+        called = named_inputs(self.model, args, kwargs)
+        if KEYS_NAME not in self._batch or cache is None or cache.is_called_otherwise(called):
+            return {}
+        return {KEYS_NAME: self._batch[KEYS_NAME]} if self._keyed.are(called, self._unread) else {}
+
+    def _changed_modes(self) -> Modes | None:
+        modes = Modes.of(self.model)
+        if modes == self._modes:
+            return None
+        self._modes = modes
+        return modes
+
+    def _by_name(self, tensor: torch.Tensor) -> Any:
+        """The batch's own tensor by its index, if it is unchanged; every other one as it is."""
+        index, version = self._own.get(id(tensor), (None, None))
+        return Own(index) if index is not None and version_of(tensor) == version else tensor
+
+    def _order(self, order: Any, tensors: Any = ()) -> None:
+        released, self._released = self._released, []
+        self.send((order, released, tensors), self.index - 1)
+
+    def send_backward(self, order: Backward, gradients: Sequence[torch.Tensor]) -> None:
+        """Called by autograd: order the backward of a micro-batch."""
+        PROGRESS.tick()
+        if order.call < self._first_call:
+            raise ValueError(
+                "backward() reaches a call of the model in an earlier step or in a callback, whose graph the other"
+                " pipeline stages no longer have. Detach what is kept from step to step, or set"
+                " pipeline_parallel_size=1."
+            )
+        self._order(order, list(gradients))
+
+    def modes_of_backward(self) -> Modes | None:
+        """Called by autograd: modes other than the last forward's; not all stages below may get this order."""
+        modes = Modes.of(self.model)
+        return None if modes == self._modes else modes
+
+    def gradients_of_inputs(self, call: int) -> list[torch.Tensor]:
+        """Called by autograd: the gradients of a call's inputs, summed over the stages below."""
+        self._order(Ask(call))
+        found: list[torch.Tensor] = self.messages.receive_tree(0)
+        for stage in range(1, self.index):
+            found = [one + other for one, other in zip(found, self.messages.receive_tree(stage), strict=True)]
+        return found
+
+    def release(self, call: int, part: int) -> None:
+        """Called when the graph of a micro-batch is freed here."""
+        self._released.append((call, part))
+
+
+class _Boundary(torch.autograd.Function):
+    """A micro-batch's values from below. Their gradients go down as soon as autograd has them.
+
+    `below` stands for the parameters below: autograd reaches it in `backward()`, and not in `grad(_, inputs)`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        below: torch.Tensor,
+        origin: torch.Tensor,
+        served: ServedCalls,
+        call: int,
+        part: int,
+        *hidden: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.token = _Token(served, call, part)
+        return tuple(value.view_as(value) for value in hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "A gradient of a gradient (create_graph=True) reaches layers of other pipeline stages, which do not"
+                " compute it. Set pipeline_parallel_size=1."
+            )
+        token: _Token = ctx.token
+        reaches_parameters = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        modes = token.served.modes_of_backward()
+        token.served.send_backward(Backward(token.call, token.part, not reaches_parameters, keeps, modes), gradients)
+        origin = gradients[0].new_zeros(()) if ctx.needs_input_grad[1] else None
+        return None, origin, None, None, None, *[None] * len(gradients)
+
+
+@dataclass(eq=False)
+class _Token:
+    """Lives as long as the node of a micro-batch, i.e. as long as a backward can come."""
+
+    served: ServedCalls
+    call: int
+    part: int
+
+    def __del__(self) -> None:
+        self.served.release(self.call, self.part)
+
+
+class _Inputs(torch.autograd.Function):
+    """Inputs of a call that require a gradient; it comes back from the stages below, when all parts have gone down."""
+
+    @staticmethod
+    def forward(ctx: Any, served: ServedCalls, call: int, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.served, ctx.call = served, call
+        return torch.zeros((), device=inputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return None, None, *ctx.served.gradients_of_inputs(ctx.call)
+
+
+# ---------------------------------------------------------------------------------------------------------
+def _row_dimension(values: Sequence[torch.Tensor]) -> int | None:
+    """The dimension along which the values of micro-batches of different sizes differ; None if none does."""
+    different = [
+        dimension
+        for dimension, sizes in enumerate(zip(*(value.shape for value in values), strict=True))
+        if len(set(sizes)) > 1
+    ]
+    return different[0] if different else None
+
+
+def _hiding_the_first(output: Any) -> Any:
+    """Hide the first of all hidden states as well, if a model returns them: it is not the output of a layer."""
+    for name, states in list(output.items()) if isinstance(output, Mapping) else []:
+        if name.endswith("hidden_states") and isinstance(states, tuple) and len(states) > 1:
+            first = states[0]
+            if isinstance(first, torch.Tensor) and not isinstance(first, Hidden):
+                output[name] = (hidden_like(first, HIDDEN.format("the embeddings"), HIDDEN_REMEDY), *states[1:])
+    return output

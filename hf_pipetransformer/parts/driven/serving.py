@@ -1,0 +1,144 @@
+"""A stage below the last one does what the calls of the model there ask of it (`served_calls`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+
+from ...model.batch_statistics import statistics_set_aside
+from ...model.micro_batch import Batch
+from ...model.nested import tensors_of
+from ...pipeline.messages import Crossing, PipelineMessages
+from ...pipeline.stage import StageModule
+from ...progress import PROGRESS
+from .orders import Ask, Backward, End, Forward, Modes, Own, StageCalls
+
+
+@dataclass
+class _Held:
+    """The graph of a micro-batch on a stage below: what it received, and what it has sent."""
+
+    received: list[torch.Tensor]
+    sent: Sequence[torch.Tensor] = ()
+
+
+class ServingStage(StageCalls):
+    """Runs the layers of a stage below the last one for the calls that are made there.
+
+    Args:
+        stage: as in `StageCalls`.
+        messages: as in `StageCalls`.
+    """
+
+    def __init__(self, stage: StageModule, messages: PipelineMessages) -> None:
+        super().__init__(stage, messages)
+        self._held: dict[tuple[int, int], _Held] = {}  # by call and micro-batch
+        self._leaves: dict[int, list[torch.Tensor]] = {}  # by call: inputs whose gradients may be asked for
+
+    def run(self, batch: Batch, code: Callable[[], Any], unread: Collection[str] = ()) -> None:
+        """Do what the last stage orders, until the user's code there has returned.
+
+        Args:
+            batch: the batch that all stages have.
+            code: run on the last stage only, as with `unread`.
+            unread: used on the last stage only.
+        """
+        tensors = tensors_of(batch)
+        modes = Modes.of(self.model)  # what the user's code changes ends with it here
+        while True:
+            order, released, given = self.messages.receive_tree(self.index + 1)
+            PROGRESS.tick()
+            for key in released:
+                self._held.pop(key, None)
+            if not isinstance(order, Backward) and self.index > 0:
+                self.send((order, released, given), self.index - 1)
+            if isinstance(order, End):
+                break
+            if isinstance(order, Ask):
+                self._answer(order)
+            elif isinstance(order, Forward):
+                inputs = recursively_apply(
+                    lambda own: tensors[own.index], given, test_type=lambda value: isinstance(value, Own)
+                )
+                self._forward(order, inputs)
+            else:
+                self._backward(order, given)
+        self.wait()
+        self._held.clear()
+        self._leaves.clear()
+        modes.set(self.model)
+
+    def _answer(self, order: Ask) -> None:
+        """Send the gradients that the inputs of a call have got here."""
+        leaves = self._leaves[order.call]
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        self.send(gradients, self.messages.last)
+
+    def _forward(self, order: Forward, inputs: Batch) -> None:
+        if order.modes is not None:
+            order.modes.set(self.model)
+        module = self.modules[order.module]
+        if order.wanted:
+            position = itertools.count()
+            leaves: list[torch.Tensor] = []
+
+            def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
+                if next(position) not in order.wanted:
+                    return tensor
+                leaves.append(tensor.detach().requires_grad_())
+                return leaves[-1]
+
+            inputs = recursively_apply(leaf_of, inputs)
+            self._leaves[order.call] = leaves
+        for number, part in enumerate(self.parts(inputs, order.spans)):
+            held = _Held([])
+            values: list[torch.Tensor] = []
+            if self.index > 0:
+                values = self.messages.receive_values(
+                    self.index, self.stage.slots_in, with_gradients=order.has_gradients
+                )
+                held.received = [value for value in values if value.requires_grad]
+            # views, as in `StageModule`: autocast must not take them for weights
+            values = [value.view_as(value) if value.requires_grad else value for value in values]
+            with self.running(order, number, module.forward), statistics_set_aside(self.stage.counted_elsewhere):
+                outputs = self.stage.carry_on(values, part)
+            slots = self.stage.slots_out
+            outputs = tuple(
+                out if slot.is_used and slot.needs_gradient else out.detach()
+                for slot, out in zip(slots, outputs, strict=True)
+            )
+            held.sent = [out for out in outputs if out.requires_grad]
+            if held.sent:
+                self._held[order.call, number] = held
+            self.keep(self.messages.send_values(Crossing(self.index, slots, outputs)))
+
+    def _backward(self, order: Backward, gradients: Sequence[torch.Tensor]) -> None:
+        held = self._held[order.call, order.part]
+        for leaf in held.received:
+            leaf.grad = None
+        of_forward = Modes.of(self.model)
+        if order.modes is not None:
+            order.modes.set(self.model)
+        if order.only_inputs:
+            leaves = [*held.received, *self._leaves.get(order.call, ())]
+            found = torch.autograd.grad(
+                held.sent, leaves, gradients, retain_graph=order.keeps_graph, allow_unused=True
+            )
+            for leaf, gradient in zip(leaves, found, strict=True):
+                if gradient is not None:
+                    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        else:
+            torch.autograd.backward(held.sent, gradients, retain_graph=order.keeps_graph)
+        of_forward.set(self.model)
+        down = [torch.zeros_like(x) if x.grad is None else x.grad for x in held.received]
+        if not order.keeps_graph:
+            del self._held[order.call, order.part]
+        if down:
+            self.send((order, [], down), self.index - 1)

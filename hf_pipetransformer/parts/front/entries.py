@@ -1,0 +1,139 @@
+"""What a frozen front has returned for one sample, as bytes in the store."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..prefix_cache.cache.activation_files import FileWriter
+from ..prefix_cache.cache.entry_format import bytes_of
+from ..prefix_cache.cache.file_store import FileStore, StoreFull
+from .rows import Tokens
+
+TOKENS = -1
+"""In a shape: as many as the batch has columns; in an entry, as many as the sample has tokens."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that is stored: its type, and the shape of one row; `TOKENS` stands for the width of the batch.
+
+    The first dimension is that of several entries for each row. `TOKENS` can only be the second.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def has_columns(self) -> bool:
+        return TOKENS in self.shape
+
+    def sized(self, width: int) -> tuple[int, ...]:
+        return tuple(width if size == TOKENS else size for size in self.shape)
+
+    def row_bytes(self, width: int) -> int:
+        return math.prod(self.sized(width)) * self.dtype.itemsize
+
+
+class FrontEntries:
+    """Reads and writes the entries of one generation of the store, in one process: a sample's leaves in a row.
+
+    Args:
+        store: the store of this node.
+        number, fingerprint: name of the generation.
+    """
+
+    def __init__(self, store: FileStore, number: int, fingerprint: str) -> None:
+        self.failure: OSError | None = None
+        """Why nothing is stored any more, if something failed."""
+        self.is_full = False
+        """Whether the store has reached its size. What is in it is read."""
+        self.name = number, fingerprint
+        self._store = store
+        self._reader = store.reader(number, fingerprint)
+        self._writer: FileWriter | None = None
+
+    @property
+    def exists(self) -> bool:
+        return self.name in self._store.generations()
+
+    def read(
+        self, keys: Sequence[bytes], leaves: Sequence[Leaf], tokens: Tokens | None, device: torch.device
+    ) -> tuple[list[int], list[torch.Tensor]]:
+        """Read what there is of these samples.
+
+        Args:
+            keys: of the samples.
+            leaves: what an entry consists of.
+            tokens: which columns of the leaves are stored, of those that are as wide as the batch.
+            device: where the tensors are needed.
+
+        Returns:
+            The rows that are not in the store, and the tensors, in which these are undefined, and padding repeats the
+            last token. No tensors if there is nothing.
+        """
+        lengths, width = ([0] * len(keys), 0) if tokens is None else (tokens.lengths, tokens.width)
+        sizes = [[leaf.row_bytes(length) for leaf in leaves] for length in lengths]
+        buffers = [torch.empty(sum(of_row), dtype=torch.uint8) for of_row in sizes]
+        found = self._reader.read_into(keys, [bytes_of(buffer) for buffer in buffers])
+        missing = [row for row, is_found in enumerate(found) if not is_found]
+        if len(missing) == len(keys):
+            return missing, []
+        tensors = []
+        columns = zip(*(buffer.split(of_row) for buffer, of_row in zip(buffers, sizes, strict=True)), strict=True)
+        for leaf, parts in zip(leaves, columns, strict=True):
+            if not leaf.has_columns:
+                tensors.append(torch.stack(parts).view(leaf.dtype).view(-1, *leaf.shape[1:]).to(device))
+                continue
+            whole = torch.zeros((len(keys), *leaf.sized(width)), dtype=leaf.dtype)
+            for into, part, length, is_found in zip(whole, parts, lengths, found, strict=True):
+                if is_found:
+                    own = into.narrow(1, 0, length)
+                    own.copy_(part.clone().view(leaf.dtype).view(own.shape))
+                    into[:, length:] = own[:, -1:]  # values as they occur: a norm of zeros has no gradient
+            tensors.append(whole.flatten(0, 1).to(device))
+        return missing, tensors
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        tensors: Sequence[torch.Tensor],
+        leaves: Sequence[Leaf],
+        lengths: Sequence[int] | None,
+    ) -> int:
+        """Store the tensors of these samples, and return how many were new. After an error nothing more is stored.
+
+        Args:
+            keys: of the samples.
+            tensors: with some entries for each sample.
+            leaves: what an entry consists of.
+            lengths: numbers of the samples' own tokens; None if everything is stored.
+        """
+        if self.failure is not None or self.is_full:
+            return 0
+        entries: list[list[torch.Tensor]] = [[] for _ in keys]
+        for tensor, leaf in zip(tensors, leaves, strict=True):
+            for row, values in enumerate(tensor.detach().cpu().unflatten(0, (len(keys), -1))):
+                own = values[:, : lengths[row]] if leaf.has_columns and lengths is not None else values
+                entries[row].append(own.contiguous().view(-1).view(torch.uint8))
+        try:
+            if self._writer is None:
+                self._writer = self._store.writer(*self.name)
+            return self._writer.put(keys, [bytes_of(torch.cat(parts)) for parts in entries])
+        except StoreFull:
+            self.is_full = True
+        except OSError as error:
+            self.failure = error
+        return 0
+
+    def close(self, deletes: bool = False) -> None:
+        """Close the files, and delete the generation if it is of no use to anybody."""
+        self._reader.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if deletes:
+            self._store.delete(*self.name)

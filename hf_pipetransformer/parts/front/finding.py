@@ -1,0 +1,342 @@
+"""Finds the frozen front of a model: the largest frozen modules whose inputs come from the batch alone.
+
+One forward pass is watched as it happens, function by function, without names or families. Of each tensor it is known
+what it was computed from: inputs of the batch (by name), parameters that are trained, random numbers. A module belongs
+to the front if all its parameters are frozen, it is called once, and nothing of what it is given was computed from
+what is trained or drawn. Its output is needed if anything but the front reads it, or if the model returns it:
+
+    pixel_values -> embeddings -> layer 0 ... layer 7 -> projector (trained) -> ...
+                    front         front       front,
+                                              needed
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from ...model.frozen_prefix import frozen_modules
+from ...model.method_override import MethodOverride
+from ...model.origins import (
+    NOT_OF_BATCH,
+    NOT_OF_STATES,
+    RANDOM,
+    Origins,
+    tensors_in,
+)
+from ...model.training_check import LIBRARIES
+from ...pipeline.devices import synchronise
+from ...randomness import torch_states
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+CHEAP = 0.5
+"""A module is computed, not stored, if its share of the time is below this part of its share of the bytes."""
+DRAWS = "it draws random numbers"
+"""Why a module is not in the front that has dropout, for example."""
+NOTICEABLE = 0.05
+"""Share of the forward pass from which on it is said why a frozen module is not in the front."""
+
+
+Ran = tuple[list[torch.Tensor], str, list[Any], TreeSpec]
+"""The tensors that a module was called on, its other arguments, the leaves of its output, and their containers."""
+
+
+@dataclass(frozen=True)
+class FoundFront:
+    """What one forward pass has shown.
+
+    Attributes:
+        needed: names of the modules, in the order of their calls, with the positions of the leaves of their outputs
+            that must be stored.
+        reads: names of the batch's inputs that they are computed from, which have as many entries each.
+        seconds: of the modules' calls.
+        share: the same as a share of the whole pass.
+        row_bytes: what must be stored for each row, in bytes.
+        why_not: for other frozen modules, why they are not in the front, if they take a noticeable time.
+        closed: names of those of them in which there may be modules that could be.
+        calls: of each module; to be forgotten after use.
+    """
+
+    needed: dict[str, tuple[int, ...]]
+    reads: frozenset[str]
+    seconds: float
+    share: float
+    row_bytes: int
+    why_not: Mapping[str, str]
+    closed: frozenset[str]
+    calls: dict[str, Ran]
+
+    @property
+    def stored(self) -> list[tuple[str, int]]:
+        """The leaves of an entry, by module and position."""
+        return [(name, position) for name, leaves in self.needed.items() for position in leaves]
+
+
+@dataclass
+class _Called:
+    """A call of a frozen module."""
+
+    name: str
+    origins: frozenset[str]
+    inputs: list[torch.Tensor]
+    others: str  # arguments that are no tensors
+    outputs: list[Any]
+    seconds: float
+    why_not: str | None
+    structure: TreeSpec
+    versions: list[int]  # of inputs and outputs, when the module returned
+
+
+def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], str]:
+    """The tensors among a module's arguments, and the others in words, without those that only a loss needs."""
+    given = args, {name: value for name, value in kwargs.items() if name not in NOT_OF_STATES}
+    leaves, structure = tree_flatten(given)
+    others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], f"{others} in {structure}"
+
+
+def versions_of(leaves: Sequence[Any]) -> list[int]:
+    """Numbers of writes into tensors."""
+    return [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+
+
+def _other_randomness() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), np.asarray(keys).tobytes(), *map(repr, rest), repr(kind)
+
+
+def waits_for_others(model: nn.Module) -> bool:
+    """Whether a model's forward may contain collectives: a user's own, or normalisation over all processes."""
+    return any(
+        isinstance(module, nn.SyncBatchNorm) or not type(module).__module__.startswith(LIBRARIES)
+        for module in model.modules()
+    )
+
+
+def find_front(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    call: Callable[[], Any],
+    device: torch.device,
+    opened: Collection[str] = (),
+) -> tuple[Any, FoundFront]:
+    """Watch one forward pass, and return its output and the front that it has shown, which may be empty.
+
+    Args:
+        model: the model, in the modes of training.
+        inputs: what it is called on, by name.
+        call: runs the forward.
+        device: where it computes.
+        opened: as for `frozen_modules`.
+    """
+    modules = frozen_modules(model, opened)
+    origins = Origins(model, inputs)
+    calls: list[_Called] = []
+    at_start = _other_randomness()
+
+    def watch(
+        name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        leaves = tree_flatten((args, kwargs))[0]
+        given, others = arguments_of(args, kwargs)
+        of = origins.union(given)
+        odd = next((leaf for leaf in leaves if not isinstance(leaf, (*PLAIN, torch.Tensor))), None)
+        why = None if odd is None else f"it is given a {type(odd).__name__}"
+        if why is None and (name_of_hook := _users_hook(module)) is not None:
+            why = f"it has a hook inside ({name_of_hook})"
+        before, versions, kept = torch_states(), [*_versions(module), *versions_of(given)], _kept_by(module)
+        synchronise(device)
+        origins.is_paused = False
+        began = time.perf_counter()
+        output = forward(*args, **kwargs)
+        synchronise(device)
+        seconds = time.perf_counter() - began
+        origins.is_paused = True
+        if any(not torch.equal(a, b) for a, b in zip(before, torch_states(), strict=True)):
+            why = why or DRAWS
+            of.add(RANDOM)
+        if _other_randomness() != at_start:
+            why = why or "random numbers are drawn with Python or NumPy"
+        if [*_versions(module), *versions_of(given)] != versions:
+            why = why or "it changes its buffers, or what it is given"
+        if _kept_by(module) != kept or arguments_of(args, kwargs)[1] != others:
+            why = why or "it keeps something of what it computes"
+        outputs, structure = tree_flatten(output)
+        odd = next((leaf for leaf in outputs if leaf is not None and not isinstance(leaf, torch.Tensor)), None)
+        if odd is not None:
+            why = why or f"it returns a {type(odd).__name__}"
+        of |= origins.union(tensors_in(output)) | origins.decided
+        versions = versions_of([*given, *outputs])
+        calls.append(_Called(name, frozenset(of), given, others, outputs, seconds, why, structure, versions))
+        return output
+
+    def watched(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if origins.is_inside:
+                return forward(*args, **kwargs)
+            origins.is_inside = origins.is_paused = True
+            try:
+                return watch(name, module, forward, args, kwargs)
+            finally:
+                origins.is_inside = origins.is_paused = False
+
+        return run
+
+    began = time.perf_counter()
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            override = MethodOverride(module, "forward", watched(name, module, module.forward))
+            stack.callback(override.remove)
+        stack.enter_context(origins)
+        output = call()
+    synchronise(device)
+    seconds = time.perf_counter() - began
+    origins.note_read(tensors_in(output))
+    return output, _chosen(calls, origins, inputs, seconds)
+
+
+def _users_hook(module: nn.Module) -> str | None:
+    """A hook on a part of a module that is not of a known library: it may do anything when the part runs."""
+    for part in module.modules():
+        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values()) if part is not module else ()
+        for hook in hooks:
+            if not str(getattr(hook, "__module__", type(hook).__module__)).startswith(LIBRARIES):
+                return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+    return None
+
+
+def _kept_by(module: nn.Module) -> list[dict[str, int]]:
+    """The identities of what the parts of a module have as attributes, without switches (such as "hooks are set")."""
+    left_out = ("_modules", "_buffers", "forward")
+    return [
+        {name: id(value) for name, value in vars(part).items() if name not in left_out and type(value) is not bool}
+        for part in module.modules()
+    ]
+
+
+def _versions(module: nn.Module) -> list[int]:
+    return versions_of(list(module.buffers()))
+
+
+def _why_not(call: _Called, num_calls: int, inputs: Mapping[str, Any]) -> str | None:
+    """Why a frozen module cannot be part of the front; None if it can."""
+    if num_calls > 1:
+        return "it is called several times in a forward pass"
+    if versions_of([*call.inputs, *call.outputs]) != call.versions:
+        return "the model writes into what it returns"
+    if call.why_not is not None:
+        return call.why_not
+    if call.origins & NOT_OF_BATCH:
+        return "what it is given was computed from what is trained, or from random numbers"
+    if not call.origins:
+        return "it does not depend on the batch"
+    if rows_of(call.origins, inputs) is None:
+        return "the inputs that it is computed from have different numbers of entries (flat patches, for example)"
+    return None
+
+
+def _chosen(calls: Sequence[_Called], origins: Origins, inputs: Mapping[str, Any], seconds: float) -> FoundFront:
+    """Choose the front among the frozen modules that were called."""
+    counts = Counter(call.name for call in calls)
+    why_not: dict[str, str] = {}
+    closed: set[str] = set()
+    front: dict[str, _Called] = {}
+    for call in calls:
+        if call.why_not is not None and call.seconds > NOTICEABLE * seconds:
+            closed.add(call.name)
+        why = _why_not(call, counts[call.name], inputs)
+        if why is None:
+            front[call.name] = call
+        elif call.seconds > NOTICEABLE * seconds:
+            why_not[call.name] = why
+    seconds_by_rows: Counter[int] = Counter()  # of images, say, and of samples
+    for call in front.values():
+        seconds_by_rows[rows_of(call.origins, inputs) or 0] += int(1e9 * call.seconds)
+    rows = max(seconds_by_rows, key=seconds_by_rows.__getitem__, default=1)
+    front = {name: call for name, call in front.items() if rows_of(call.origins, inputs) == rows}
+    while True:
+        needed = _needed(front, calls, origins)
+        odd = next((n for n in front if not all(_is_of_rows(front[n].outputs[k], rows) for k in needed[n])), None)
+        if odd is not None:
+            call = front.pop(odd)
+            if call.seconds > NOTICEABLE * seconds:
+                closed.add(odd)
+                why_not[odd] = "what it returns has no entry for each sample, or is not contiguous"
+            continue
+        useless = [name for name, call in front.items() if not needed[name] and not _feeds(call, front)]
+        dropped = useless or _cheap(front, needed, calls, origins)
+        if not dropped:
+            break
+        for name in dropped:
+            del front[name]
+    spent = sum(call.seconds for call in front.values())
+    return FoundFront(
+        needed,
+        frozenset().union(*(call.origins for call in front.values())),
+        spent,
+        spent / max(seconds, 1e-9),
+        _nbytes(front, needed) // rows,
+        why_not,
+        frozenset(closed),
+        {name: (call.inputs, call.others, call.outputs, call.structure) for name, call in front.items()},
+    )
+
+
+def _needed(front: Mapping[str, _Called], calls: Sequence[_Called], origins: Origins) -> dict[str, tuple[int, ...]]:
+    """For each module of the front, which leaves of its output something else reads."""
+    others = {id(tensor) for call in calls if call.name not in front for tensor in call.inputs}
+    return {
+        name: tuple(
+            position
+            for position, leaf in enumerate(call.outputs)
+            if isinstance(leaf, torch.Tensor) and (origins.is_read(leaf) or id(leaf) in others)
+        )
+        for name, call in front.items()
+    }
+
+
+def _feeds(call: _Called, front: Mapping[str, _Called]) -> bool:
+    outputs = {id(leaf) for leaf in call.outputs}
+    return any(id(tensor) in outputs for other in front.values() for tensor in other.inputs)
+
+
+def _cheap(
+    front: Mapping[str, _Called],
+    needed: Mapping[str, tuple[int, ...]],
+    calls: Sequence[_Called],
+    origins: Origins,
+) -> list[str]:
+    """The last module that takes less time than what is stored for it is worth, if there is one."""
+    seconds, size = sum(call.seconds for call in front.values()), _nbytes(front, needed)
+    for name in reversed(list(front)):
+        rest = {other: call for other, call in front.items() if other != name}
+        less = size - _nbytes(rest, _needed(rest, calls, origins))
+        if less > 0 and front[name].seconds / seconds < CHEAP * less / size:
+            return [name]
+    return []
+
+
+def _nbytes(front: Mapping[str, _Called], needed: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(front[name].outputs[leaf].nbytes for name, leaves in needed.items() for leaf in leaves)
+
+
+def rows_of(names: Collection[str], inputs: Mapping[str, Any]) -> int | None:
+    """Number of entries of the named inputs; None if they have different numbers."""
+    rows = {len(tensor) if tensor.dim() else 1 for name in names for tensor in tensors_in(inputs[name])}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def _is_of_rows(tensor: torch.Tensor, rows: int) -> bool:
+    """Whether a tensor can be stored as it is, in parts for each row."""
+    is_plain = tensor.layout is torch.strided and tensor.is_contiguous()
+    return is_plain and tensor.dim() > 0 and tensor.numel() > 0 and len(tensor) % rows == 0

@@ -1,0 +1,198 @@
+"""What is frozen by the user, and fed by the batch alone, is computed in the first epoch and read in the others.
+
+For models that run in one stage and have no freeze policy. When a step calls the model:
+
+    1st call                          the front is looked for, in this call, and tried on half of the samples
+    2nd                               how much of the time it takes decides whether it is stored; a line says so
+    others of the first epoch         what the front returns is stored
+    of later epochs                   it is read, unless reading turns out to take longer
+
+In evaluations the same takes place, with a front of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import TrainerState
+
+from ...model.method_override import MethodOverride
+from ...model.micro_batch import Batch
+from ...run.job import TrainingJob
+from ..prefix_cache.cache.file_store import FileStore
+from ..prefix_cache.cache_control import EpochReport
+from .front_calls import FrontCalls
+
+
+class FrontCache:
+    """Watches the calls of the model in a training's steps and evaluations, from its creation until `close`.
+
+    What evaluations store is apart: the modules are in another mode then, and samples keep their padding, which
+    metrics may read.
+
+    Args:
+        job: the training job.
+        dataset: the training data.
+        generations: a file in the folder of the store.
+    """
+
+    def __init__(self, job: TrainingJob, dataset: Any, generations: Path) -> None:
+        self.model = job.model
+        self._job = job
+        self._store = FileStore(generations.parent, user=generations.stem)
+        # it may outlive the training, and another one in the same folder
+        token: str = job.mesh.gather_objects(uuid.uuid4().hex)[0]
+        self._store_of_evaluations = FileStore(generations.parent, user=f"{generations.stem}-{token}")
+        self._in_steps = FrontCalls(job, self._store, dataset)
+        self._in_evaluations = FrontCalls(job, self._store_of_evaluations)
+        self._num_evaluations: dict[str, int] = {}  # of each data set, by the prefix of its metrics
+        self._now: FrontCalls | None = None
+        self._override: MethodOverride | None = None
+        self._remove_kept: Callable[[], object] | None = None
+        self._watch()
+
+    def _watch(self) -> None:
+        """Look at the calls of the model."""
+        forward = self.model.forward
+        self._override = MethodOverride(self.model, "forward", partial(self._forward, forward))
+
+    def _unwatch(self) -> None:
+        """Let the model run as it is."""
+        if self._override is not None:
+            self._override.remove()
+            self._override = None
+
+    def release(self) -> None:
+        """Let the model run as it is, after the last step."""
+        self._in_steps.end_hint(is_given=True)
+        self._in_steps.drop()
+        self._in_evaluations.rest()
+        self._in_evaluations.say_what_was_read()
+        self._unwatch()
+
+    def close(self, has_failed: bool, keeps_evaluations: bool = False) -> None:
+        """Let the model run as it is, and remove what no other training can read.
+
+        Args:
+            has_failed: whether the training has failed, and may be resumed.
+            keeps_evaluations: whether evaluations after the training shall read what those in it have stored. It is
+                kept until `forget`, or as long as the trainer lives.
+        """
+        self.release()
+        kept = self._in_evaluations.generation if keeps_evaluations else None
+        if kept is None:
+            self._in_evaluations.drop()
+        else:
+            self._remove_kept = lambda: None
+        if has_failed or self._job.shares_store or not self._job.trainer.is_local_process_zero():
+            return
+        if kept is None:
+            self._store.remove()  # a process that still reads computes what it does not find
+            return
+        for generation in self._store.generations():
+            if generation != kept:
+                self._store.delete(*generation)
+        self._remove_kept = weakref.finalize(self._job.trainer, self._store_of_evaluations.leave, *kept)
+
+    def keeps_evaluations_of(self, model: nn.Module) -> bool:
+        """Whether evaluations of a model after the training can read what those in it have stored."""
+        return self._remove_kept is not None and model is self.model
+
+    def forget(self) -> None:
+        """Remove what was kept for evaluations after the training."""
+        self._in_evaluations.drop()
+        if self._remove_kept is not None:
+            self._remove_kept()
+            self._remove_kept = None
+
+    @property
+    def why_not_read(self) -> dict[str, str]:
+        """Frozen modules that are computed in every epoch, and why; without those inside another one."""
+        reasons = self._in_steps.why_not_read
+        return {name: why for name, why in reasons.items() if not any(name.startswith(f"{of}.") for of in reasons)}
+
+    def epoch_report(self) -> EpochReport | None:
+        """The use of the front in the epoch's steps; None if nothing was looked up. Collective over all processes."""
+        everyone = self._job.mesh.gather_objects(self._in_steps.take_counts())
+        counts = reduce(add, (counts for counts, _ in everyone))
+        if not counts.rows:
+            return None
+        skipped = sum(skipped for _, skipped in everyone) / counts.rows
+        return EpochReport(counts, self._store.nbytes(), None, False, skipped)
+
+    @contextmanager
+    def step(self, state: TrainerState, batch: Batch) -> Iterator[None]:
+        """Inside, in a step, the model's calls are looked at.
+
+        Args:
+            state: the trainer's.
+            batch: what the loss is computed of.
+        """
+        epoch = math.floor((state.epoch or 0.0) + 1e-6)
+        if epoch != self._in_steps.epoch:
+            self._in_steps.begin_epoch(epoch, (state.epoch or 0.0) - epoch)
+        self._in_steps.writes = epoch + 1 < state.num_train_epochs or self._job.shares_store
+        self._in_steps.begin_step()
+        with self._looking_at(self._in_steps):
+            self._in_steps.try_loss(batch)
+            yield
+
+    @contextmanager
+    def evaluation(self, state: TrainerState, prefix: str) -> Iterator[None]:
+        """Inside, in an evaluation that does not generate, the model's calls are looked at.
+
+        Args:
+            state: the trainer's.
+            prefix: of the metrics; there may be several data sets.
+        """
+        calls = self._in_evaluations
+        if self._now is calls:  # an evaluation inside of another one
+            yield
+            return
+        if self._override is None:  # after the training
+            self._watch()
+            try:
+                with self.evaluation(state, prefix):
+                    yield
+            finally:
+                self._unwatch()
+                calls.say_what_was_read()
+            return
+        number = self._num_evaluations[prefix] = self._num_evaluations.get(prefix, 0) + 1
+        calls.begin_epoch(number, 0.0)
+        calls.writes = (state.epoch or 0.0) < state.num_train_epochs or self._job.shares_store
+        self._in_steps.rest()
+        calls.go_on()
+        try:
+            with self._looking_at(calls):
+                yield
+        finally:
+            calls.rest()
+            self._in_steps.go_on()
+
+    @contextmanager
+    def _looking_at(self, calls: FrontCalls) -> Iterator[None]:
+        before, self._now = self._now, calls
+        try:
+            yield
+        finally:
+            self._now = before
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        now = self._now
+        if now is None or self.model.training is not (now is self._in_steps):
+            return forward(*args, **kwargs)
+        self._now = None  # the model may call itself
+        try:
+            return now.run(forward, args, kwargs)
+        finally:
+            self._now = now

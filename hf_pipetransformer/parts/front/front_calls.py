@@ -1,0 +1,367 @@
+"""The calls of a model in steps, or in evaluations: what is known of them, and the front of its frozen modules."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sized
+from functools import partial
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from ...logs import tell
+from ...model.frozen_prefix import frozen_modules
+from ...model.left_as_found import left_as_found
+from ...model.micro_batch import Batch
+from ...model.nested import in_new_containers
+from ...model.watched_weights import WatchedWeights
+from ...randomness import seeded, set_torch_states, torch_states
+from ...run.job import TrainingJob
+from ...training_args import CACHE_DTYPES
+from ..prefix_cache.cache.activation_cache import CacheCounts
+from ..prefix_cache.cache.content_keys import named_inputs
+from ..prefix_cache.cache.file_store import FileStore
+from ..prefix_cache.cache_setup import describe_model
+from .dropout_hint import DropoutHint
+from .entries import FrontEntries
+from .finding import DRAWS, FoundFront, find_front, waits_for_others
+from .front import FrozenFront, OtherCallsError
+from .rows import may_have_padding
+
+logger = logging.getLogger(__name__)
+
+LEAST_SHARE = 0.05
+"""Share of the forward pass from which on a front is stored with `activation_cache="auto"`."""
+READS_TO_JUDGE = 5
+"""Number of calls after whose reading it is decided whether reading takes longer than computing."""
+CALLS_TO_MISS = 16
+"""Number of calls of which nothing was found, after which the inputs are taken to change from epoch to epoch."""
+MOST_OF_IT = 0.25
+"""Share of the forward pass from which on a part of a frozen module that is stored goes for the module, in the log."""
+MOST_OPENED = 3
+"""Number of times that it is looked for in the parts of modules that cannot be stored as a whole."""
+ENTRIES_VERSION = 4
+"""Of what an entry of the store consists of."""
+MOST_SEARCHES = 5
+"""Number of times that the front is looked for: with each change of `requires_grad`."""
+
+
+class FrontCalls:
+    """What is known of the model's calls in steps, or in evaluations, and their front.
+
+    Args:
+        job: the training job.
+        store: the store of this node.
+        dataset: the training data; None in evaluations.
+    """
+
+    def __init__(self, job: TrainingJob, store: FileStore, dataset: Any = None) -> None:
+        self.epoch = -1
+        """Of the training; in evaluations, how often the data set has been evaluated."""
+        self.writes = False
+        """Whether what is stored will be read."""
+        self._job, self._store = job, store
+        self._model: nn.Module = job.model
+        self._is_training = dataset is not None
+        self._size = len(dataset) if isinstance(dataset, Sized) else None
+        self._reads = self._is_trying = False
+        self._begun = 0.0  # the part of the epoch that was over when its first call was seen
+        self._parameters: list[nn.Parameter] = []  # of the model, as the epoch began
+        self._flags: list[bool] | None = None  # those for which the front was looked for
+        self._front: FrozenFront | None = None
+        self._weights: WatchedWeights | None = None
+        self._digest = ""  # of the weights
+        self._may_be_rewritten = False  # whether weights that were written to may have the same values
+        self._entries: FrontEntries | None = None
+        self._existed = False  # what is stored, before this training began to store
+        self._is_decided, self._share = False, 0.0  # its share of the forward pass
+        # what was counted in the epoch, with the forward passes that were not run, and what of the present front
+        self._counts, self._skipped, self._of_front = CacheCounts(), 0.0, CacheCounts()
+        self._has_looked = False  # for a front, in this step or evaluation
+        self._num_searches = self._num_opened = self._expected_in = 0
+        self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
+        self._why_not: dict[str, str] = {}  # why they cannot
+        self.why_not_read: dict[str, str] = {}
+        """Frozen modules that are computed, and why, as far as it is known."""
+        self._hint: DropoutHint | None = None
+
+    def begin_epoch(self, epoch: int, begun: float) -> None:
+        """An epoch, or an evaluation, begins."""
+        self._interrupt_hint()
+        self.epoch, self._begun = epoch, begun
+        self._parameters, self._has_looked = list(self._model.parameters()), False
+        self._reads = self._front is not None
+        self._may_be_rewritten = not self._is_training  # for example by the best checkpoint, at the end
+        if self._front is not None:
+            self._front.is_verified, self._front.num_missed = False, 0
+
+    def begin_step(self) -> None:
+        """A step begins: what is trained may be other parameters than in the last one."""
+        self._has_looked = False
+        if self._hint is not None:
+            self._hint.begin_step()
+
+    def take_counts(self) -> tuple[CacheCounts, float]:
+        """The counts since the last call, and the number of forward passes that were not run."""
+        self._count()
+        taken, self._counts, self._skipped = (self._counts, self._skipped), CacheCounts(), 0.0
+        return taken
+
+    def _count(self) -> None:
+        """Take the counts of the present front, if it was worth storing."""
+        if self._front is not None and self._is_decided:
+            counts, self._front.counts = self._front.counts, CacheCounts()
+            self._counts, self._of_front = self._counts + counts, self._of_front + counts
+            self._skipped += self._share * counts.layers_skipped
+
+    def rest(self) -> None:
+        """Let the front's modules run as they are until `go_on`."""
+        self._interrupt_hint()
+        if self._front is not None:
+            self._front.close()
+
+    def _interrupt_hint(self) -> None:
+        if self._hint is not None:
+            self._hint.interrupt()
+
+    def go_on(self) -> None:
+        """Have the front's modules watched again."""
+        if self._front is not None:
+            self._front.open()
+
+    def try_loss(self, batch: Batch) -> None:
+        """Find out on a batch whether the loss reads padding in what the model returns, if that must be known."""
+        trial = None if self._front is None else self._front.trial
+        if trial is None or not trial.awaits_loss or self._flags != self._flags_now() or not may_have_padding(batch):
+            return
+        self._is_trying = True
+        try:
+            trial.try_loss(partial(self._loss_of, batch))
+        finally:
+            self._is_trying = False
+
+    def _flags_now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
+
+    def _loss_of(self, batch: Batch) -> torch.Tensor:
+        trainer = self._job.trainer
+        kept = left_as_found(trainer, self._model)
+        with torch.no_grad(), kept, seeded(self._job.args.seed), self._job.computing_loss():
+            loss = trainer.compute_loss(self._model, in_new_containers(batch))
+        assert isinstance(loss, torch.Tensor)
+        return loss.mean()
+
+    # ------------------------------------------------------------------------------------ calls of the model
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of the model, of which the front is looked for, computed, or given back."""
+        flags = self._flags_now()
+        if flags == self._flags and self._front is None:
+            return forward(*args, **kwargs)
+        inputs: Batch = in_new_containers(dict(named_inputs(self._model, args, kwargs)))
+        run: Callable[[], Any] = partial(forward, *args, **kwargs)
+        run_on: Callable[[Batch], Any] = lambda batch: forward(**batch)  # noqa: E731
+        if self._is_trying:  # the model is left as it was found, so that no front can be opened or closed here
+            assert self._front is not None
+            if flags != self._flags:
+                return run()
+            return self._front.run(inputs, run, self._reads and self._is_decided, self.writes)
+        if flags != self._flags:
+            self.drop(deletes=not self._job.shares_store)
+            if self._flags is not None:
+                self.end_hint(is_given=False)  # its modules may be trained now
+                self._opened, self._num_opened = frozenset(), 0
+                if self._has_looked and self._num_searches < MOST_SEARCHES:
+                    self._num_searches = MOST_SEARCHES
+                    logger.warning(
+                        "Nothing is cached: between two calls of the model parameters begin or cease to be trained"
+                        " (the loss turns adapters off, for example)."
+                    )
+            self._flags, self._has_looked = flags, True
+            is_useful = self.writes and not all(flags) and self._num_searches < MOST_SEARCHES
+            return self._look_for_front(inputs, run, run_on) if is_useful else run()
+        assert self._front is not None and self._weights is not None
+        changed = self._weights.what_changed()
+        if changed is not None and self._may_be_rewritten:
+            self._may_be_rewritten = False
+            changed = changed if not self._weights.take_rewritten(self._digest) else None
+        if changed is not None:
+            self._turn_off(changed, is_wrong=True)
+            return run()
+        try:
+            output = self._front.run(inputs, run, self._reads and self._is_decided, self.writes)
+        except OtherCallsError as error:
+            self._turn_off(str(error), is_wrong=True)
+            return run()
+        assert self._entries is not None
+        failure = self._entries.failure
+        if self._front.trouble is not None or (failure is not None and not self._existed):
+            is_wrong = self._front.trouble is not None
+            self._turn_off(self._front.trouble or f"it cannot be stored ({failure})", is_wrong)
+        elif not self._is_decided and self._front.share:
+            self._decide()
+        elif self._front.num_read == READS_TO_JUDGE:
+            self._judge()
+        elif self._front.num_missed >= CALLS_TO_MISS and not self._front.num_read and self.epoch >= self._expected_in:
+            self._turn_off("none of the samples was found: their inputs change from epoch to epoch, or their padding")
+        return output
+
+    def _look_for_front(self, inputs: Batch, run: Callable[[], Any], run_on: Callable[[Batch], Any]) -> Any:
+        device = self._job.device
+        self._num_searches += not self._num_opened
+        before, everything = torch_states(), WatchedWeights.of(list(frozen_modules(self._model).values()))
+        try:
+            output, found = find_front(self._model, inputs, run, device, self._opened)
+        except Exception:  # of a model that does not run while it is watched
+            logger.debug("Frozen modules could not be looked for.", exc_info=True)
+            set_torch_states(before)
+            return run()
+        if found.closed and self._num_opened < MOST_OPENED:
+            self._num_opened += 1
+            self._opened |= found.closed
+            self._why_not |= {name: found.why_not[name] for name in found.closed}
+            self._flags = None  # look into these, in the next call
+            return output
+        if self._is_training:
+            self._say_why_not(found)
+        if not any(found.needed.values()) or everything.what_changed(settings=False) is not None:
+            return output
+        modules = list(map(self._model.get_submodule, found.needed))
+        self._weights = WatchedWeights.of(modules)
+        self._entries = self._entries_of(found)
+        self._existed = self._entries.exists
+        self._reads = self._existed
+        storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
+        self._expected_in = self.epoch + (1 if self._begun < 0.5 else 2)  # half an epoch tells nothing
+        self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype)
+        self._of_front = CacheCounts()
+        if self._is_of_samples(front, inputs, found, run_on):
+            front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self.writes)
+            front.share = 0.0  # the search takes time itself
+        else:
+            self._turn_off("what it returns for a sample depends on the other samples")
+        found.calls.clear()
+        return output
+
+    def _is_of_samples(
+        self, front: FrozenFront, inputs: Batch, found: FoundFront, run_on: Callable[[Batch], Any]
+    ) -> bool:
+        """Whether what the front returns for a sample depends on it alone, by a trial that leaves all as it was."""
+        trainer = self._job.trainer
+        only_loss = (
+            not self._job.overrides_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
+        )
+        # each process decides for itself, and what runs in the trial must not wait for the others
+        may_cut = self._job.mesh.world_size == 1 or (only_loss and not waits_for_others(self._model))
+        may_cut &= self._is_training
+        before = torch_states()
+        try:
+            return front.trial.is_of_samples(inputs, found.calls, run_on, may_cut)
+        except Exception:  # out of memory, perhaps
+            logger.debug("The front could not be tried.", exc_info=True)
+            set_torch_states(before)
+            return False
+
+    def _say_why_not(self, found: FoundFront) -> None:
+        """Say of the largest modules that are frozen, and not stored, not even for the most part, why."""
+        stored = list(found.needed) if found.share >= MOST_OF_IT else []
+        said: list[str] = []
+        random: list[str] = []
+        for name, why in sorted({**self._why_not, **found.why_not}.items()):
+            inside = f"{name}."
+            if not name.startswith(tuple(said)) and not any(other.startswith(inside) for other in stored):
+                said.append(inside)
+                self.why_not_read[name] = why
+                if why == DRAWS:
+                    random.append(name)
+                else:
+                    self._say(f"{name} is frozen, but computed in every epoch: {why}.")
+        self._why_not = {}
+        if random:
+            self._hint = DropoutHint(self._job, random)
+
+    def _entries_of(self, found: FoundFront) -> FrontEntries:
+        assert self._weights is not None
+        job = self._job
+        self._store.limit(job.args.activation_cache_max_gib)
+        described = describe_model(self._model, job.mixed_precision)
+        self._digest = self._weights.digest()
+        about = f"{described} {self._is_training} {job.args.activation_cache_dtype} {self._digest}"
+        content = f"{ENTRIES_VERSION} {about} {sorted(found.reads)} {found.needed}"
+        return FrontEntries(self._store, len(found.needed), xxhash.xxh3_128_hexdigest(content.encode()))
+
+    # ------------------------------------------------------------------------------------ decisions
+    def _decide(self) -> None:
+        """Decide whether the front is worth storing, and say so."""
+        front = self._front
+        assert front is not None
+        names = _described(self._model, front.found)
+        if front.share < LEAST_SHARE and self._job.args.activation_cache == "auto":
+            self.why_not_read[names] = f"computing it takes only {front.share:.1%} of the forward pass"
+            self.drop(deletes=not self._job.shares_store)
+            return
+        self._is_decided, self._share = True, front.share
+        needed = None if self._size is None else front.found.row_bytes * self._size
+        now = "epoch" if self._is_training else "evaluation"
+        since = (
+            "was stored by another training" if self._existed else f"is stored in this {now} and read in later ones"
+        )
+        size = self._store.epoch_in_words(needed)
+        self._say(f"Frozen: {names}, {front.share:.0%} of the forward pass. The output {since}{size}.")
+
+    def _judge(self) -> None:
+        front = self._front
+        assert front is not None
+        reading = front.counts.load_seconds / max(front.counts.hits, 1)
+        if self._job.args.activation_cache == "auto" and reading > front.seconds_per_row:
+            self._turn_off(
+                f"reading a sample takes {1e3 * reading:.3g} ms, but computing it only"
+                f" {1e3 * front.seconds_per_row:.3g} ms (measured; activation_cache='on' reads nevertheless)"
+            )
+
+    def _turn_off(self, why: str, is_wrong: bool = False) -> None:
+        """Store and read nothing more of this front; what may be wrong, or is of no use to anybody, is deleted."""
+        assert self._front is not None
+        names = _described(self._model, self._front.found)
+        logger.warning("The output of %s is not cached: %s.", names, why)
+        self.why_not_read[names] = why
+        self.drop(deletes=is_wrong or not self._job.shares_store)
+
+    def end_hint(self, is_given: bool) -> None:
+        """Stop timing modules that run with dropout, and give the hint about them if it has not been given."""
+        if self._hint is not None:
+            self._hint.close(is_given)
+            self._hint = None
+
+    def drop(self, deletes: bool = False) -> None:
+        """Let the front's modules run again, and forget what is known of them."""
+        self.say_what_was_read()
+        if self._front is not None:
+            self._front.close()
+        if self._entries is not None:
+            self._entries.close(deletes)
+        self._front, self._weights, self._entries, self._is_decided = None, None, None, False
+
+    def say_what_was_read(self) -> None:
+        """Say of how many samples the present front was read, since this was said last."""
+        self._count()
+        front, counts = self._front, self._of_front
+        if front is not None and self._is_decided and counts.rows:
+            self._of_front = CacheCounts()
+            names, where = _described(self._model, front.found), "" if self._is_training else " in evaluations"
+            self._say(f"The output of {names} was read{where} for {counts.layers_skipped} of {counts.rows} samples.")
+
+    @property
+    def generation(self) -> tuple[int, str] | None:
+        """Name of the present front's generation in the store, if something is stored."""
+        return self._entries.name if self._entries is not None and self._is_decided and self._entries.exists else None
+
+    def _say(self, text: str) -> None:
+        tell(logger, self._job.args, text)
+
+
+def _described(model: nn.Module, found: FoundFront) -> str:
+    """The outermost modules with the front's in them, in words."""
+    names = list(found.needed)
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} modules)"

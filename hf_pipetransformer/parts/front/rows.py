@@ -1,0 +1,191 @@
+"""What of a batch, and of the tensors that are computed from it, belongs to which sample.
+
+inputs [rows, width, ...]     a sample's own: the first `lengths[row]` columns, where there is a mask for it
+arguments, outputs            `times` entries for each row: several images, or choices, of one sample
+keys, digests                 16 bytes for each row, of its own values only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from ..prefix_cache.cache.content_keys import (
+    IGNORED_LABEL,
+    MASK,
+    NOT_IN_KEYS,
+    NOT_OF_STATES,
+    TOKEN_INPUTS,
+    bytes_of,
+    keys_of_parts,
+    spans_of,
+    version_of,
+)
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Which columns of `width` are a sample's own: the first `lengths[row]`; behind them is padding."""
+
+    lengths: tuple[int, ...]
+    width: int
+
+    @property
+    def has_padding(self) -> bool:
+        return min(self.lengths) < self.width
+
+    def cut(self, columns: int) -> Tokens:
+        return Tokens(tuple(min(length, self.width - columns) for length in self.lengths), self.width)
+
+
+def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in mappings and lists, each with the name of the innermost mapping's entry."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from leaves_of(value[key], str(key))
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from leaves_of(entry, name)
+    else:
+        yield name, value
+
+
+def tokens_of(inputs: Mapping[str, Any]) -> Tokens | None:
+    """The samples' own tokens; None if padding cannot be told apart, is not on the right, or has labels that count."""
+    leaves = [(name, value) for name, value in leaves_of(inputs) if isinstance(value, torch.Tensor)]
+    masks = [value for name, value in leaves if name == MASK]
+    if len(masks) != 1 or masks[0].dim() != 2:
+        return None
+    shape = masks[0].shape
+    known = TOKEN_INPUTS | NOT_IN_KEYS
+    if any(value.shape[:2] == shape and name not in known for name, value in leaves):
+        return None  # it may have as many features as there are tokens
+    spans = spans_of({MASK: masks[0]})
+    if spans is None or any(span.start for span in spans):
+        return None
+    of_tokens = [value for name, value in leaves if name in NOT_IN_KEYS and value.shape[:2] == shape]
+    is_padding = masks[0] == 0
+    if any(bool((labels[is_padding.to(labels.device)] != IGNORED_LABEL).any()) for labels in of_tokens):
+        return None
+    return Tokens(tuple(span.stop for span in spans), shape[1])
+
+
+def may_have_padding(inputs: Mapping[str, Any]) -> bool:
+    """Whether some mask of a batch, whatever its name begins with, leaves something out; or there is none."""
+    masks = [value for name, value in leaves_of(inputs) if name.endswith(MASK) and isinstance(value, torch.Tensor)]
+    return not masks or any(bool((mask == 0).any()) for mask in masks)
+
+
+def with_less_columns(inputs: Mapping[str, Any], columns: int, removes: bool) -> Any:
+    """The batch in which the last columns are padding, or removed."""
+    shape = next(value.shape for name, value in leaves_of(inputs) if name == MASK)
+
+    def changed(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: changed(key, entry) for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [changed(name, entry) for entry in value]
+        if not isinstance(value, torch.Tensor) or value.shape[:2] != shape:
+            return value
+        if removes and name in TOKEN_INPUTS:
+            return value[:, :-columns].contiguous()
+        if name == MASK:
+            value = value.clone()
+            value[:, -columns:] = 0
+        return value
+
+    return {name: changed(name, value) for name, value in inputs.items()}
+
+
+def keys_of(read: Mapping[str, Any], rows: int, tokens: Tokens | None, others: str) -> list[bytes] | None:
+    """A key for each row of the inputs that a front reads: of names, types, shapes, values, and of the mask.
+
+    Args:
+        read: the inputs; each has an entry for each row.
+        rows: their number.
+        tokens: which columns belong to a sample, if padding is left out.
+        others: what else the front depends on, in words.
+
+    Returns:
+        None if an input is nothing that can be looked at.
+    """
+    leaves = [(name, leaf) for name, leaf in leaves_of(read) if name not in NOT_OF_STATES]
+    tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    plain = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    if any(tensor.layout is not torch.strided or tensor.requires_grad for _, tensor in tensors):
+        return None
+
+    width = None if tokens is None else tokens.width
+    named = {f"{number} {name}": tensor for number, (name, tensor) in enumerate(tensors)}
+    wide = {name for name, t in named.items() if name.split()[-1] in TOKEN_INPUTS and t.shape[1:2] == (width,)}
+    by_token, by_row = ({n: t for n, t in named.items() if (n in wide) is is_wide} for is_wide in (True, False))
+    spans = [slice(None)] * rows if tokens is None else [slice(0, length) for length in tokens.lengths]
+    return [key.digest for key in keys_of_parts(spans, by_token, by_row, {}, (plain, others))]
+
+
+class ArgumentDigests:
+    """For each row, digests of what modules are called on: in one call of the model.
+
+    Args:
+        rows: number of rows.
+        tokens: which columns belong to a sample, if padding is left out.
+        inputs: of the tensors whose values the keys are made of, by their identity: a number, and how often they had
+            been written to then.
+    """
+
+    def __init__(self, rows: int, tokens: Tokens | None, inputs: Mapping[int, tuple[int, int]]) -> None:
+        self._rows, self._tokens, self._inputs = rows, tokens, inputs
+        # layers are called on the same mask
+        self._known: dict[tuple[int, bool], tuple[torch.Tensor, list[bytes]]] = {}
+
+    def of(self, given: Sequence[torch.Tensor], of_front: Collection[int], has_rows: Sequence[bool]) -> torch.Tensor:
+        """Digests of a module's arguments, without those from the front itself, and without masks of truth values.
+
+        A model may pass no mask where a batch has no padding.
+
+        Args:
+            given: the tensors among the arguments.
+            of_front: identities of tensors that are left out.
+            has_rows: which of the tensors have entries for each row, if that is known.
+
+        Returns:
+            `[rows, DIGEST_BYTES]`, uint8, on the CPU.
+        """
+        if len(has_rows) != len(given):
+            has_rows = [tensor.dim() > 0 and len(tensor) == self._rows for tensor in given]
+        found = [
+            self._of_one(tensor, has)
+            for tensor, has in zip(given, has_rows, strict=True)
+            if id(tensor) not in of_front and tensor.dtype is not torch.bool and tensor.numel()
+        ]
+        rows = [xxhash.xxh3_128(b"".join(digests[row] for digests in found)) for row in range(self._rows)]
+        content = bytearray(b"".join(row.digest() for row in rows))
+        return torch.frombuffer(content, dtype=torch.uint8).view(self._rows, DIGEST_BYTES)
+
+    def _of_one(self, tensor: torch.Tensor, has_rows: bool) -> list[bytes]:
+        number, version = self._inputs.get(id(tensor), (-1, -1))
+        if number >= 0 and version == version_of(tensor):  # which input it is, as the key has its values
+            return [b"input %d" % number] * self._rows
+        key = id(tensor), has_rows
+        if key not in self._known:
+            values, width = tensor.detach().cpu(), None if self._tokens is None else self._tokens.width
+            has_rows &= values.dim() > 0 and len(values) % self._rows == 0
+            wide = [dim for dim, size in enumerate(values.shape) if size == width and (dim or not has_rows)]
+            shape = [size for dim, size in enumerate(values.shape) if dim not in wide and (dim or not has_rows)]
+            parts = values.unflatten(0, (self._rows, -1)) if has_rows else [values] * (self._rows if wide else 1)
+            digests = []
+            for row, part in enumerate(parts):
+                for dim in wide:
+                    assert self._tokens is not None
+                    part = part.narrow(dim, 0, self._tokens.lengths[row])
+                digest = xxhash.xxh3_128(repr(shape).encode())
+                digest.update(bytes_of(part))
+                digests.append(digest.digest())
+            self._known[key] = tensor, digests if len(digests) == self._rows else digests * self._rows
+        return self._known[key][1]

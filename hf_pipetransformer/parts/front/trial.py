@@ -1,0 +1,182 @@
+"""Trials of a frozen front on a batch: what it returns for a sample is the sample's alone, whatever its padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+
+from ...model.micro_batch import Batch, batch_rows
+from ..prefix_cache.cache.comparing import SAME, aligned, relative_difference, rounding_of
+from ..prefix_cache.cache.content_keys import TOKEN_INPUTS
+from .finding import FoundFront, Ran
+from .rows import Tokens, leaves_of, tokens_of, with_less_columns
+
+MOST_TRIES = 3
+"""Number of batches on which it is tried whether a loss reads padding."""
+LOUD = 2.0
+"""Amplitude of the noise in place of padding, relative to the largest value."""
+EVERY_OTHER = slice(None, None, 2)
+"""The half of the samples that is tried."""
+
+
+class FrontTrial:
+    """What trials have shown of a front.
+
+    Args:
+        found: the front.
+        tried: runs the front in a forward pass, and leaves the model as it was; returns what the modules did.
+    """
+
+    def __init__(self, found: FoundFront, tried: Callable[[Callable[[], Any]], Mapping[str, Ran]]) -> None:
+        self.cuts_padding = False
+        """Whether samples are stored without their padding."""
+        self.awaits_loss = False
+        """Whether it must be found out yet whether the loss reads padding in the outputs (`try_loss`)."""
+        self.is_noisy = self.has_made_noise = False
+        """Whether the front returns noise as padding, and whether there was any."""
+        self.has_rows: dict[str, tuple[bool, ...]] = {}
+        """Which of the tensors that a module is called on have entries for each row."""
+        self.wide: dict[tuple[str, int], tuple[int, ...]] = {}
+        """Dimensions of outputs that are as wide as the batch."""
+        self._found, self._tried, self._num_tries = found, tried, 0
+
+    def is_of_samples(
+        self,
+        inputs: Batch,
+        calls: Mapping[str, Ran],
+        forward: Callable[[Batch], Any],
+        may_cut: bool = True,
+    ) -> bool:
+        """Whether half of the samples alone have the same outputs of the front, up to rounding.
+
+        It finds out as well whether padding may be left out (`cuts_padding`), as far as the outputs show it.
+
+        Args:
+            inputs: what the model was called on.
+            calls: what the modules were called on, and have returned.
+            forward: runs the model's forward on a batch.
+            may_cut: whether padding may be left out.
+        """
+        rows, tokens = batch_rows(inputs), self._cuttable(inputs) if may_cut else None
+        if tokens is not None and len(tokens.lengths) == rows:
+            columns = max(1, tokens.width // 4)
+            batch = with_less_columns(inputs, columns, removes=False)
+            half = _half(with_less_columns(batch, columns, removes=True), rows)
+            ran, part = (self._tried(partial(forward, given)) for given in (batch, half))
+            if self._hold(ran, part, rows, tokens.cut(columns), columns):
+                self.cuts_padding = self.awaits_loss = True
+                return True
+        part = self._tried(partial(forward, _half(inputs, rows)))
+        return self._hold(calls, part, rows)
+
+    def _cuttable(self, inputs: Batch) -> Tokens | None:
+        """The samples' own tokens, if the front reads some that may be cut."""
+        tokens = tokens_of(inputs)
+        leaves = [leaf for name in self._found.reads & inputs.keys() for leaf in leaves_of(inputs[name], name)]
+        is_any = any(is_wide(name, leaf, tokens) for name, leaf in leaves if isinstance(leaf, torch.Tensor))
+        return tokens if is_any and tokens is not None and tokens.width > 1 else None
+
+    def _hold(
+        self,
+        ran: Mapping[str, Ran],
+        half: Mapping[str, Ran],
+        rows: int,
+        tokens: Tokens | None = None,
+        columns: int = 0,
+    ) -> bool:
+        """Whether outputs are the same for half of the samples alone, with so many columns of padding less."""
+        wide: dict[tuple[str, int], tuple[int, ...]] = {}
+        if not ran.keys() == half.keys() == self._found.needed.keys():
+            return False
+        pairs = ((n, k, *pair) for n in ran for k, pair in enumerate(zip(ran[n][2], half[n][2], strict=False)))
+        for name, position, whole, part in pairs:
+            if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
+                continue
+            if whole.dim() != part.dim():
+                return False
+            dims = tuple(dim for dim in range(1, whole.dim()) if whole.shape[dim] != part.shape[dim])
+            if tokens is not None:
+                wide[name, position] = dims
+                if any((whole.shape[d], part.shape[d]) != (tokens.width, tokens.width - columns) for d in dims):
+                    return False
+            if (name, position) in self._found.stored:
+                expected = rows_in(whole, rows, EVERY_OTHER)
+                if tokens is not None and dims == (1,):
+                    expected, part = (cleared(t, tokens.lengths[::2]) for t in (expected[:, :-columns], part))
+                if relative_difference([part], [expected]) > rounding_of(expected):
+                    return False  # also where they are wide in another dimension
+        self.wide = wide
+        self._note_rows(ran, half, rows)
+        return True
+
+    def try_loss(self, loss_of: Callable[[], torch.Tensor]) -> None:
+        """Find out whether anything up to the loss reads padding in the outputs; then samples keep theirs.
+
+        The rest of the model, and the loss, run with noise in its place.
+
+        Args:
+            loss_of: computes the loss of a batch, and leaves everything as it was.
+        """
+        self.awaits_loss = self.has_made_noise = False
+        self._num_tries += 1
+        losses = []
+        try:
+            for self.is_noisy in (False, True):
+                losses.append(loss_of().detach())
+        except Exception:  # it needs gradients, perhaps
+            losses.clear()
+        finally:
+            self.is_noisy = False
+        if losses and not self.has_made_noise and self._num_tries < MOST_TRIES:
+            self.awaits_loss = True  # the model was called on something without padding
+        elif not losses or not self.has_made_noise or relative_difference(losses[1:], losses[:1]) > SAME:
+            self.cuts_padding, self.wide = False, {}
+
+    def _note_rows(self, whole: Mapping[str, Ran], half: Mapping[str, Ran], rows: int) -> None:
+        """Note which of the tensors that a module is called on have entries for each row: they became half as long."""
+        less = -(-rows // 2)
+        for name in whole.keys() & half.keys() if less < rows else ():
+            pairs = zip(whole[name][0], half[name][0], strict=False)
+            self.has_rows[name] = tuple(
+                one.dim() == other.dim() > 0 and len(one) * less == len(other) * rows > 0 for one, other in pairs
+            )
+
+
+def _half(inputs: Batch, rows: int) -> Batch:
+    part: Batch = recursively_apply(lambda tensor: rows_in(tensor, rows, EVERY_OTHER), inputs)
+    return part
+
+
+def rows_in(tensor: torch.Tensor, rows: int, chosen: slice | list[int]) -> torch.Tensor:
+    """Some of a tensor's rows, if it has entries for them: several images of a sample follow one another."""
+    if not tensor.dim() or len(tensor) % rows:
+        return tensor
+    return tensor.unflatten(0, (rows, -1))[chosen].flatten(0, 1)
+
+
+def _own(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Which columns of a tensor `[rows * times, width, ...]` are the samples' own, `[rows * times, width]`."""
+    own = torch.arange(tensor.shape[1]) < torch.tensor(lengths)[:, None]
+    return own.repeat_interleave(len(tensor) // len(lengths), 0).to(tensor.device)
+
+
+def cleared(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """The same with 0 as padding."""
+    return tensor.detach().masked_fill(~aligned(_own(tensor, lengths), tensor), 0)
+
+
+def noisy(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """The same with noise as padding, and no zeros, which a norm may divide by; if there are fractions in it."""
+    if not tensor.is_floating_point():
+        return tensor
+    generator = torch.Generator(tensor.device).manual_seed(0)  # the global one is the model's
+    noise = torch.empty_like(tensor).normal_(generator=generator) * LOUD * tensor.detach().abs().max()
+    return torch.where(aligned(_own(tensor, lengths), tensor), tensor.detach(), noise)
+
+
+def is_wide(name: str, tensor: torch.Tensor, tokens: Tokens | None) -> bool:
+    return tokens is not None and name in TOKEN_INPUTS and tensor.shape[1:2] == (tokens.width,)

@@ -1,0 +1,1 @@
+"""A job that is asked to end (SIGTERM) saves a checkpoint at the same step on all processes."""

@@ -1,0 +1,147 @@
+"""Preemption: on SIGTERM, training saves a checkpoint and exits; the job that resumes runs a skipped evaluation.
+
+training_step               reduces the stop request over all processes, together with the loss
+_maybe_log_save_evaluate    at the end of the step: saves a checkpoint, and exits with `EXIT_CODE`
+on_step_begin, in the next job
+                            runs the evaluation that was skipped
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from transformers import TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
+
+from ...run.job import TrainingJob
+from .stop_signal import EXIT_CODE, StopSignal
+
+logger = logging.getLogger(__name__)
+
+
+class Preemption:
+    """Stops all processes of one `train()` at the same step.
+
+    Args:
+        job: the training job.
+        ignored_keys: keys of the model's outputs that evaluations ignore (`ignore_keys_for_eval`).
+
+    Attributes:
+        signal: records whether this process has received SIGTERM.
+        is_agreed: whether all processes know that one of them has received it.
+        is_within_epoch: whether a step of the epoch has begun, and the epoch has not ended.
+        has_loaded_best: whether training is over, and the weights are those of the best, earlier step.
+        owes_evaluation: whether an evaluation was due after the last step and was skipped.
+        last_saved: the latest checkpoint of this training.
+    """
+
+    def __init__(self, job: TrainingJob, ignored_keys: list[str] | None) -> None:
+        self.signal = StopSignal()
+        self.is_agreed = False
+        self.is_within_epoch = self.has_loaded_best = False
+        self.owes_evaluation = False
+        self.last_saved: Path | None = None
+        self._job = job
+        self._ignored_keys = ignored_keys
+
+    # ------------------------------------------------------------------------------------ leaving
+    def stop_after(self, stock: Callable[[], None]) -> None:
+        """After a stop request, call the stock `_maybe_log_save_evaluate` to save a checkpoint, and exit.
+
+        At the last step of an epoch, or if the loop ends here anyway, saving and exiting wait for the epoch's end.
+        """
+        control = self._job.trainer.control
+        stops = control.should_training_stop or control.should_epoch_stop
+        # the epoch ends right after this call, and callbacks must see its end
+        waits = self._is_epochs_last_step or (self.is_within_epoch and stops)
+        self.owes_evaluation |= control.should_evaluate  # there is no time to evaluate before saving
+        control.should_evaluate, control.should_save = False, not waits
+        with _saving_all(self._job.args):
+            stock()
+        if not waits:
+            self._leave()
+
+    def leave_if_asked(self) -> None:
+        """Save and exit if SIGTERM was received after the last step. Collective over all processes."""
+        if self.is_agreed:
+            return
+        trainer = self._job.trainer
+        name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        is_saved = self.last_saved is not None and self.last_saved.name == name and self.last_saved.is_dir()
+        everyone = self._job.mesh.gather_objects((self.signal.is_asked, is_saved))
+        self.is_agreed = any(is_asked for is_asked, _ in everyone)
+        if not self.is_agreed:
+            return
+        _, is_saved = everyone[0]
+        if not (is_saved or self.has_loaded_best):
+            with _saving_all(self._job.args):
+                trainer._save_checkpoint(self._job.model, None)
+        self._leave()
+
+    def _leave(self) -> NoReturn:
+        # exit immediately: what the loop does at the end of training might remove the checkpoint
+        trainer = self._job.trainer
+        trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+        if trainer.is_world_process_zero() and self.last_saved is not None:
+            logger.warning(
+                "Received SIGTERM and saved checkpoint-%s. Resume with resume_from_checkpoint=True. Exit code %d.",
+                self.last_saved.name.rpartition("-")[2],
+                EXIT_CODE,
+            )
+        raise SystemExit(EXIT_CODE)
+
+    # ------------------------------------------------------------------------------------ the evaluation that is owed
+    def evaluate_what_is_owed(self) -> None:
+        """Run the evaluation that was skipped because of SIGTERM or another stop. Collective over all processes.
+
+        The checkpoint is then written again with the result, which may make it the best one.
+        """
+        if self.ask_for_what_is_owed():
+            trainer = self._job.trainer
+            loss: Any = trainer._tr_loss
+            with _saving_all(self._job.args):  # the checkpoint that it replaces was saved in this way
+                trainer._maybe_log_save_evaluate(
+                    loss, None, self._job.model, None, trainer.state.epoch, self._ignored_keys, 0.0
+                )
+            trainer.control.should_evaluate = trainer.control.should_save = False
+
+    def ask_for_what_is_owed(self) -> bool:
+        """Request a skipped evaluation, and a save, from the loop. Returns whether there was one to request."""
+        trainer = self._job.trainer
+        is_owed = self.owes_evaluation and trainer.eval_dataset is not None  # this job may have no eval_dataset
+        self.owes_evaluation = False
+        if is_owed:
+            trainer.control.should_evaluate = True
+            trainer.control.should_save = trainer.args.save_strategy != SaveStrategy.NO
+        return is_owed
+
+    @property
+    def will_owe_evaluation(self) -> bool:
+        """Whether a job that resumes from a checkpoint written now has to run a skipped evaluation."""
+        args, state = self._job.args, self._job.trainer.state
+        comes_at_the_end = (
+            args.eval_strategy == IntervalStrategy.EPOCH
+            and self._is_epochs_last_step
+            and args.eval_delay <= (state.epoch or 0.0)
+        )
+        return self.owes_evaluation or comes_at_the_end
+
+    @property
+    def _is_epochs_last_step(self) -> bool:
+        """Whether the last step was the last one of its epoch, and the epoch's end has not been handled yet."""
+        return self.is_within_epoch and self._job.trainer.state.epoch % 1 == 0
+
+
+@contextmanager
+def _saving_all(args: TrainingArguments) -> Iterator[None]:
+    """Inside the context, checkpoints include everything needed to resume, even with `save_only_model`."""
+    before = args.save_only_model
+    args.save_only_model = False
+    try:
+        yield
+    finally:
+        args.save_only_model = before

@@ -1,0 +1,485 @@
+"""AutoCache in one process: read frozen layers' outputs from the store, compute and store those that are missing.
+
+    samples of a micro-batch     a    b    c    d           f = 4 layers are frozen, before it were 2
+    in the store                 4    2    -    4           begin() looks for 4, then for 2
+    run                         2-4  0-4                    c from the first unit, b from the third, without a graph
+    continue together from 4     a    b    c    d
+    put                               b    c
+
+If all samples are found at the same boundary, nothing is computed twice: the stage's own pass starts at that boundary,
+and what it computes at the last frozen layer is put into the store.
+
+On the last stage (with K = 1, the only one), a user's `compute_loss` calls the model. It may call the model on other
+inputs than those that were looked up: for example on mixed ones, in training only, in some of the steps. On any stage,
+a user's forward pre-hook may change the inputs. Therefore nothing is put into the store, and on the last stage nothing
+that was read is used, until the model's own `forward` is about to run on exactly the inputs that were looked up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ....model.layer_range import Carry, Observer, Unit, tensors_of
+from ....model.layer_stack import CarrySlot, LayerStack
+from ....model.micro_batch import Batch, select_rows
+from .content_keys import (
+    MASK,
+    NOT_IN_KEYS,
+    NOT_OF_STATES,
+    KeyedInputs,
+    RowKey,
+    named_inputs,
+    padded_length,
+    row_keys,
+    sequences_per_sample,
+)
+from .file_store import FileStore, StoreFull
+from .reading import Found, Generation, States, StoreReading, joined
+from .side_stream import SideStream
+from .writing import FULL, StoreWriting
+
+SECONDS_BETWEEN_MARKS = 600.0
+"""Interval at which a training marks its generations as in use, so that other trainings do not evict them."""
+
+SECONDS_MARKS_LAST = 2 * SECONDS_BETWEEN_MARKS
+
+
+@dataclass
+class CacheCounts:
+    """What a process has done with the cache since the counts were last taken."""
+
+    rows: int = 0
+    """Number of samples whose hidden states were needed."""
+    hits: int = 0
+    """Number of them that were found at the current boundary of the frozen layers."""
+    older_hits: int = 0
+    """Number of them that were found at an earlier, lower boundary."""
+    stored: int = 0
+    """Number of samples stored at the current boundary."""
+    older_stored: int = 0
+    present: int = 0
+    """Number of samples that were not stored because they were in the store already."""
+    dropped: int = 0
+    """Number of samples that were not stored because the writer was too slow."""
+    damaged: int = 0
+    """Number of entries that were damaged in the store, and were therefore recomputed."""
+    layers_skipped: int = 0
+    """Number of layers that were not run, summed over the samples that were found."""
+    load_seconds: float = 0.0
+    """Time spent loading the samples that were found."""
+
+    @property
+    def found(self) -> int:
+        return self.hits + self.older_hits
+
+    def __add__(self, other: CacheCounts) -> CacheCounts:
+        return CacheCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+class ActivationCache:
+    """Reads and writes the store from one process, for one model.
+
+    Args:
+        stack: the model's units.
+        slots: for each number of units whose output may be cached, which of the output tensors is cached.
+        store: the store of this node.
+        storage_dtype: data type of the stored states; None stores them as they are computed.
+        device: device of this process.
+        padded_left: whether samples with padding on the left may be cached, too.
+        ignored: names of inputs that are not part of a key.
+        keeps_padding: whether samples are stored with their padding, which then is part of their keys.
+    """
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        slots: Mapping[int, CarrySlot],
+        store: FileStore,
+        storage_dtype: torch.dtype | None,
+        device: torch.device,
+        padded_left: bool = False,
+        ignored: Collection[str] = NOT_IN_KEYS,
+        keeps_padding: bool = False,
+    ) -> None:
+        self.keeps_padding = keeps_padding
+        self.counts = CacheCounts()
+        """Counts of the training."""
+        self.evaluated = CacheCounts()
+        """Counts of the latest evaluation (`counting_apart`)."""
+        self.met_other_inputs = False
+        """Whether the model was called, in training, on other inputs than those that were looked up."""
+        self._stack = stack
+        self._slots = slots
+        self._store = store
+        self._storage_dtype = storage_dtype
+        copies = SideStream(device)
+        self._reading = StoreReading(copies)
+        self._writing = StoreWriting(store, copies, time.time() - SECONDS_MARKS_LAST)
+        self._padded_left = padded_left
+        self._ignored = frozenset(ignored)
+        self._num_calls = 0  # of the model, in the current pass of `watching_calls`
+        self._has_adapters = any(hasattr(module, "adapter_layer_names") for module in stack.model.modules())
+        # inputs of a call that is looked up, and what begins it where they were found
+        self._awaited: tuple[KeyedInputs, Callable[[], None]] | None = None
+        self._hook: RemovableHandle | None = None
+        self._writes = False
+
+    # ------------------------------------------------------------------------------------ generations
+    def advance(self, num_frozen: int, fingerprint: str, is_new: bool = False) -> None:
+        """Make the output of the first `num_frozen` units the current generation; older ones are still looked up.
+
+        Args:
+            num_frozen: number of units.
+            fingerprint: of their weights.
+            is_new: nothing has been stored in it, so it is not read before `read_all` is called. Whether a sample that
+                comes twice is found the second time would depend on how fast it was written.
+        """
+        self.flush()
+        counts = self.counts  # nothing has been counted at the new boundary yet
+        counts.older_hits, counts.hits = counts.found, 0
+        counts.older_stored, counts.stored, counts.present = counts.older_stored + counts.stored, 0, 0
+        if (num_frozen, fingerprint) not in self.generations:
+            newest = Generation(num_frozen, fingerprint, self._store.reader(num_frozen, fingerprint))
+            self._reading.use([newest, *self._reading.generations])
+            if is_new:
+                self._reading.unread.add((num_frozen, fingerprint))
+        self._writing.close_generation()
+        self.resume_writing()
+
+    def read_all(self) -> None:
+        """Read all generations from now on, also those that were new in the epoch that has ended."""
+        self._reading.unread.clear()
+
+    def forget(self, keep: int) -> list[tuple[int, str]]:
+        """Keep only the newest `keep` generations; return the others, which may be deleted."""
+        if not keep:
+            self.flush()
+            self._writing.close_generation()
+        older = self.generations[keep:]
+        self._reading.use(self._reading.generations[:keep])
+        return older
+
+    @property
+    def generations(self) -> list[tuple[int, str]]:
+        """(number of units, fingerprint) of the generations that are looked up, newest first."""
+        return [generation.name for generation in self._reading.generations]
+
+    def write(self, writes: bool) -> None:
+        """Set whether states are stored from now on, that is, whether any process will read them."""
+        self._writes = writes
+
+    # ------------------------------------------------------------------------------------ reading
+    def time_reading(self) -> float | None:
+        """Seconds per sample to read back the states that were stored last; None if this process stored none."""
+        self.flush()
+        if self._writing.last is None:
+            return None
+        found = self._reading.find(*self._writing.last, self._stack.num_units)
+        here = found.states.get(self._reading.generations[0].num_frozen)
+        return found.seconds / len(here[0]) if here else None
+
+    def read_ahead(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> None:
+        """Begin to read the samples of the batch that will be looked up after the current one.
+
+        Args:
+            keys: one key per sample.
+            tokens: the samples' padded length; None without an attention mask.
+            stop: the first unit that does not belong to this stage.
+        """
+        if not self._is_refused(keys):
+            self._reading.read_ahead(keys, None if MASK in self._ignored else tokens, stop)
+
+    def begin(
+        self, batch: Batch, keys: Sequence[RowKey], start: int, carry: Carry | None, stop: int
+    ) -> tuple[int, Carry | None]:
+        """Look up the samples' states for a pass over the units [start, stop) that the caller starts.
+
+        Args:
+            batch: the model's inputs on its device, without keys.
+            keys: one key per sample.
+            start: the first unit of this stage.
+            carry: what the units before it have returned; None if there are none.
+            stop: the first unit that does not belong to this stage.
+
+        Returns:
+            The unit to continue with, and what the units before it would have returned. These are `start` and `carry`
+            if nothing was found, or if the pass includes the head: what was found then waits for the model's call.
+        """
+        includes_head = stop == self._stack.num_units
+        if includes_head and self._awaited is not None:  # the previous pass ran without a call of the whole model
+            self.met_other_inputs = True
+        level, found = self._look_up(batch, keys, stop) if start == 0 else (0, None)
+        begin = max(start, level)
+        observer = self.observer(batch, keys, begin, stop)
+        if includes_head:
+            self._await(batch, begin, found, observer)
+            return start, carry
+        if begin < stop:
+            self._await(self._stack.runner.arguments(batch), begin, None, observer)
+        return (level, found) if level else (start, carry)
+
+    def _look_up(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> tuple[int, Carry | None]:
+        """Find the samples' states at the highest boundary in the store, and compute the others up to that boundary.
+
+        Returns that boundary and what the units before it would have returned; 0 and None if no sample was found.
+        """
+        size = sequences_per_sample(batch)
+        read = self._find(batch, keys, stop)
+        found = _of_whole_samples(read.states, size)
+        self._count(found, read.seconds)
+        if not found:
+            return 0, None
+        level = max(found)
+        if list(found) == [level] and len(found[level][0]) == len(keys):
+            return level, self._as_carry(level, found[level][1])
+        missing = sorted(set(range(len(keys))) - {row for rows, _ in found.values() for row in rows})
+        states: list[tuple[list[int], torch.Tensor]] = [found.pop(level)]
+        for start, rows, state in [*((f, *value) for f, value in found.items()), (0, missing, None)]:
+            if rows:
+                part = select_rows(batch, sorted({row // size for row in rows}))
+                states.append((rows, self._run(start, level, state, part, [keys[row] for row in rows])))
+        if self.met_other_inputs:  # in one of the passes above
+            return 0, None
+        dtype = states[0][1].dtype
+        place = {row: (state.to(dtype), index) for rows, state in states for index, row in enumerate(rows)}
+        return level, self._as_carry(level, joined([place[row] for row in range(len(keys))]))
+
+    def _find(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> Found:
+        """Find samples in the store. Call `_count` with those that are used."""
+        self.counts.rows += len(keys)
+        if self._is_refused(keys):
+            return Found({})
+        found = self._reading.find(keys, padded_length(batch, self._ignored), stop)
+        self.counts.damaged += found.damaged
+        return found
+
+    def _count(self, used: States, seconds: float) -> None:
+        self.counts.load_seconds += seconds if used else 0.0
+        for num_frozen, (rows, _) in used.items():
+            self.counts.layers_skipped += num_frozen * len(rows)
+            if num_frozen == self._reading.generations[0].num_frozen:
+                self.counts.hits += len(rows)
+            else:
+                self.counts.older_hits += len(rows)
+
+    def _run(
+        self, start: int, stop: int, state: torch.Tensor | None, batch: Batch, keys: Sequence[RowKey]
+    ) -> torch.Tensor:
+        """Compute a few samples from one boundary to another; store them if the frozen layers end there."""
+        carry = None if state is None else self._as_carry(start, state)
+        runner = self._stack.runner
+        self._await(runner.arguments(batch), start, None, self.observer(batch, keys, start, stop))
+        with torch.no_grad():
+            reached = runner.run(start, stop, carry, batch)
+        slot = self._slots[stop]
+        return reached[slot.stack][slot.position]
+
+    def _as_carry(self, boundary: int, state: torch.Tensor) -> Carry:
+        """The state, with placeholders for the tensors that are not read above the boundary.
+
+        They have the state's shape: code of the model may take parts of them that nothing reads.
+        """
+        slot, runner = self._slots[boundary], self._stack.runner
+        unread = state.new_zeros(()).expand(state.shape)
+        carry = {
+            stack: tuple(unread for _ in runner.floating_outputs(stack))
+            for stack in {unit.stack for unit in self._stack.units[:boundary]}
+        }
+        before, after = carry[slot.stack][: slot.position], carry[slot.stack][slot.position + 1 :]
+        return {**carry, slot.stack: (*before, state, *after)}
+
+    # ------------------------------------------------------------------------------------ a pass started by the user
+    @contextmanager
+    def watching_calls(self) -> Iterator[None]:
+        """Inside, in a pass to the end, each call of the model is looked up, and stored, by its own inputs.
+
+        For losses that call the model on inputs of their own (pairs of sentences), and for batches without keys, of
+        which only the first call is. All samples of a call are read, or all are computed.
+        """
+        self._num_calls, self._awaited = 0, None
+        self._before_calls(self._on_own_call)
+        try:
+            yield
+        finally:
+            self._remove_hook()
+
+    def _on_own_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        runner, stop = self._stack.runner, self._stack.num_units
+        self._num_calls += 1
+        # keys are of the inputs alone: a loss may turn adapters off for some of its calls
+        if self._has_adapters if not runner.takes_batch else self._num_calls > 1:
+            return
+        inputs = runner.batch_of(named_inputs(self._stack.model, args, kwargs))
+        if runner.takes_batch and self.is_called_otherwise(inputs):
+            return
+        keys = row_keys(inputs, self._ignored, self.keeps_padding) if inputs else None
+        if keys is None or self._is_refused(keys):
+            self.counts.rows += len(keys or ())
+            return
+        found = self._find(inputs, keys, stop)
+        used = {f: state for f, state in found.states.items() if len(state[0]) == len(keys)}
+        self._count(used, found.seconds)
+        level, carry = next(((f, self._as_carry(f, state)) for f, (_, state) in used.items()), (0, None))
+        runner.begin_elsewhere(level, carry, self.observer(inputs, keys, level, stop))
+
+    def is_called_otherwise(self, called: Mapping[str, Any]) -> bool:
+        """Whether the model is not called as the loss calls it: predictions without labels compute no loss.
+
+        Keys do not cover what the loss keeps back.
+        """
+        runner = self._stack.runner
+        kept_back = runner.called.kept_back - NOT_IN_KEYS
+        added = runner.called.added.keys() - NOT_OF_STATES
+        return any(called.get(name) is not None for name in kept_back) or any(name not in called for name in added)
+
+    def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
+        """Wait for the model to be called on these inputs."""
+        begin = partial(self._stack.runner.begin_elsewhere, start, carry, observer)
+        self._awaited = KeyedInputs(inputs), begin
+        self._before_calls(self.begin_call)
+
+    def _before_calls(self, react: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
+        """Have the model's next calls in a pass announced, and no others any more.
+
+        Registered anew for each pass, so that it runs after the user's hooks, which may change the inputs.
+        """
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module is self._stack.model and self._stack.runner.is_running:  # not of a copy of the model
+                react(args, kwargs)
+
+        self._remove_hook()
+        self._hook = self._stack.model.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let a call of the model begin where its inputs' states were found, if it gets the inputs looked up.
+
+        Whoever calls the model's forward in a pass without its hooks calls this before.
+        """
+        awaited, runner = self._awaited, self._stack.runner
+        if awaited is None or not runner.is_running:
+            return
+        self._awaited = None
+        called = named_inputs(self._stack.model, args, kwargs)
+        if self.is_called_otherwise(called):
+            return
+        inputs, begin = awaited
+        if not inputs.are(called, self._ignored, runner.called.added):
+            self.met_other_inputs = True
+            return
+        begin()
+
+    # ------------------------------------------------------------------------------------ writing
+    def observer(self, batch: Batch, keys: Sequence[RowKey], start: int, stop: int) -> Observer | None:
+        """Return the observer that stores a state, if the frozen layers end in a pass over [start, stop)."""
+        if not self._reading.generations or not self._writes or self._writing.failure is not None:
+            return None
+        end = self._reading.generations[0].num_frozen
+        if not start < end <= stop:
+            return None
+        slot = self._slots[end]
+        position = start
+        state: torch.Tensor | None = None  # the last layer may not be the one whose output is read
+
+        def observer(unit: Unit, output: Any) -> None:
+            nonlocal position, state
+            position += 1
+            if unit.stack == slot.stack:
+                state = tensors_of(output)[slot.position]
+            if position == end and state is not None:
+                self._put(keys, state, batch)
+
+        return observer
+
+    def _put(self, keys: Sequence[RowKey], state: torch.Tensor, batch: Batch) -> None:
+        if self._is_refused(keys):
+            return
+        counts = self.counts  # they may be others when the states have been written
+
+        def done(stored: int, present: int) -> None:
+            counts.stored += stored
+            counts.present += present
+
+        has_mask = padded_length(batch, self._ignored) is not None
+        dtype = self._storage_dtype or state.dtype
+        if not self._writing.put(self._reading.generations[0].name, keys, state, dtype, has_mask, done):
+            counts.dropped += len(keys)
+
+    def _is_refused(self, keys: Sequence[RowKey]) -> bool:
+        """Whether a batch is neither stored nor looked up: its samples are padded on the left."""
+        return not self._padded_left and any(key.span.start for key in keys)
+
+    def stop_writing(self, error: OSError) -> None:
+        """Stop writing after an error. Stored states are still read; the others are recomputed from now on."""
+        self._writing.failure = error
+
+    def resume_writing(self) -> None:
+        """Write again, because there may be space again."""
+        self._writing.failure = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether writing stopped because of missing space, and for no other reason."""
+        return self._writing.failure is not None and self._writing.failure.errno in FULL
+
+    @property
+    def why_full(self) -> str | None:
+        """The reason why writing stopped, in words."""
+        error = self._writing.failure
+        return error.strerror if isinstance(error, StoreFull) else str(error) if error is not None else None
+
+    def flush(self) -> None:
+        """Wait until everything that was put has been written."""
+        self._writing.flush()
+
+    def close(self) -> None:
+        self._remove_hook()
+        self._writing.close()
+        self._reading.close()
+
+    @contextmanager
+    def counting_apart(self) -> Iterator[None]:
+        """Context manager: count for an evaluation inside it, separately from the counts of the training."""
+        counts, self.counts = self.counts, CacheCounts()
+        met_other_inputs = self.met_other_inputs
+        try:
+            yield
+        finally:
+            self.evaluated, self.counts = self.counts, counts
+            self.met_other_inputs, self._awaited = met_other_inputs, None
+
+    def take_counts(self) -> CacheCounts:
+        """Return the counts since the last call, and reset them."""
+        counts, self.counts = self.counts, CacheCounts()
+        return counts
+
+
+def _of_whole_samples(found: States, sequences: int) -> States:
+    """Of the rows that were found, keep those of samples all of whose sequences were found behind as many units.
+
+    A sample's rows follow one another.
+    """
+    if sequences == 1:
+        return found
+    kept = {}
+    for num_frozen, (rows, states) in found.items():
+        counts = Counter(row // sequences for row in rows)
+        places = [place for place, row in enumerate(rows) if counts[row // sequences] == sequences]
+        if places:
+            kept[num_frozen] = [rows[place] for place in places], joined([(states, place) for place in places])
+    return kept

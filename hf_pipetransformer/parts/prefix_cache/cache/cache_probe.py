@@ -1,0 +1,426 @@
+"""Finds out whether the output of frozen layers may be cached for each sample and reused in other batches.
+
+It may only if a sample's real tokens have the same hidden state whatever other samples are in the batch and however
+far it is padded, and if nothing above the cached layers reads the padding, which is not stored. There is no list of
+model families for this: one trial on a few real samples shows it, for all boundaries between layers at once.
+
+    1  a b c d     watched: what each state is computed of. Its parameters must be frozen, its inputs are what a
+                   sample's key is made of, and a single tensor of [samples, tokens, ...] is read above it
+    2  a b c d     as in a step, with noise as padding: nothing draws, counts calls or reads the padding
+    3  d b, a b, a a sample's state is the same in other batches, with other padding, and alone
+    4  a b c d     its loss is the same from the states above: it reads no padding and nothing below
+
+`varied_samples` selects samples of different lengths. If all have the same length, every second sample is shortened,
+since later samples of the dataset may be shorter.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ....model.frozen_prefix import FreezableLayers
+from ....model.layer_range import Carry, Unit
+from ....model.layer_stack import CarrySlot, LayerStack, loss_outputs, output_tensors
+from ....model.left_as_found import left_as_found
+from ....model.micro_batch import Batch
+from ....model.nested import on_device, tensors_of
+from ....model.origins import UNKNOWN, Origins
+from ....model.placeholders import evaluation_mode, reachable_leaves
+from ....randomness import global_state_kept
+from .comparing import SAME, relative_difference, rounding_of, with_noise
+from .content_keys import MASK, NOT_IN_KEYS, TOKEN_INPUTS, row_keys, sequences_per_sample
+from .probe_batches import Collator, Rows, num_tokens, shortened, with_other_padding
+
+REPEATED = "padding, random numbers, a call counter or training mode change the hidden state of frozen layers"
+ELSEWHERE = "a sample's hidden state depends on the padded length, or on the other samples in the batch"
+ABOVE = (
+    "the loss differs when the layers' outputs come from the cache (it reads padding or lower layers' outputs, or"
+    " changes the inputs before the model receives them)"
+)
+
+LossOf = Callable[[Batch], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CacheVerdict:
+    """Whether the output of the first `num_frozen` units may be cached for each sample.
+
+    Attributes:
+        num_frozen: number of units.
+        reason: why it may not be cached; None if it may.
+        slot: the tensor to cache, if it may be cached.
+        padded_left: whether the sample had padding on the left. If not, such samples have not been checked.
+    """
+
+    num_frozen: int
+    reason: str | None
+    slot: CarrySlot | None = None
+    padded_left: bool = False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial has shown.
+
+    Attributes:
+        verdicts: for each number of frozen units, from 1 to all of them.
+        unread: names of the inputs of which no state is computed that may be cached; no key has them.
+    """
+
+    verdicts: tuple[CacheVerdict, ...]
+    unread: frozenset[str]
+
+
+def probe_boundaries(
+    stack: LayerStack,
+    freezable: FreezableLayers,
+    samples: Sequence[Any],
+    collate: Collator,
+    *,
+    ignored: Collection[str] = NOT_IN_KEYS,
+    loss_of: LossOf | None = None,
+    keeps_padding: bool = False,
+    most: int | None = None,
+) -> Trial:
+    """Try every number of frozen units on a complete model, and leave the model as it was.
+
+    It takes about four forwards of four samples, whatever the number of units, and the memory of their states. Call
+    it under the same autocast as the training. Not collective: a difference close to its tolerance may be judged
+    differently by another process.
+
+    Args:
+        stack: the units of the complete model.
+        freezable: which parameters are frozen for each number of units.
+        samples: about four samples of the dataset, of different lengths if it has them.
+        collate: the user's collator.
+        ignored: names of inputs that are not part of a sample's key (`row_keys`), whatever reads them.
+        loss_of: the loss of a batch as the Trainer computes it, if it is not the model's own.
+        keeps_padding: whether samples are stored with their padding. Then it may be read, but a sample must have the
+            same padding in each batch.
+        most: the largest number of units that will be frozen, if that is known.
+    """
+    probe = _Probe(stack, samples, collate, ignored, keeps_padding, most or stack.num_units)
+    if not stack.units:
+        probe.refuse_all("the model has no layers that can be run one at a time")
+    else:
+        with _evaluating(stack):
+            try:
+                probe.run(freezable, loss_of)
+            except _Refusal as refusal:
+                probe.refuse_all(str(refusal))
+            except Exception as error:  # models and collators may raise anything; training continues without a cache
+                what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                probe.refuse_all(f"the model or the data collator fails on a part of the sample ({what})")
+    numbers = range(1, stack.num_units + 1)
+    verdicts = (CacheVerdict(f, probe.reasons.get(f), probe.open.get(f), probe.padded_left) for f in numbers)
+    return Trial(tuple(verdicts), probe.unread)
+
+
+class _Refusal(Exception):
+    """A reason that rules out every boundary."""
+
+
+class _Probe:
+    """Runs the trial and collects its results for each boundary (the number of units below it).
+
+    Attributes:
+        open: boundaries that nothing has refused so far -> the only tensor that crosses them.
+        reasons: boundary -> why it was refused.
+        padded_left: whether some samples had padding on the left.
+        unread: as in `Trial`.
+    """
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        samples: Sequence[Any],
+        collate: Collator,
+        ignored: Collection[str],
+        keeps_padding: bool,
+        most: int,
+    ) -> None:
+        self.open: dict[int, CarrySlot] = {}
+        self.reasons: dict[int, str] = {}
+        self.padded_left = False
+        self.unread: frozenset[str] = frozenset()
+        self._stack, self._samples, self._collate = stack, samples, collate
+        self._ignored, self._keeps_padding, self._most = ignored, keeps_padding, most
+        self._device = next(stack.model.parameters()).device
+        self._shortens = False
+        self._keys: dict[int, bytes] = {}  # sample -> key
+        self._states: dict[int, list[torch.Tensor]] = {}  # boundary -> state of each sample, real tokens only
+
+    def refuse(self, boundary: int, reason: str) -> None:
+        self.open.pop(boundary, None)
+        self.reasons.setdefault(boundary, reason)
+
+    def refuse_all(self, reason: str) -> None:
+        for boundary in range(1, self._stack.num_units + 1):
+            self.refuse(boundary, reason)
+
+    def run(self, freezable: FreezableLayers, loss_of: LossOf | None) -> None:
+        """Run the trial; each part skips the boundaries that an earlier one has refused."""
+        self._watch(freezable)  # 1
+        everyone = range(len(self._samples))
+        sample = self._rows(everyone)
+        if sample.mask is not None and bool(sample.mask.all()):
+            self._shortens = True
+            self._keys.clear()
+            sample = self._rows(everyone)
+        self.padded_left = any(bool(span.start) for span in sample.spans)
+        with left_as_found(self._stack.model):  # one context for both forwards, so that a counter of calls shows up
+            output, carry = self._forward(sample.batch, self._crossing(partial(self._record, sample)))
+            with_noise = self._repeat(sample)  # 2
+        order = sorted(everyone, key=lambda i: num_tokens(sample.spans[i * sample.sequences]))
+        for group in dict.fromkeys(((*order[-1:], *order[1:2]), tuple(order[:2]), tuple(order[:1]))):  # 3
+            if group and self.open:
+                with left_as_found(self._stack.model):
+                    self._compare_in(self._rows(group))
+        if self.open:
+            self._check_above(sample, output, (carry, with_noise), loss_of)  # 4
+
+    # ------------------------------------------------------------------------------------ the parts of the trial
+    def _watch(self, freezable: FreezableLayers) -> None:
+        """Part 1: what crosses each boundary, and what it is computed of."""
+        table, rows = self._stack.table, self._unkeyed([0])
+        read: dict[int, frozenset[str]] = {}
+        decided: dict[int, frozenset[str]] = {}  # inputs whose values the code has looked at
+        seen: Origins | None = None
+        for _ in range(2):  # what was first seen in one pass, and is the same object in the next, is a constant
+            origins = Origins(self._stack.model, rows, {name: table[name] for name in table.names})
+            if seen is not None:
+                origins.take_constants(seen)
+            done = itertools.count(1)
+
+            def note(unit: Unit, output: Any, origins: Origins = origins, done: Iterator[int] = done) -> None:
+                boundary = next(done)
+                decided[boundary] = frozenset(origins.decided)
+                read[boundary] = frozenset(origins.union(tensors_of(output)) | origins.decided)
+
+            with left_as_found(self._stack.model), origins:
+                _, carry = self._forward(rows, note)
+            if not any(UNKNOWN in names for names in read.values()):
+                break
+            seen = origins
+        boundaries = [*self._stack.boundaries[1:], self._read_by_the_head(rows, carry)]
+        for boundary, slots in enumerate(boundaries, start=1):
+            names, crossing = read[boundary], [slot for slot in slots if slot.is_used]
+            moving = sorted(names & (freezable.trainable - freezable.frozen(boundary)))
+            if len(crossing) != 1:
+                self.refuse(
+                    boundary, f"{len(crossing)} tensors are read above the frozen layers, but only one can be cached"
+                )
+            elif not self._stack.runner.floating_outputs(crossing[0].stack)[crossing[0].position]:
+                self.refuse(boundary, "an integer tensor is read above the frozen layers")
+            elif moving:
+                self.refuse(boundary, f"the hidden state depends on {moving[0]!r}, which is not frozen with it")
+            elif names & set(self._ignored):
+                self.refuse(boundary, "labels or a decoder's inputs change the hidden state")
+            elif UNKNOWN in names:
+                self.refuse(boundary, "the hidden state is computed with values that do not come from PyTorch")
+            else:
+                self.open[boundary] = crossing[0]
+        self.open = {boundary: slot for boundary, slot in self.open.items() if boundary <= self._most}
+        used = frozenset[str]().union(*(read[boundary] for boundary in self.open))
+        if any(decided[boundary] - {MASK} for boundary in self.open):
+            used |= rows.keys()  # with other values, another branch of the code may read more
+        tells_padding = {MASK} if used & TOKEN_INPUTS else set()
+        self.unread = frozenset(rows) - used - tells_padding
+        self._keeps_padding |= MASK in self.unread
+
+    def _read_by_the_head(self, rows: Batch, carry: Carry) -> list[CarrySlot]:
+        """The tensors that cross the boundary above all units, which `LayerStack.boundaries` does not include."""
+        leaves = {
+            stack: tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
+            for stack, tensors in carry.items()
+        }
+        with torch.enable_grad():
+            output = self._above(leaves, rows, self._call)
+            reached = {id(leaf) for leaf in reachable_leaves(loss_outputs(output_tensors(output)))}
+        return [
+            CarrySlot(stack, position, id(leaf) in reached or not leaf.requires_grad, id(leaf) in reached)
+            for stack, tensors in leaves.items()
+            for position, leaf in enumerate(tensors)
+        ]
+
+    def _record(self, sample: Rows, boundary: int, state: torch.Tensor) -> None:
+        """Record the states that all others are compared with."""
+        if sample.fits(state):  # cloned, because a layer may write into its input
+            self._states[boundary] = [state[row, span].clone() for row, span in enumerate(sample.spans)]
+        else:
+            tokens = "some" if sample.mask is None else sample.mask.shape[1]
+            expected = f"[{len(sample.indices)} samples, {tokens} tokens, ...]"
+            self.refuse(boundary, f"the hidden state has shape {list(state.shape)}, not {expected}")
+
+    def _repeat(self, sample: Rows) -> Carry:
+        """Part 2: repeat the batch as in a step, the model in training mode, all layers frozen in eval mode.
+
+        The padding has other token ids, and noise and zeros after each unit. A single unit that reads it rules out all
+        boundaries: below it, states would be wrong in other batches; above it, the padding is missing, because it is
+        not stored.
+        """
+        runner, mask, num_frozen = self._stack.runner, sample.mask, self._stack.runner.num_frozen
+        generator = torch.Generator(self._device).manual_seed(0)  # so that all processes reach the same verdict
+        errors = [0.0]
+
+        def disturb(boundary: int, state: torch.Tensor) -> None:
+            errors.append(self._error(boundary, state, sample))
+            if mask is not None and not mask.all() and sample.fits(state):
+                state.copy_(with_noise(state, mask, generator))  # in place, because the next unit reads this tensor
+
+        runner.freeze(self._stack.num_units)
+        self._stack.model.train()
+        try:
+            _, carry = self._forward(with_other_padding(sample), self._crossing(disturb))
+        finally:
+            self._stack.model.eval()
+            runner.freeze(num_frozen)
+        self._judge_all(max(errors), REPEATED)
+        return carry
+
+    def _compare_in(self, rows: Rows) -> None:
+        """Part 3: some of the samples in a batch of their own."""
+
+        def judge(boundary: int, state: torch.Tensor) -> None:
+            error = self._error(boundary, state, rows)
+            if error > rounding_of(state):
+                self.refuse(boundary, f"{ELSEWHERE} ({error:.0e})")
+
+        self._forward(rows.batch, self._crossing(judge))
+
+    def _check_above(self, sample: Rows, expected: Any, carries: Sequence[Carry], loss_of: LossOf | None) -> None:
+        """Part 4: what is computed of the last layer's output, also of one with noise as padding."""
+        outputs = expected, self._above(carries[-1], sample.batch, self._call)
+        pairs = zip(*(_results(output, sample.mask, loss_of is None) for output in outputs), strict=True)
+        errors = [relative_difference([actual], [result]) for result, actual in pairs]
+        if loss_of is not None:
+            with left_as_found(self._stack.model), self._stack.runner.to_the_end(0, None, may_repeat=True):
+                whole = loss_of(dict(sample.batch))
+            errors += [relative_difference([self._above(c, sample.batch, loss_of)], [whole]) for c in carries]
+        self._judge_all(max(errors, default=0.0), ABOVE)
+
+    # ------------------------------------------------------------------------------------ running and judging
+    def _unkeyed(self, indices: Sequence[int]) -> Batch:
+        # copied, because some collators remove the labels from the samples
+        return on_device(dict(self._collate([copy.copy(self._samples[i]) for i in indices])), self._device)
+
+    def _rows(self, indices: Sequence[int]) -> Rows:
+        """Collate some of the samples. A collator may make several rows of each, in blocks (`micro_batch`).
+
+        Raises:
+            _Refusal: they have no keys, or their keys differ from those in another batch.
+        """
+        batch = self._unkeyed(indices)
+        if self._shortens:
+            pad_id = getattr(getattr(self._stack.model, "config", None), "pad_token_id", None)
+            batch = shortened(batch, [row for row, i in enumerate(indices) if i % 2], max(pad_id or 0, 0))
+        not_in_keys = {*self._ignored, *self.unread}
+        keys = row_keys(batch, not_in_keys, self._keeps_padding)
+        if keys is None:
+            raise _Refusal(
+                "the attention mask is not [samples, tokens] of 0 and 1 with padding only at the ends, or there are"
+                " inputs other than tensors and plain values"
+            )
+        if len(keys) % len(indices):
+            raise _Refusal(f"the data collator makes {len(keys)} rows of {len(indices)} samples")
+        count = sequences_per_sample(batch)
+        if count > 1:
+            indices = [i * count + number for i in indices for number in range(count)]
+        else:
+            blocks = range(len(keys) // len(indices))
+            indices = [block * len(self._samples) + i for block in blocks for i in indices]
+        if any(self._keys.setdefault(i, key.digest) != key.digest for i, key in zip(indices, keys, strict=True)):
+            raise _Refusal(
+                "a sample has different inputs in another batch, so its cached state would not be found again"
+                " (possible reasons: random masking or augmentation, padding without an attention mask, images beside"
+                " text)"
+            )
+        return Rows(batch, tuple(indices), [key.span for key in keys], count, self._keeps_padding)
+
+    def _crossing(self, visit: Callable[[int, torch.Tensor], None]) -> Callable[[Unit, Any], None]:
+        """Call `visit` with each open boundary and the tensor that crosses it."""
+        num_done = itertools.count(1)
+
+        def observer(unit: Unit, output: Any) -> None:
+            boundary = next(num_done)
+            slot = self.open.get(boundary)
+            if slot is not None and slot.stack == unit.stack:
+                visit(boundary, tensors_of(output)[slot.position])
+
+        return observer
+
+    def _forward(self, batch: Batch, observer: Callable[[Unit, Any], None]) -> tuple[Any, Carry]:
+        """Run the whole model. Returns its output, and the last output of each stack's units.
+
+        Within `left_as_found`: BigBird permanently turns its sparse attention off when it meets a short batch.
+        """
+        carry: Carry = {}
+
+        def observe(unit: Unit, output: Any) -> None:
+            carry[unit.stack] = tensors_of(output)
+            observer(unit, output)
+
+        output = self._stack.runner.trace(batch, observe)
+        if self._stack.runner.units != self._stack.units:
+            raise _Refusal("which layers run depends on the input")
+        return output, carry
+
+    def _call(self, batch: Batch) -> Any:
+        return self._stack.model(**self._stack.runner.arguments(batch))
+
+    def _above(self, carry: Carry, batch: Batch, call: Callable[[Batch], Any]) -> Any:
+        """Return the result of `call` while the units return the outputs in `carry` instead of running."""
+        runner = self._stack.runner
+        with left_as_found(self._stack.model), runner.to_the_end(self._stack.num_units, carry, may_repeat=True):
+            return call(dict(batch))
+
+    def _error(self, boundary: int, state: torch.Tensor, rows: Rows) -> float:
+        """Difference of the real tokens' states from the recorded ones, relative to the largest value."""
+        if not rows.fits(state):
+            return math.inf
+        expected = [self._states[boundary][i] for i in rows.indices]
+        return relative_difference([state[row, span] for row, span in enumerate(rows.spans)], expected)
+
+    def _judge_all(self, error: float, reason: str) -> None:
+        if error > SAME:
+            self.refuse_all(f"{reason} ({error:.0e})")
+
+
+def _results(output: Any, mask: torch.Tensor | None, with_loss: bool) -> list[torch.Tensor]:
+    """The outputs that a loss reads, at real tokens, and the model's own loss if requested or if there is no other."""
+    tensors = output_tensors(output)
+    loss = tensors.pop("loss", None)
+    of_tokens = [
+        tensor[mask] if mask is not None and tensor.shape[:2] == mask.shape else tensor
+        for tensor in loss_outputs(tensors)
+    ]
+    return [loss, *of_tokens] if loss is not None and (with_loss or not of_tokens) else of_tokens
+
+
+# ------------------------------------------------------------------------------------ restoring the model
+@contextmanager
+def _evaluating(stack: LayerStack) -> Iterator[None]:
+    """Context manager that installs the runner, sets evaluation mode and disables gradients; all is restored on exit.
+
+    The user's own code before the layers stays in training mode, because it is trained beside frozen layers. The state
+    of the random number generators is restored, too.
+    """
+    runner, model = stack.runner, stack.model
+    was_installed, units = runner.installed, runner.units
+    runner.install()
+    try:
+        with evaluation_mode(model), runner.training_before_units(), torch.no_grad(), global_state_kept():
+            yield
+    finally:
+        runner.units = units
+        if not was_installed:
+            runner.remove()

@@ -1,0 +1,474 @@
+"""Content keys: a hash of each sample's model inputs, under which its activations are cached.
+
+    input_ids       7 8 9 0 0    attention_mask  1 1 1 0 0    labels  1        -> 16 bytes of  7 8 9, 1 1 1
+    input_ids       7 8 9        attention_mask  1 1 1        labels  0        -> the same key
+    input_ids       7 8 6 0 0    attention_mask  1 1 1 0 0    labels  1        -> another key
+
+A key is computed from the contents, not from an index. A shuffled, streamed or augmented dataset therefore needs no
+special treatment, and a sample whose inputs have changed is a miss. The hash is xxh3: different inputs share one by
+chance only (128 bits), but it is no protection against data that somebody has crafted to collide. Whoever may write to
+a shared folder is trusted likewise: entries are checked for damage, not for forgery. What is left out of a key must
+not affect the frozen layers: the padding, which no model should read, and the labels. `cache_probe` checks both on
+the model.
+
+A key does not cover changes to the inputs on their way to the model: `KeyedInputs` checks whether the model is called
+on the same inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import nn
+
+from ....model.micro_batch import batch_rows
+from ....model.origins import NOT_OF_STATES
+
+KEYS_NAME = "activation_cache_keys"
+"""Name of a batch's keys in the batch: an int64 tensor [B, 4] that can be split, pinned and moved like any other.
+
+Besides the hash (two numbers), it holds the positions of the sample's own tokens, because reading an attention mask on
+a GPU would wait for all operations that were queued there.
+"""
+
+_WHOLE_ROW, _NO_KEY = -1, -2  # special values in place of a span
+_PLAIN = (bool, int, float, str, type(None))
+
+MASK = "attention_mask"
+IGNORED_LABEL = -100
+"""The label that cross entropy ignores."""
+
+NOT_IN_KEYS: frozenset[str] = frozenset(
+    {"labels", "label", "label_ids", "decoder_input_ids", "decoder_attention_mask"}
+)
+"""Inputs that only the loss, or the decoder of an encoder-decoder model, reads."""
+
+TOKEN_INPUTS: frozenset[str] = frozenset(
+    {"attention_mask", "bbox", "input_ids", "inputs_embeds", "position_ids", "token_type_ids"}
+)
+"""Inputs that have one entry per token in every model, so that their padding can be removed.
+
+For any other tensor that is as long as the attention mask this is unknown: it may have five features beside five
+tokens. If it were truncated, two samples that differ only in their features could get the same key.
+"""
+
+ROUNDING = 2.0**-7
+"""Bound on the change when an input is converted to bf16, relative to the largest value, with some margin."""
+
+
+class RowKey(NamedTuple):
+    """The key under which a sample's state is stored."""
+
+    digest: bytes
+    """16 bytes (`row_keys`)."""
+    span: slice
+    """Positions of the sample's own tokens (`spans_of`)."""
+
+
+def sequences_per_sample(batch: Mapping[str, Any]) -> int:
+    """Number of sequences of each sample: C if mask and tokens are [B, C, T] (choices of an answer), otherwise 1."""
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 3:
+        return 1
+    tokens = [batch[name] for name in TOKEN_INPUTS - {"attention_mask"} if isinstance(batch.get(name), torch.Tensor)]
+    return int(mask.shape[1]) if any(value.shape[:3] == mask.shape for value in tokens) else 1
+
+
+def by_sequences(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch with a row for each sequence, as layers see it: inputs [B, C, T] as [B * C, T].
+
+    Inputs of a sample that have no entry per token are repeated for each of its sequences.
+    """
+    if (count := sequences_per_sample(batch)) == 1:
+        return batch
+    mask = batch["attention_mask"]
+
+    def rows_of(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != mask.shape[:1]:
+            return value
+        if name in TOKEN_INPUTS and value.shape[:3] == mask.shape:
+            return value.flatten(0, 1)
+        return value.repeat_interleave(count, 0)
+
+    return {name: rows_of(name, value) for name, value in batch.items()}
+
+
+def spans_of(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> list[slice] | None:
+    """Positions of each sample's own tokens, first to last + 1; without an attention mask all positions.
+
+    Args:
+        batch: the model's inputs. A mask must be [B, T] or [B, C, T] (`by_sequences`) of zeros and ones, with padding
+            on either side.
+        ignored: names of inputs that are not part of a key. If the mask is one of them, there is none.
+
+    Returns:
+        B (or B * C) slices, or None if samples and padding cannot be told apart: a mask of another shape (4-D, packed)
+        or with other values, a sample with gaps or without tokens; without a mask, tensors with different batch sizes.
+    """
+    mask = batch.get(MASK) if MASK not in ignored else None
+    if mask is None:
+        batch = {name: value for name, value in batch.items() if name not in ignored}
+        rows = {value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 0}
+        return [slice(None)] * batch_rows(batch) if len(rows) == 1 else None
+    if sequences_per_sample(batch) > 1:
+        mask = mask.flatten(0, 1)
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] == 0:
+        return None
+    valid = mask.bool()
+    if not torch.equal(valid.to(mask.dtype), mask):
+        return None
+    ones = valid.int()
+    counts = ones.sum(1)
+    starts = ones.argmax(1)  # the first of them
+    stops = ones.shape[1] - ones.flip(1).argmax(1)
+    if not torch.equal(stops - starts, counts):  # also true for a sample without tokens
+        return None
+    return [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+
+
+def padded_length(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> int | None:
+    """Padded length of a batch that has keys; None if there is no attention mask, or it is ignored."""
+    mask = batch.get(MASK) if MASK not in ignored else None
+    return None if mask is None else int(mask.shape[-1])
+
+
+def row_keys(
+    batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEYS, keeps_padding: bool = False
+) -> list[RowKey] | None:
+    """16 bytes for each sample: a hash of names, dtypes, shapes and values of the inputs that the sample depends on.
+
+    1. `TOKEN_INPUTS` count without padding, if what is removed repeats one value; otherwise they count unchanged.
+    2. A sample also has its own entry in a tensor [B] or in integers [B, T], and its own part of the only other
+       input, if there is just one. The latter two bind the key to the padded length.
+    3. Any other tensor counts as a whole for each sample, and so do plain values: of two images beside two texts, both
+       may belong to the first.
+
+    Args:
+        batch: the model's inputs.
+        ignored: names of inputs that are not part of the key.
+        keeps_padding: whether the padding counts as well, since the loss reads what layers make of it.
+
+    Returns:
+        One key per sample (per sequence, `by_sequences`), or None for a batch without keys: `spans_of` it is None, or
+        an input is neither a tensor nor None, a bool, a number or a string.
+    """
+    spans = spans_of(batch, ignored)
+    if spans is None:
+        return None
+    rows = len(spans)
+    if keeps_padding:
+        spans = [slice(None)] * rows
+    batch = by_sequences(batch)
+    inputs = {name: batch[name] for name in sorted(batch) if name not in ignored and name != KEYS_NAME}
+    if not all(isinstance(value, (torch.Tensor, *_PLAIN)) for value in inputs.values()):
+        return None
+    tensors = {name: value.to_dense() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    plain = {name: value for name, value in inputs.items() if name not in tensors}
+    length = next((t.shape[1] for name, t in tensors.items() if name in TOKEN_INPUTS and t.dim() > 1), 0)
+    large = [name for name, tensor in tensors.items() if tensor.dim() > 1 and name != MASK]
+
+    def belongs_to_rows(name: str, tensor: torch.Tensor) -> bool:
+        is_of_tokens = tensor.shape == (rows, length) and not tensor.is_floating_point()
+        return tensor.shape[:1] == (rows,) and (tensor.dim() == 1 or is_of_tokens or large == [name])
+
+    by_token = {n: t for n, t in tensors.items() if n in TOKEN_INPUTS and t.shape[:2] == (rows, length)}
+    by_row = {n: t for n, t in tensors.items() if n not in by_token and belongs_to_rows(n, t)}
+    whole = {n: t for n, t in tensors.items() if n not in by_token and n not in by_row}
+    return keys_of_parts(spans, by_token, by_row, whole, plain)
+
+
+def keys_of_parts(
+    spans: Sequence[slice],
+    by_token: Mapping[str, torch.Tensor],
+    by_row: Mapping[str, torch.Tensor],
+    whole: Mapping[str, torch.Tensor],
+    plain: Any,
+) -> list[RowKey]:
+    """A key for each row, of the values that belong to it.
+
+    Args:
+        spans: positions of each row's own tokens.
+        by_token: tensors `[rows, tokens, ...]`. Their padding counts if it is not the same everywhere.
+        by_row: tensors `[rows, ...]`.
+        whole: tensors that count for each row.
+        plain: what else does.
+    """
+    rows, length = len(spans), next((tensor.shape[1] for tensor in by_token.values()), 0)
+    described = [
+        [(name, tensor.dtype, tensor.shape[dim:]) for name, tensor in group.items()]
+        for group, dim in ((by_token, 2), (by_row, 1), (whole, 0))
+    ]
+    shared = xxhash.xxh3_128(repr((plain, described)).encode())
+    for tensor in whole.values():
+        shared.update(bytes_of(tensor))
+    of_tokens = [_Parts(tensor, rows * length) for tensor in by_token.values()]
+    of_rows = [_Parts(tensor, rows) for tensor in by_row.values()]
+    keys = []
+    for row, span in enumerate(spans):
+        first = row * length
+        start, stop, _ = span.indices(length)
+        if not all(parts.repeat_outside(first, first + start, first + stop, first + length) for parts in of_tokens):
+            start, stop = 0, length
+        # the other tensors may refer to a token by its position in the padded sample
+        offset = start if by_row or whole else 0
+        key = shared.copy()
+        key.update(b"%d,%d;" % (stop - start, offset))
+        for parts in of_tokens:
+            key.update(parts.between(first + start, first + stop))
+        for parts in of_rows:
+            key.update(parts.between(row, row + 1))
+        keys.append(RowKey(key.digest(), span))
+    return keys
+
+
+class KeyingCollator:
+    """Calls the user's collator and adds the keys of the batch that it returns.
+
+    It can be pickled for a loader's workers if `inner` can.
+
+    Args:
+        inner: the user's collator.
+        ignored: names of inputs that are not part of a key.
+        keeps_padding: as for `row_keys`.
+    """
+
+    def __init__(
+        self,
+        inner: Callable[[list[Any]], Any],
+        ignored: Collection[str] = NOT_IN_KEYS,
+        keeps_padding: bool = False,
+    ) -> None:
+        self.inner = inner
+        self.ignored = ignored
+        self.keeps_padding = keeps_padding
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return the user's batch, with its keys if it is a mapping for which keys can be computed.
+
+        Raises:
+            ValueError: the user's batch has an input with the reserved name.
+        """
+        batch = self.inner(samples)
+        if not isinstance(batch, Mapping):
+            return batch
+        if KEYS_NAME in batch:
+            raise ValueError(
+                f"The data collator returns an input named {KEYS_NAME!r}, which is reserved for the activation cache."
+                " Rename this input."
+            )
+        keys = row_keys(batch, self.ignored, self.keeps_padding)
+        if keys is None:
+            return batch
+        tensor = _as_tensor(keys)
+        if (count := sequences_per_sample(batch)) > 1:
+            tensor = tensor.view(-1, count, tensor.shape[1])  # cut along the samples, as the inputs are
+        if not isinstance(batch, MutableMapping):
+            return {**batch, KEYS_NAME: tensor}
+        keyed = copy.copy(batch)  # a dataset of complete batches returns the same object in each epoch
+        keyed[KEYS_NAME] = tensor
+        return keyed
+
+
+def pop_keys(batch: MutableMapping[str, Any]) -> list[RowKey] | None:
+    """Remove the keys from a batch, since the model does not accept them; None if there are none."""
+    keys = batch.pop(KEYS_NAME, None)
+    return None if keys is None else _as_row_keys(keys)
+
+
+def _as_row_keys(keys: torch.Tensor) -> list[RowKey] | None:
+    keys = keys.cpu().reshape(-1, keys.shape[-1])
+    digests, spans = keys[:, :2].numpy().tobytes(), keys[:, 2:].tolist()
+    if spans and spans[0][0] == _NO_KEY:
+        return None
+    return [
+        RowKey(digests[16 * row : 16 * row + 16], slice(None) if start == _WHOLE_ROW else slice(start, stop))
+        for row, (start, stop) in enumerate(spans)
+    ]
+
+
+NO_KEYS = torch.full((1, 4), _NO_KEY, dtype=torch.int64)
+"""In place of a batch's keys: the cache is not used for this batch, not even by the inputs of the model's calls."""
+
+
+def without_keys(keys: torch.Tensor) -> torch.Tensor:
+    """A replacement for a batch's keys that marks it as having none, with the same shape on all stages."""
+    return torch.full_like(keys, _NO_KEY)
+
+
+def _as_tensor(keys: list[RowKey]) -> torch.Tensor:
+    digests = torch.frombuffer(bytearray(b"".join(key.digest for key in keys)), dtype=torch.int64).view(len(keys), 2)
+    spans = [(_WHOLE_ROW, _WHOLE_ROW) if k.span.start is None else (k.span.start, k.span.stop) for k in keys]
+    return torch.cat([digests, torch.tensor(spans, dtype=torch.int64)], dim=1)
+
+
+class KeyedInputs:
+    """A batch's inputs at this moment, to be compared with those that the model is called on.
+
+    It detects a mixup that replaces the inputs as well as one that writes into them, at any time. Comparing costs a
+    check of each tensor's identity and version; values are compared only if the tensor object differs.
+
+    Args:
+        batch: the model's inputs.
+    """
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        self._inputs = {name: (value, version_of(value)) for name, value in batch.items() if name != KEYS_NAME}
+
+    @property
+    def padded_length(self) -> int | None:
+        return padded_length({name: value for name, (value, _) in self._inputs.items()})
+
+    def are(self, inputs: Mapping[str, Any], ignored: Collection[str], added: Mapping[str, Any] | None = None) -> bool:
+        """Whether a model that is called on these inputs computes the same states.
+
+        Args:
+            inputs: the model's arguments.
+            ignored: names of inputs that no frozen layer reads.
+            added: settings that the loss adds to every batch, by name (`added_settings`).
+        """
+        unread = {*ignored, *NOT_OF_STATES}
+        are_here = all(
+            name in inputs and _is_same(value, version, inputs[name])
+            for name, (value, version) in self._inputs.items()
+            if name not in unread
+        )
+        return are_here and all(
+            name in self._inputs or name in unread or value is None or _is_setting(added or {}, name, value)
+            for name, value in inputs.items()
+        )
+
+    def are_exchanged(self, inputs: Mapping[str, Any], ignored: Collection[str]) -> bool:
+        """Whether the model is called on different inputs, beyond what rounding to another data type explains.
+
+        An input that is only missing, or only added, may be the model's default, or the loss's own.
+        """
+        mine = self._inputs.keys() - {*ignored, *NOT_OF_STATES}
+        known = {id(value) for value, _ in self._inputs.values()}
+        added = [
+            name
+            for name in inputs.keys() - {*self._inputs, *ignored, *NOT_OF_STATES}
+            if isinstance(inputs[name], torch.Tensor) and id(inputs[name]) not in known
+        ]
+        return bool(added and mine - inputs.keys()) or any(
+            not _is_same(*self._inputs[name], inputs[name], ROUNDING) for name in mine & inputs.keys()
+        )
+
+
+@dataclass(frozen=True)
+class BatchKeys:
+    """The keys of a batch, removed from it, so that a user's methods get the batch as their collator returned it.
+
+    Attributes:
+        tensor: the keys.
+        inputs: the inputs from which the keys were computed.
+    """
+
+    tensor: torch.Tensor
+    inputs: KeyedInputs
+
+    @property
+    def rows(self) -> list[RowKey] | None:
+        """One key per sample; None if they are blank."""
+        return _as_row_keys(self.tensor)
+
+    @property
+    def padded_length(self) -> int | None:
+        """Padded length of the inputs from which the keys were computed; None if there is no attention mask."""
+        return self.inputs.padded_length
+
+    @classmethod
+    def taken_out_of(cls, batch: Any) -> tuple[Any, BatchKeys | None]:
+        """Return the batch without its keys, and the keys; None if it has none."""
+        if not isinstance(batch, Mapping) or KEYS_NAME not in batch:
+            return batch, None
+        tensor = batch[KEYS_NAME]
+        if isinstance(batch, MutableMapping):
+            del batch[KEYS_NAME]
+        else:
+            batch = {name: value for name, value in batch.items() if name != KEYS_NAME}
+        return batch, cls(tensor, KeyedInputs(batch))
+
+    def blank(self) -> BatchKeys:
+        """The same with `without_keys`, for use where the keys must have no effect."""
+        return BatchKeys(without_keys(self.tensor), self.inputs)
+
+
+def added_settings(batch: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values among a model's arguments that are not in the batch: the loss adds them to every batch.
+
+    Args:
+        batch: the batch.
+        inputs: the model's arguments in a call on this batch.
+    """
+    varying = NOT_OF_STATES - {"use_cache"}  # a call's number of items
+    return {
+        name: value
+        for name, value in inputs.items()
+        if name not in batch and name not in varying and value is not None and isinstance(value, _PLAIN)
+    }
+
+
+def _is_setting(added: Mapping[str, Any], name: str, value: Any) -> bool:
+    return name in added and type(value) is type(added[name]) and value == added[name]
+
+
+def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The inputs that a model is called on, by name."""
+    if not args:
+        return kwargs
+    names = itertools.islice(inspect.signature(type(model).forward).parameters, 1, None)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def version_of(value: Any) -> int:
+    """Number of writes into a tensor; inference-mode tensors do not count them."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+def _is_same(noted: Any, version: int, value: Any, rounding: float = 0.0) -> bool:
+    """Whether a value equals the recorded one. It waits for the device only if the tensor object differs."""
+    if version_of(noted) != version:
+        return False
+    if value is noted:
+        return True
+    if isinstance(noted, _PLAIN):
+        return type(noted) is type(value) and noted == value
+    if not isinstance(noted, torch.Tensor):
+        return rounding > 0  # a batch with keys has no such values; other arguments may be anything
+    if not isinstance(value, torch.Tensor) or value.shape != noted.shape:
+        return False
+    if not value.layout == noted.layout == torch.strided:
+        return False
+    value = value.to(noted.device)
+    if rounding and noted.numel() and noted.is_floating_point():
+        difference = (value.float() - noted.float()).abs().max()
+        return bool(difference <= rounding * noted.float().abs().max())
+    return (rounding > 0 or value.dtype == noted.dtype) and torch.equal(value.to(noted.dtype), noted)
+
+
+class _Parts:
+    """The bytes of a tensor as `count` equal parts: its samples, or its tokens."""
+
+    def __init__(self, tensor: torch.Tensor, count: int) -> None:
+        self._data = bytes_of(tensor)
+        self._size = len(self._data) // max(count, 1)
+
+    def between(self, start: int, stop: int) -> memoryview:
+        return self._data[start * self._size : stop * self._size]
+
+    def repeat_outside(self, first: int, start: int, stop: int, last: int) -> bool:
+        """Whether the parts in [first, start) and [stop, last) are all equal, as padding is."""
+        outside = bytes(self.between(first, start)) + bytes(self.between(stop, last))
+        return outside == outside[: self._size] * (start - first + last - stop)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor's values, on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

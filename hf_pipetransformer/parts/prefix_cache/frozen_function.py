@@ -1,0 +1,126 @@
+"""Detect changes in the function that frozen layers compute, to which all cached outputs belong.
+
+    generation opened   name(boundary)    digests of weights, buffers and the outputs for a few samples -> its name
+    check               what_changed()    weights, buffers, and the outputs for the same samples: are they unchanged?
+    each step           looks_same()      number of writes and one number of each tensor, settings of the modules
+
+A configuration does not show a changed activation function in a user's module, an adapter's scale, a pruning mask or a
+hook. The outputs do, if they change for these samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from ...model.nested import are_close, on_device
+from ...model.watched_weights import WatchedWeights, digest_of
+from ...pipeline.elastic_pipeline import ElasticPipeline
+from ...pipeline.prediction import outputs_of_frozen
+from .cache.comparing import SAME
+
+MOST_NUMBERS = 2**16
+"""Maximum number of values of an output, evenly spaced, that are kept for comparisons."""
+OTHER_WEIGHTS = "the frozen layers' weights or buffers have been changed"
+OTHER_OUTPUTS = (
+    "the frozen layers return different outputs for the same samples than before, although their weights are the same"
+    " (an attribute, a hook, an adapter's scale or the attention implementation has changed, or they draw random"
+    " numbers)"
+)
+
+
+class FrozenFunction:
+    """The function of a model's first units, all frozen, whose outputs are cached.
+
+    Args:
+        pipeline: the model.
+        rows: a few samples of the dataset, collated, the same on every process.
+    """
+
+    def __init__(self, pipeline: ElasticPipeline, rows: Mapping[str, Any]) -> None:
+        self._pipeline = pipeline
+        self._rows = on_device(rows, pipeline.device)
+        self._boundary = 0
+        self._digests: dict[str, str] = {}  # weight name -> digest
+        self._outputs: list[torch.Tensor] = []  # some values of each for the samples, since opening
+        self._num_looks = 0
+        self._watched: WatchedWeights | None = None  # what this process holds of it
+        self._are_settings_known = True  # False: they change without changing the outputs
+
+    def forget_weights(self) -> None:
+        """Discard the digests of weights, because the weights may have changed since they were digested."""
+        self._digests.clear()
+
+    def name(self, boundary: int) -> str:
+        """Return a digest of the function of the first `boundary` units, which are frozen from now on.
+
+        Collective over all processes.
+        """
+        self._boundary, self._num_looks = boundary, 0
+        pipeline = self._pipeline
+        stage, table = pipeline.stage, pipeline.stack.table
+        assert stage is not None
+        names = pipeline.stack.owned(0, boundary)
+        mine = {name: self._digests.get(name) or digest_of(table[name]) for name in stage.names if name in names}
+        buffers = [digest_of(buffer) for buffer in self._watch().buffers]
+        here = (mine, buffers, self._run(boundary, seed=0) or ())
+        everyone = pipeline.mesh.gather_objects(here)
+        for weights, *_ in everyone:
+            self._digests.update(weights)
+        # the stages of the first pipeline, in order; the last frozen unit is on one of them
+        of_first = [everyone[rank] for rank in pipeline.current_plan.ranks_of_pipeline(0)]
+        self._outputs = [output for *_, outputs in of_first for output in outputs]
+        of_weights = [f"{name} {self._digests[name]}" for name in sorted(names)]
+        content = [str(boundary), *of_weights, *of_first[0][1], *map(digest_of, self._outputs)]
+        return xxhash.xxh3_128_hexdigest("\n".join(content).encode())
+
+    def note(self) -> None:
+        """Record the weights and buffers on this process under the plan in force. Not collective."""
+        self._watched = self._watch()
+
+    def what_changed(self) -> str | None:
+        """Return why the cached outputs are no longer those of the frozen layers; None if they are.
+
+        Collective over all processes.
+        """
+        self._num_looks += 1
+        weights_hold = self._watched is None or self._watched.what_changed(settings=False) is None
+        self._are_settings_known &= self.looks_same() or not weights_hold
+        # with another seed each time, because frozen layers must not depend on random numbers
+        outputs = self._run(self._boundary, seed=self._num_looks)
+        outputs_hold = outputs is None or all(
+            are_close(output, noted, SAME, SAME) for output, noted in zip(outputs, self._outputs, strict=True)
+        )
+        votes = self._pipeline.mesh.gather_objects((weights_hold, outputs_hold))
+        if not all(weights for weights, _ in votes):
+            return OTHER_WEIGHTS
+        return None if all(outputs for _, outputs in votes) else OTHER_OUTPUTS
+
+    def looks_same(self) -> bool:
+        """Whether a cheap check finds no change. Not collective."""
+        return self._watched is None or self._watched.what_changed(settings=self._are_settings_known) is None
+
+    def _run(self, boundary: int, seed: int) -> list[torch.Tensor] | None:
+        running = self._pipeline.running
+        outputs = outputs_of_frozen(running.stage, running.messages, self._rows, boundary, seed)
+        some = [output.flatten()[:: 1 + output.numel() // MOST_NUMBERS] for output in outputs or ()]
+        return None if outputs is None else [numbers.cpu() for numbers in some]
+
+    def _watch(self) -> WatchedWeights:
+        """Watch frozen layers, and modules with frozen parameters of their own."""
+        pipeline, stack = self._pipeline, self._pipeline.stack
+        assert pipeline.stage is not None and pipeline.freezable is not None
+        names = pipeline.freezable.frozen(self._boundary)
+        here = [stack.table[name] for name in pipeline.stage.names if name in names]
+        frozen = {id(stack.table[name]) for name in names}
+        layers = {module for unit in stack.units[: self._boundary] for module in unit.module.modules()}
+        holders: list[nn.Module] = [
+            module
+            for module in stack.model.modules()
+            if module in layers or any(id(p) in frozen for p in module.parameters(recurse=False))
+        ]
+        return WatchedWeights(holders, here)

@@ -1,0 +1,415 @@
+"""Records of a run: lines in the log, metrics for the Trainer's loggers, and records for the report."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PrinterCallback, ProgressCallback, TrainerState
+
+from ...errors import ONE_LINE
+from ...logs import tell
+from ...model.frozen_prefix import FreezableLayers
+from ...pipeline.moves import Transformation
+from ...planning.layout import AUTO, Layout
+from ...planning.planner import Planner
+from ...planning.tables import MIB
+from ...run.job import TrainingJob
+from ...token_slices.slice_timeline import SlicePlan
+from ..freezing.policies import NeverFreeze, policy_description
+from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epochs
+from ..front.finding import DRAWS
+from ..prefix_cache.cache_control import AutoCache, EpochReport
+from .files import BEGINNINGS, SLICES, layout_of, sentence_on_frozen, slices_of
+from .recorder import RunRecorder, facts_of_run, frozen_by_user
+from .sentences import describe_frozen, describe_layout, describe_slices, many
+
+logger = logging.getLogger(__name__)
+
+MOST_SHAPES_TO_LOG = 8
+"""Maximum number of batch shapes whose slices are logged; there may be hundreds of shapes."""
+PRINTING = (PrinterCallback, ProgressCallback)
+"""Callbacks that print what is logged as a dictionary."""
+
+
+class RunLog:
+    """Says what happens in one `train()`: in the log, in the metrics, and in the record.
+
+    Args:
+        job: the training job.
+        arrive: `PipelineRun.arrive`.
+    """
+
+    def __init__(self, job: TrainingJob, arrive: Callable[[], None]) -> None:
+        self._arrive = arrive
+        self.recorder = RunRecorder(job.args)
+        self._job = job
+        self._num_shapes = 0  # number of shapes logged under the plan in force
+        self._planner: Planner | None = None
+        self._plan: Layout | None = None
+        # forward (or backward) passes of single layers over single samples: of a training with nothing frozen, and
+        # those among them that were not run
+        self._passes = self._backward_skipped = self._forward_skipped = 0
+        self._rows_before = 0  # samples of the epochs before
+        self._passes_per_sample = 1
+        self._rows_read = 0
+        self._num_changes = 0
+        self._users_frozen: dict[str, Any] | None = None  # modules
+        self._why_not_cached: str | None = None
+        self._has_warned = False
+
+    # ------------------------------------------------------------------------------------ at the start
+    def first_chosen(self, planner: Planner, is_resumed: bool) -> None:
+        """Log the choices for the first plan, unless the job is resumed, and warn of values that cannot be used.
+
+        Called before the model is placed, when only the user has frozen anything.
+        """
+        self._users_frozen = frozen_by_user(self._job.model)
+        if is_resumed:
+            return
+        first, args = planner.first, self._job.args
+        if args.pipeline_parallel_size == AUTO:
+            needed, budget = max(planner.stage_bytes(first)) / MIB, planner.memory_budget_bytes
+            why = "the memory of a device is not known, so the model counts as fitting one"
+            if budget is not None:
+                why = f"its largest stage needs about {needed:,.0f} MiB of the {budget / MIB:,.0f} MiB of a device"
+            self._say(f"pipeline_parallel_size='auto' is {first.pipeline_parallel_size}: {why}.")
+        rows, given, used = first.rows_per_pipeline, args.num_microbatches, first.num_microbatches
+        if first.pipeline_parallel_size > 1 and given not in (AUTO, used):
+            self._say(
+                f"num_microbatches={given}, but {used} are used: a pipeline's batch of {rows} samples"
+                f" (per_device_train_batch_size x {first.pipeline_parallel_size} stages) must be divided evenly, and"
+                f" schedule {first.runs_as} must be able to run the number. Set num_microbatches to a divisor of"
+                f" {rows}, or to 'auto'.",
+                logging.WARNING,
+            )
+
+    def begin(self, planner: Planner, plan: Layout) -> None:
+        """Record the first plan, after the model has been placed. Collective over all processes."""
+        self._planner = planner
+        self._say(planner.describe(plan), logging.DEBUG)
+        facts = facts_of_run(self._job.model, self._job.args)
+        self._record(BEGINNINGS[bool(self._state.global_step)], plan, facts=facts)
+
+    def say_what_freezing_costs(self, freezable: FreezableLayers | None, caches: bool) -> None:
+        """Log the cost of this training in plain epochs, if the freeze policy is known beforehand.
+
+        It is a warning if freezing saves next to nothing.
+
+        Args:
+            freezable: the model's layers that can be frozen; None if there are none.
+            caches: whether frozen layers' outputs are cached.
+        """
+        callback, args = self._job.freeze_callback, self._job.args
+        if callback is None or freezable is None or callback.freeze_strategy != "epoch" or args.max_steps > 0:
+            return
+        policy, epochs = callback.policy, math.ceil(args.num_train_epochs)
+        if policy_description(policy) is None or policy.needs_gradient_norms:
+            return
+        frozen = frozen_in_epochs(
+            policy, freezable.num_layers, freezable.max_frozen, epochs, 1, callback.max_frozen_layers
+        )
+        if not any(frozen):
+            return  # `announce` has warned of it
+        cost = plain_epochs(frozen, freezable.num_layers, caches)
+        if epochs < WORTH_FREEZING * cost and not self._job.shares_store:
+            self._say(
+                f"Freezing saves only {1 - cost / epochs:.0%} of the layers' operations in this training of {epochs}"
+                " epochs, because frozen layers are read from the cache in the epochs after the one in which they"
+                " freeze. Set freeze_policy='none', freeze earlier, or train for more epochs.",
+                logging.WARNING,
+            )
+        else:
+            self._say(
+                f"{epochs} epochs with this policy cost about {cost:.1f} plain epochs. Plain training for that long,"
+                " with a tuned learning rate, may reach a better accuracy."
+            )
+
+    def announce(self, cache: AutoCache | None, why_not_cached: str | None) -> None:
+        """Log the line about the training that begins, once the trainer knows its steps and epochs.
+
+        Args:
+            cache: the cache of frozen layers' outputs, if there is one.
+            why_not_cached: why there is none although the arguments allow one.
+        """
+        callback, plan = self._job.freeze_callback, self._plan
+        assert plan is not None
+        self._why_not_cached = why_not_cached
+        self._passes_per_sample = cache.calls_per_sample if cache is not None else 1
+        parts = [f"{type(self._job.model).__name__} in {describe_layout(plan)}"]
+        if plan.pipeline_parallel_size > 1:
+            m = plan.num_microbatches
+            samples = many(plan.rows_per_pipeline // m, "sample")
+            parts.append(f"{many(m, 'micro-batch', 'es')} of {samples}, schedule {plan.schedule}")
+        parts += ["replicas divide the optimizer state"] if plan.shards_optimizer else []
+        parts += [sentence_on_frozen(self._users_frozen)] if self._users_frozen is not None else []
+        if callback is not None:
+            parts.append(callback.describe(self._state))
+            off = f"off ({why_not_cached or self._job.why_not_cached})"
+            parts.append(f"cache: {cache.describe() if cache is not None else off}")
+        if self._job.args.token_slices == "auto":
+            parts.append("token slices are chosen by measured times, so another run may differ by rounding")
+        self._say("; ".join(parts) + ".")
+        if callback is not None and callback.freezes_nothing(self._state):
+            self._warn_of_nothing_frozen("will freeze no layer")
+
+    def show_layout(self) -> None:
+        """Log the first plan as metrics, before the first step. Collective over all processes."""
+        if self._job.freeze_callback is not None or self._job.args.uses_pipeline:
+            self._log_layout({})
+
+    # ------------------------------------------------------------------------------------ in training
+    def cached(self, plan: Layout) -> None:
+        """Log a plan in which another number of layers counts as cached, and nothing moves. Collective."""
+        numbers = self._record("cache", plan)
+        self._say(f"Step {self._state.global_step}: {describe_frozen(plan)}; nothing moves.")
+        self._log_layout(numbers)
+
+    def transformed(self, change: Transformation, freezable: FreezableLayers | None) -> None:
+        """Write a transformation to the log, the run's file and the metrics. Collective over all processes."""
+        self._num_shapes = 0
+        everyone = self._job.mesh.gather_objects((dict(change.seconds), change.bytes_moved))
+        phases = {phase: max(seconds[phase] for seconds, _ in everyone) for phase in change.seconds}
+        total = max(sum(seconds.values()) for seconds, _ in everyone)
+        moved = sum(count for _, count in everyone)
+        before, after, level = change.before, change.after, logging.INFO
+        parts = [describe_frozen(after), f"{describe_layout(before)} -> {describe_layout(after)}"]
+        if after.num_frozen_layers > before.num_frozen_layers:
+            assert freezable is not None
+            frozen = before.num_frozen_layers, after.num_frozen_layers
+            parts.insert(0, freezable.describe_freeze(*frozen, change.stopped))
+            level = logging.INFO if change.stopped else logging.WARNING
+        moves = f"{moved / MIB:.1f} MiB moved in {total:.3f} s"
+        self._say(f"Step {self._state.global_step}: {'; '.join(parts)}, {moves}.", level)
+        # a freeze alone changes what the stages do, and not how the model is split
+        self._num_changes += (before.data_parallel_size, before.stage_bounds, before.pipeline_parallel_size) != (
+            after.data_parallel_size,
+            after.stage_bounds,
+            after.pipeline_parallel_size,
+        )
+        numbers = self._record("transform", after, seconds=total, bytes_moved=moved, phases=phases)
+        self._log_layout({**numbers, "transform_seconds": total, "transform_bytes": moved})
+
+    def sliced(self, plan: SlicePlan) -> None:
+        """Log and record how a batch of a new shape is split, for the first shapes of a layout."""
+        if self._num_shapes == MOST_SHAPES_TO_LOG:
+            return
+        self._num_shapes += 1
+        self._say(describe_slices(plan), logging.DEBUG)
+        assert self._planner is not None and self._plan is not None
+        # the slices are those of the main process's replica; other replicas may split otherwise
+        slices = {"replica": self._plan.replica_of(0), **slices_of(plan)}
+        self.recorder.record_event(SLICES, self._planner, self._plan, self._state, slices=slices)
+
+    def follow_users_freezing(self) -> None:
+        """Record that the user has frozen other modules than before. Call it at the first step of each epoch.
+
+        Not with a freeze policy or several stages, where the model's own flags say something else.
+        """
+        if self._job.freeze_callback is not None or self._job.args.uses_pipeline:
+            return
+        frozen = frozen_by_user(self._job.model)
+        if frozen != self._users_frozen:
+            assert self._planner is not None and self._plan is not None
+            self._users_frozen = frozen
+            self.recorder.record_event(
+                "modules", self._planner, self._plan, self._state, frozen_modules=self._users_frozen
+            )
+
+    def tell(self, sentence: str | None) -> None:
+        """Log a sentence, if there is one."""
+        if sentence is not None:
+            self._say(sentence)
+
+    def cache_epoch(self, report: EpochReport) -> None:
+        """Log the use of the cache in the epoch that has ended."""
+        metrics, parts = self._cache_metrics(report), []
+        found = metrics["cache_hit_rate"] + metrics["cache_older_hit_rate"]
+        if found:
+            skipped, passes = metrics["cache_layers_skipped"], "the layers' forward passes"
+            passes = passes if report.skipped is None else "the forward pass"
+            parts.append(f"{found:.0%} of the samples found ({skipped:.0%} of {passes} skipped)")
+        if metrics["cache_rows_stored"]:
+            parts.append(f"{metrics['cache_rows_stored']:,.0f} samples stored")
+        used, size = ", ".join(parts) or "no samples found or stored", f"{report.nbytes / MIB:,.1f} MiB"
+        self._say(f"Epoch {self._state.epoch or 0.0:.4g}, cache: {used}; {size}.")
+        if self._job.freeze_callback is not None:
+            self._log_metrics(metrics)
+        else:  # `log` as the stock Trainer calls it: trainers that override it count their calls
+            self.recorder.record_log(metrics, self._state)
+
+    def front_epoch(self, report: EpochReport | None) -> None:
+        """Log the use of the front in the epoch that has ended, if there was any."""
+        rows, self._rows_before = self.recorder.total.rows - self._rows_before, self.recorder.total.rows
+        if report is not None:
+            assert self._plan is not None
+            self._forward_skipped += round((report.skipped or 0.0) * rows * self._plan.num_units)
+            self._rows_read += round(report.counts.found / max(report.counts.rows, 1) * rows)
+            self.cache_epoch(report)
+
+    # ------------------------------------------------------------------------------------ at the end
+    def end(self, cache: AutoCache | None, why_not_read: Mapping[str, str]) -> None:
+        """Record what is only known after the last step. Collective over all processes.
+
+        Args:
+            cache: the cache of frozen layers' outputs, if there is one.
+            why_not_read: modules that the user has frozen and that were computed in each epoch, and why.
+        """
+        self._end_layout()
+        job, frozen = self._job, self._users_frozen
+        is_whole = job.freeze_callback is None and not job.args.uses_pipeline
+        if frozen is not None and is_whole and not job.may_cache_front:
+            reason = "torch_compile=True" if job.args.torch_compile else job.why_not_cached
+            self.recorder.record_cache_off(str(reason), self._state.global_step, ", ".join(frozen["names"]))
+        for module, why in why_not_read.items():
+            if why == DRAWS and not job.args.eval_frozen_modules:
+                why += ". Set eval_frozen_modules=True to run it without dropout and to read its output"
+            self.recorder.record_cache_off(why, self._state.global_step, module)
+        off = cache.reason_off if cache is not None else None
+        off = off if off is not None else self._why_not_cached
+        if off is not None:
+            self.recorder.record_cache_off(off, self._state.global_step)
+        elif cache is not None:
+            report = cache.epoch_report()
+            if report.counts.rows:
+                self.recorder.record_log(self._cache_metrics(report), self._state)
+        self._forward_skipped += cache.layers_skipped if cache is not None else 0
+
+    def conclude(self) -> None:
+        """Log the line about the training that has ended."""
+        if self._plan is None:
+            return
+        done, callback, passes, skipped = self.recorder.total, self._job.freeze_callback, max(self._passes, 1), ""
+        if callback is not None:
+            skipped = (
+                f" Skipped {self._backward_skipped / passes:.1%} of the layers' backward passes and"
+                f" {self._forward_skipped / passes:.1%} of their forward passes; the layout changed"
+                f" {many(self._num_changes, 'time')}."
+            )
+        elif self._users_frozen is not None:
+            skipped = f" {sentence_on_frozen(self._users_frozen)}; {self._what_was_read()}."
+        longest = sorted(done.seconds.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in longest if seconds >= 0.05)
+        self._say(
+            f"Trained {many(done.steps, 'step')} in {sum(done.seconds.values()):.1f} s ({parts}).{skipped} Report:"
+            f" hf-pipetransformer report {self._job.args.output_dir or '.'}"
+        )
+        if callback is not None and not callback.num_frozen and not self._has_warned:
+            self._warn_of_nothing_frozen("has frozen no layer")
+
+    def interrupted(self, interrupt: KeyboardInterrupt, newest: Path | None, of_cache: str) -> None:
+        """Log what is left of a training that was ended by Ctrl-C.
+
+        Args:
+            interrupt: the exception.
+            newest: the checkpoint from which it can be resumed, if there is one.
+            of_cache: what becomes of the cache, as a sentence.
+        """
+        if self._job.trainer.is_world_process_zero():
+            resumed = f"Resume from {newest}" if newest is not None else "No checkpoint was saved"
+            at = f"step {self._state.global_step} of {self._state.max_steps}"
+            logger.warning("Interrupted at %s. %s.%s", at, resumed, of_cache)
+        if self._job.mesh.world_size > 1:
+            setattr(interrupt, ONE_LINE, "")  # a launcher passes the signal to all processes; one line is enough
+
+    # ------------------------------------------------------------------------------------ inside
+    @property
+    def _state(self) -> TrainerState:
+        return self._job.trainer.state
+
+    def _say(self, line: object, level: int = logging.INFO) -> None:
+        tell(logger, self._job.args, line, level)
+
+    def _what_was_read(self) -> str:
+        """Return which part of the forward passes reading the outputs of the user's frozen modules has skipped."""
+        if not self._rows_read:
+            return "no output of a frozen module was read from the cache"
+        rows = max(self.recorder.total.rows, 1)
+        return (
+            f"outputs of frozen modules were read for {self._rows_read / rows:.0%} of the samples, which skipped"
+            f" {self._forward_skipped / max(self._passes, 1):.0%} of the forward passes"
+        )
+
+    def _warn_of_nothing_frozen(self, what: str) -> None:
+        """Warn that the freeze policy freezes nothing, and name the fields that decide about it."""
+        callback = self._job.freeze_callback
+        assert callback is not None
+        known = policy_description(callback.policy)
+        self._has_warned = True
+        if isinstance(callback.policy, NeverFreeze):
+            return
+        policy = f"freeze_policy={known['name']!r}" if known is not None else type(callback.policy).__name__
+        when = (
+            f"every freeze_steps={callback.freeze_steps:g} steps, of {self._state.max_steps}"
+            if callback.freeze_strategy == "steps"
+            else f"at the start of each epoch but the first, of {self._state.num_train_epochs}"
+        )
+        self._say(
+            f"{policy} {what} in this training. It decides {when}. Train for longer, decide more often"
+            " (freeze_strategy='steps' with freeze_steps), set a freeze_schedule that begins at 0, or"
+            " freeze_policy='none'.",
+            logging.WARNING,
+        )
+
+    def _record(self, event: str, plan: Layout, **measured: Any) -> dict[str, float]:
+        """Write an event, and the usage under the layout before it. Collective over all processes.
+
+        Returns:
+            Metrics of the layout before, if steps were run under it.
+        """
+        numbers = self._end_layout()
+        self._plan = plan
+        assert self._planner is not None
+        frozen = self._users_frozen
+        self.recorder.record_event(event, self._planner, plan, self._state, frozen_modules=frozen, **measured)
+        return numbers
+
+    def _end_layout(self) -> dict[str, float]:
+        """Record the usage under the layout that ends, and return its metrics. Collective over all processes."""
+        done = self.recorder.end_layout(self._job.mesh.gather_objects, self._state.global_step)
+        if self._plan is not None:
+            samples = done.rows * self._passes_per_sample
+            self._passes += samples * self._plan.num_units
+            self._backward_skipped += samples * self._plan.num_frozen_layers
+        return {"step_seconds": done.seconds["steps"] / done.steps} if done.steps else {}
+
+    def _log_layout(self, numbers: dict[str, float]) -> None:
+        """Log the plan in force and other numbers as metrics, on all processes."""
+        assert self._plan is not None
+        layout = {key: value for key, value in layout_of(self._plan).items() if isinstance(value, int)}
+        self._log_metrics({**layout, **numbers})
+
+    def _log_metrics(self, metrics: dict[str, float]) -> None:
+        """Log metrics for `report_to` and callbacks, without printing them: a sentence says the same.
+
+        The user's `on_log` may call the model, before what follows is collective.
+        """
+        handler = self._job.trainer.callback_handler
+        printing = [callback for callback in handler.callbacks if type(callback) in PRINTING]
+        for callback in printing:
+            callback.on_log = lambda *_, **__: None
+        try:
+            self._job.trainer.log(metrics)
+        finally:
+            for callback in printing:
+                del callback.on_log
+        self._arrive()
+
+    def _cache_metrics(self, report: EpochReport) -> dict[str, float]:
+        """The use of the activation cache in an epoch, as metrics."""
+        assert self._plan is not None
+        counts, rows = report.counts, max(report.counts.rows, 1)
+        # share of the forward passes: a sample found behind f of L layers counts f / L
+        of_layers = counts.layers_skipped / (rows * self._plan.num_units)
+        return {
+            "cache_layers_skipped": round(of_layers if report.skipped is None else report.skipped, 4),
+            "cache_hit_rate": round(counts.hits / rows, 4),
+            "cache_older_hit_rate": round(counts.older_hits / rows, 4),
+            "cache_rows_stored": counts.stored + counts.older_stored,
+            "cache_rows_dropped": counts.dropped,
+            "cache_load_seconds": round(counts.load_seconds, 3),
+            "cache_bytes": report.nbytes,
+        }
