@@ -90,6 +90,8 @@ VERBOSE = ("info", "debug")
 """Values of the environment variable `TRANSFORMERS_VERBOSITY` with which all errors are shown so, too."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable with the file from which torchrun takes a process's error for its summary at the end."""
+WORKER = "_HF_PIPETRANSFORMER_WORKER"
+"""Environment variable with the process that torchrun has started, and its file; its own processes inherit it."""
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 """Parts of the paths of installed packages."""
 
@@ -143,6 +145,9 @@ def show_errors_briefly() -> None:
     if _shows_briefly:
         return
     _shows_briefly = True
+    path = os.environ.get(ERROR_FILE, "")
+    if not os.environ.get(WORKER, "").endswith(f" {path}"):  # each worker has a file of its own
+        os.environ[WORKER] = f"{os.getpid()} {path}"
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
@@ -168,7 +173,8 @@ def _tell_launcher(error: BaseException) -> bool:
     traceback in place of the message. The file exists already if the user's `main` is decorated with torch's `record`.
     """
     path = os.environ.get(ERROR_FILE)
-    if not path or not isinstance(error, Exception):
+    is_worker = os.environ.get(WORKER) == f"{os.getpid()} {path}"  # and not a process that one has started
+    if not path or not is_worker or not isinstance(error, Exception):
         return False
     text = in_one_line(error)
     message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
@@ -194,7 +200,8 @@ def _shorten(error: BaseException, tb: TracebackType | None, is_told: bool) -> b
     is_ours = innermost is not None and _is_in(innermost.tb_frame, LIBRARIES[:1])
     is_deliberate = is_ours and isinstance(error, ValueError) and _is_raised_at(innermost)
     if is_deliberate and _rank() == "0":
-        sys.stderr.write(f"{_place_in_script(tb)}{type(error).__name__}: {error}\n")
+        cause = error.__cause__.__traceback__ if error.__cause__ is not None else None
+        sys.stderr.write(f"{_place_in_script(cause) or _place_in_script(tb)}{type(error).__name__}: {error}\n")
         return True
     line = _line_instead_of(error, is_deliberate, is_told)
     if line is not None:
@@ -270,6 +277,12 @@ def _innermost(tb: TracebackType | None) -> TracebackType | None:
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
     return tb
+
+
+def is_raised_in(error: BaseException, packages: tuple[str, ...]) -> bool:
+    """Whether an error was raised in the code of one of these packages."""
+    innermost = _innermost(error.__traceback__)
+    return innermost is not None and _is_in(innermost.tb_frame, packages)
 
 
 def _is_in(frame: FrameType, names: tuple[str, ...]) -> bool:

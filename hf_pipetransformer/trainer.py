@@ -195,6 +195,7 @@ class PipeTransformerTrainer(Trainer):
             resumed = Path(checkpoint) if isinstance(checkpoint, str) else None
             if self._kept_front is not None:
                 self._kept_front.forget()
+                self._kept_front = None
             with PipelineRun(self._job, self._find_units, resumed, ignore_keys_for_eval) as self._pipeline_run:
                 self._trained_by = self._pipeline_run.log.recorder.run
                 return train(checkpoint)
@@ -204,7 +205,7 @@ class PipeTransformerTrainer(Trainer):
             raise error.with_one_stage() from error.__cause__
         finally:
             run, self._pipeline_run = self._pipeline_run, None
-            self._kept_front = run.front if run is not None else None
+            self._kept_front = run.front if run is not None else self._kept_front
             self.is_in_train = False  # the stock Trainer leaves it set after an error
             if not self._is_stock:
                 self.model_wrapped = self.model  # as the stock Trainer leaves it after training in one process

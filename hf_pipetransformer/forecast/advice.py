@@ -124,7 +124,8 @@ def _about_lora(values: Values) -> Iterator[str]:
             f"LoRA on the upper {layers - first} of {layers} layers alone is predicted to be"
             f" {upper['speed_up']:.2f} times as fast ({duration(upper['seconds'])}): the lower layers' outputs are"
             f" read from the cache, {size:,.1f} GiB on each node, from the second epoch on. Set"
-            f" layers_to_transform=range({first}, {layers}) in PEFT's LoraConfig, and freeze_policy='none'."
+            f" layers_to_transform=list(range({first}, {layers})) in PEFT's LoraConfig, and freeze_policy='none'"
+            f"{' with eval_frozen_modules=True, as the model has dropout' if upper['has_dropout'] else ''}."
             " Its accuracy is not predicted."
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..model.dropout import may_drop
 from ..parts.freezing.policies import FreezePolicy, make_policy
 from ..pipeline.devices import USABLE_MEMORY
 from ..training_args import from_json
@@ -77,7 +78,8 @@ def answer(
         f" devices, {job.batch} {size} a step, {job.num_epochs} epochs of {job.num_samples:,} samples"
     )
     if tuning.lora_r is not None:
-        values["lora_on_upper_layers"] = _on_upper_layers(job, workload, device, values["seconds"])
+        upper = _on_upper_layers(job, workload, device, values["seconds"])
+        values["lora_on_upper_layers"] = upper and {**upper, "has_dropout": may_drop(model.train())}
     values |= {"model": type(model).__name__, "advice": advise(values)}
     if seq is not None and workload.tokens is None:
         values["advice"].append("--seq does not matter for this model: samples have the size of the configuration.")

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -52,6 +53,12 @@ class MethodOverride:
             del self._module.__dict__[self._name]
         else:
             setattr(self._module, self._name, self._earlier)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle of the module has the earlier method, and needs nothing of this package."""
+        if self._earlier is None:
+            return MethodType, (getattr(type(self._module), self._name), self._module)
+        return partial, (self._earlier,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._earlier is not None:

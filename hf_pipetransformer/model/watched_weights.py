@@ -86,7 +86,8 @@ class WatchedWeights:
         Args:
             digest: `digest()` of the noted values.
         """
-        if self.what_changed(values=False) is not None or self.digest() != digest:
+        are_held = _are_identical(self._held_buffers(), self._noted_buffers)
+        if not are_held or self.what_changed(values=False) is not None or self.digest() != digest:
             return False
         noted, self._noted_values = self._noted_values, self._values()
         return bool(self._noted_values[0] == noted[0])  # what is trained again is another model

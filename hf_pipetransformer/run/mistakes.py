@@ -18,7 +18,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
-from ..errors import in_one_line
+from ..errors import in_one_line, is_raised_in
 from ..parts.prefix_cache.cache.content_keys import KEYS_NAME
 from ..training_args import PipeTransformerTrainingArguments
 from .job import TrainingJob
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 SPEEDS = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "jit_compilation_time")
 """Names of metrics that every evaluation may have, besides the loss. The names of metrics of memory contain "mem_"."""
-MAKES_METRICS = ("evaluate", "_evaluate", "evaluation_loop", "log")
+MAKES_METRICS = ("evaluate", "_evaluate", "evaluation_loop", "log", "_determine_best_metric")
 """Methods in which a user's trainer may add metrics of its own."""
 METRIC = "metric_for_best_model"
 """Part of the message of the stock Trainer's `KeyError`."""
@@ -161,8 +161,8 @@ def explaining_missing_labels(job: TrainingJob, inputs: Any, compute_loss: Calla
             raise
         raise ValueError(_no_labels(trainer, given, missing, in_one_line(error))) from error
     loss = found[0] if isinstance(found, tuple) else found
-    if has_none and isinstance(loss, torch.Tensor) and loss.numel() > 1:
-        # a model that returns a tuple: its first element is the loss only if there are labels
+    if has_none and isinstance(loss, torch.Tensor) and loss.dim() > 1:
+        # a model that returns a tuple: its first element is the loss only if there are labels, otherwise its scores
         raise ValueError(_no_labels(trainer, given, missing, f"the first output has the shape {list(loss.shape)}"))
     return found
 
@@ -173,7 +173,8 @@ def _is_of_missing_labels(error: Exception, wanted: list[str], missing: list[str
         return NO_LOSS in text and (not wanted or bool(missing))
     if "required positional argument" in text:
         return any(f"'{name}'" in text for name in missing)
-    return has_none and "NoneType" in text  # a loss that was computed with labels=None
+    # a loss that was computed with labels=None, and no mistake in the model
+    return has_none and "NoneType" in text and is_raised_in(error, ("torch", "transformers"))
 
 
 def _no_labels(trainer: Trainer, given: list[str], missing: list[str], found: str) -> str:

@@ -93,6 +93,7 @@ class Trained:
         is_ours: bool = True,
         collator: Callable[[list[Columns]], dict[str, Any]] = collate,
         metrics: Callable[[Any], dict[str, float]] | None = None,
+        resume_from_checkpoint: bool | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -125,7 +126,7 @@ class Trained:
             callbacks=[*callbacks],
         )
         before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume_from_checkpoint)
         self.history = trainer.state.log_history
         self.weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         assert any(not torch.equal(before[name], weight) for name, weight in self.weights.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import re
 from collections.abc import Callable
@@ -327,42 +326,6 @@ def test_evaluations_read_it_too(build: Build, tmp_path: Path, said: pytest.LogC
     assert rows_read(said) > 0
 
 
-def train_again(trained: Trained) -> None:
-    """With other weights in what is frozen."""
-    scale(trained.model)
-    trained.trainer.train()
-
-
-@pytest.mark.parametrize("how", ["", "a training of other weights follows", *slow("the best model is loaded")])
-def test_evaluations_after_the_training_read_what_those_in_it_have_stored(
-    how: str, tmp_path: Path, said: pytest.LogCaptureFixture
-) -> None:
-    """The model can be pickled between them, and what they read goes with the trainer."""
-    options: dict[str, Any] = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2}
-    if how == "the best model is loaded":
-        options |= {"load_best_model_at_end": True, "save_strategy": "epoch"}
-    stock, ours = (
-        Trained(tmp_path / name, head_on_bert, is_ours=name == "ours", **options) for name in ("stock", "ours")
-    )
-    if how == "a training of other weights follows":
-        train_again(stock)
-        train_again(ours)
-    for _ in range(2):
-        said.clear()
-        expected, found = stock.trainer.evaluate(), ours.trainer.evaluate()
-        assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-6)
-        assert "was read in evaluations for 3 of 5 samples" in said.text, "the first batch is compared"
-        torch.save(ours.model, tmp_path / "model.pt")
-    scale(ours.model)
-    scale(stock.model)
-    expected, found = stock.trainer.evaluate(), ours.trainer.evaluate()
-    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-6), "computed, as the weights are others"
-    Trained(tmp_path / "ours", head_on_bert, **options).trainer.evaluate()  # in the same folder
-    del ours
-    gc.collect()
-    assert not [path for path in (tmp_path / "ours").iterdir() if "cache" in path.name]
-
-
 @pytest.mark.slow
 def test_another_training_reads_what_one_has_stored(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     expected = Trained(tmp_path / "stock", head_on_bert, is_ours=False)
@@ -457,6 +420,18 @@ def with_dropout_in_two_stages(rank: int, world_size: int, folder: str) -> list[
     logging.getLogger("hf_pipetransformer").addHandler(handler)
     Trained(Path(folder), with_dropout, pipeline_parallel_size=2, per_device_train_batch_size=2)
     return [line for line in said if "eval_frozen_modules=True" in line]
+
+
+def upper_layers_with_dropout() -> tuple[nn.Module, Columns]:
+    model, columns = with_dropout()
+    model.bert.embeddings.requires_grad_(True)
+    model.bert.encoder.layer[:2].requires_grad_(True)
+    return model, columns
+
+
+def test_nothing_is_promised_for_layers_above_trained_ones(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    assert_equals_stock(tmp_path, upper_layers_with_dropout)
+    assert "eval_frozen_modules" not in said.text and "its inputs are computed from trained parameters" in said.text
 
 
 @pytest.mark.slow

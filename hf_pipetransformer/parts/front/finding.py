@@ -28,9 +28,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from ...model.frozen_prefix import frozen_modules
 from ...model.method_override import MethodOverride
 from ...model.origins import (
-    NOT_OF_BATCH,
     NOT_OF_STATES,
     RANDOM,
+    TRAINED,
+    UNKNOWN,
     Origins,
     tensors_in,
 )
@@ -234,10 +235,12 @@ def _why_not(call: _Called, num_calls: int, inputs: Mapping[str, Any]) -> str | 
         return "it is called several times in a forward pass"
     if versions_of([*call.inputs, *call.outputs]) != call.versions:
         return "the model writes into what it returns"
+    if call.origins & {TRAINED, UNKNOWN}:  # this is said before its own dropout, which is not what keeps it out
+        return "its inputs are computed from trained parameters, or by functions that are not known"
     if call.why_not is not None:
         return call.why_not
-    if call.origins & NOT_OF_BATCH:
-        return "what it is given was computed from what is trained, or from random numbers"
+    if RANDOM in call.origins:
+        return "its inputs are computed from random numbers"
     if not call.origins:
         return "it does not depend on the batch"
     if rows_of(call.origins, inputs) is None:

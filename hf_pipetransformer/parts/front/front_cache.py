@@ -57,6 +57,7 @@ class FrontCache:
         self._num_evaluations: dict[str, int] = {}  # of each data set, by the prefix of its metrics
         self._now: FrontCalls | None = None
         self._override: MethodOverride | None = None
+        self._is_kept = False  # for evaluations after the training
         self._remove_kept: Callable[[], object] | None = None
         self._watch()
 
@@ -89,10 +90,9 @@ class FrontCache:
         """
         self.release()
         kept = self._in_evaluations.generation if keeps_evaluations else None
+        self._is_kept = kept is not None
         if kept is None:
             self._in_evaluations.drop()
-        else:
-            self._remove_kept = lambda: None
         if has_failed or self._job.shares_store or not self._job.trainer.is_local_process_zero():
             return
         if kept is None:
@@ -101,15 +101,17 @@ class FrontCache:
         for generation in self._store.generations():
             if generation != kept:
                 self._store.delete(*generation)
+        self._store_of_evaluations.mark_used(*kept)  # of the trainings that have marked it, the last one removes it
         self._remove_kept = weakref.finalize(self._job.trainer, self._store_of_evaluations.leave, *kept)
 
     def keeps_evaluations_of(self, model: nn.Module) -> bool:
         """Whether evaluations of a model after the training can read what those in it have stored."""
-        return self._remove_kept is not None and model is self.model
+        return self._is_kept and model is self.model
 
     def forget(self) -> None:
-        """Remove what was kept for evaluations after the training."""
+        """Remove the outputs that were kept for evaluations after the training."""
         self._in_evaluations.drop()
+        self._is_kept = False
         if self._remove_kept is not None:
             self._remove_kept()
             self._remove_kept = None
@@ -158,18 +160,13 @@ class FrontCache:
         if self._now is calls:  # an evaluation inside of another one
             yield
             return
-        if self._override is None:  # after the training
+        is_over = self._override is None  # the training
+        if is_over:
             self._watch()
-            try:
-                with self.evaluation(state, prefix):
-                    yield
-            finally:
-                self._unwatch()
-                calls.say_what_was_read()
-            return
         number = self._num_evaluations[prefix] = self._num_evaluations.get(prefix, 0) + 1
         calls.begin_epoch(number, 0.0)
-        calls.writes = (state.epoch or 0.0) < state.num_train_epochs or self._job.shares_store
+        is_last = is_over or (state.epoch or 0.0) >= state.num_train_epochs
+        calls.writes = not is_last or self._job.shares_store
         self._in_steps.rest()
         calls.go_on()
         try:
@@ -178,6 +175,9 @@ class FrontCache:
         finally:
             calls.rest()
             self._in_steps.go_on()
+            if is_over:
+                self._unwatch()
+                calls.say_what_was_read(if_any=True)
 
     @contextmanager
     def _looking_at(self, calls: FrontCalls) -> Iterator[None]:

@@ -183,9 +183,9 @@ class FrontCalls:
             return self._look_for_front(inputs, run, run_on) if is_useful else run()
         assert self._front is not None and self._weights is not None
         changed = self._weights.what_changed()
-        if changed is not None and self._may_be_rewritten:
-            self._may_be_rewritten = False
-            changed = changed if not self._weights.take_rewritten(self._digest) else None
+        if changed is not None and self._may_be_rewritten and self._weights.take_rewritten(self._digest):
+            changed = None
+        self._may_be_rewritten = False  # in the first call of an evaluation alone
         if changed is not None:
             self._turn_off(changed, is_wrong=True)
             return run()
@@ -343,11 +343,15 @@ class FrontCalls:
             self._entries.close(deletes)
         self._front, self._weights, self._entries, self._is_decided = None, None, None, False
 
-    def say_what_was_read(self) -> None:
-        """Say of how many samples the present front was read, since this was said last."""
+    def say_what_was_read(self, if_any: bool = False) -> None:
+        """Say of how many samples the present front was read, since this was said last.
+
+        Args:
+            if_any: whether to say nothing if there were none.
+        """
         self._count()
         front, counts = self._front, self._of_front
-        if front is not None and self._is_decided and counts.rows:
+        if front is not None and self._is_decided and counts.rows and not (if_any and not counts.layers_skipped):
             self._of_front = CacheCounts()
             names, where = _described(self._model, front.found), "" if self._is_training else " in evaluations"
             self._say(f"The output of {names} was read{where} for {counts.layers_skipped} of {counts.rows} samples.")

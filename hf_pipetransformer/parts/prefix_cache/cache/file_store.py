@@ -210,13 +210,15 @@ class FileStore:
         self._remove_deleted()
 
     def leave(self, num_frozen: int, fingerprint: str) -> None:
-        """Delete a generation that no other training has marked as used, and the store if nothing else is in it."""
-        path = self._path(num_frozen, fingerprint)
-        if {mark.name for mark in _scan(path) if mark.name.startswith(USED)} <= {f"{USED}{self.user}"}:
-            with suppress(OSError):
-                self.delete(num_frozen, fingerprint)
-            if not self.generations():
-                self.remove()
+        """Delete a generation that this training was the last to mark, and the store if nothing else is in it."""
+        marks = {mark.name: _status(mark) for mark in _scan(self._path(num_frozen, fingerprint))}
+        times = {name: mark.st_mtime_ns for name, mark in marks.items() if mark is not None and name.startswith(USED)}
+        if times and times.get(f"{USED}{self.user}") != max(times.values()):
+            return
+        with suppress(OSError):
+            self.delete(num_frozen, fingerprint)
+        if not self.generations():
+            self.remove()
 
     # ------------------------------------------------------------------------------------ inside
     def _path(self, num_frozen: int, fingerprint: str) -> Path:
