@@ -69,7 +69,7 @@ def test_a_hub_that_answers_and_its_cache(server: ThreadingHTTPServer, waits: li
     thread.start()
     try:
         assert load_config("some-org/some-model").num_hidden_layers == 3
-        with pytest.raises(UnknownModelError, match="could not be loaded from .* Hub .*not a valid model identifier"):
+        with pytest.raises(UnknownModelError, match=r"could not be loaded from .* Hub .*not a valid model identifier"):
             load_config("some-org/other-model")
     finally:
         server.shutdown()
@@ -79,7 +79,9 @@ def test_a_hub_that_answers_and_its_cache(server: ThreadingHTTPServer, waits: li
     assert waits == []
 
 
-@pytest.mark.parametrize(("name", "remedy"), [("some-org/other-model", "such as 'llama'"), ("brt", "similar name: bert")])
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("some-org/other-model", "such as 'llama'"), ("brt", "similar name: bert")]
+)
 @pytest.mark.parametrize("command", ["plan", "inspect"])
 def test_a_hub_that_cannot_be_reached(
     command: str, name: str, remedy: str, server: ThreadingHTTPServer, waits: list[float]
