@@ -23,8 +23,8 @@ import typer
 from . import __version__
 
 CONFIGURATION_HELP = "Name on the Hub, folder, config.json, or model type such as 'bert' or 'llama'."
-TASK_HELP = "Such as sequence-classification, causal-lm; auto: by the configuration."
-SEQ_HELP = "Tokens of a sample; images and audio have the size that the configuration gives."
+TASK_HELP = "Task, such as sequence-classification or causal-lm; auto: by the configuration."
+SEQ_HELP = "Number of tokens in a sample; not used for images and audio, whose size the configuration gives."
 DEFAULT_DEVICE = "a100-80g"
 
 app = typer.Typer(
@@ -91,31 +91,38 @@ def inspect(
 @app.command()
 def plan(
     model_or_config: Annotated[str, typer.Argument(metavar="MODEL_OR_CONFIG", help=CONFIGURATION_HELP)],
-    devices: Annotated[int, typer.Option(help="Devices, one process each.")],
+    devices: Annotated[int, typer.Option(help="Number of devices, with one process each.")],
     batch: Annotated[int, typer.Option(help="Samples in the global batch, over all devices.")],
-    epochs: Annotated[int, typer.Option(help="Epochs; layers freeze at the start of each.")],
+    epochs: Annotated[int, typer.Option(help="Number of epochs; layers freeze at the start of each.")],
     seq: Annotated[int | None, typer.Option(help=SEQ_HELP)] = None,
-    samples: Annotated[int, typer.Option(help="Samples of an epoch.")] = 100_000,
-    device: Annotated[str, typer.Option(help="The device's name; an unknown one lists them all.")] = DEFAULT_DEVICE,
+    samples: Annotated[int, typer.Option(help="Number of samples in an epoch.")] = 100_000,
+    device: Annotated[str, typer.Option(help="Kind of device; an unknown name lists all kinds.")] = DEFAULT_DEVICE,
     efficiency: Annotated[float | None, typer.Option(help="Fraction of peak FLOP/s that layers reach.")] = None,
     memory_gib: Annotated[float | None, typer.Option(help="Override the device's memory.")] = None,
     disk_gib: Annotated[float | None, typer.Option(help="Free disk of a node, for the cache.")] = None,
-    alpha: Annotated[float, typer.Option(help="Share of the active layers that freezes each epoch.")] = 1 / 3,
+    alpha: Annotated[
+        float, typer.Option(help="Share of the active layers that is frozen at the start of each epoch.")
+    ] = 1 / 3,
     freeze_schedule: Annotated[
-        str | None, typer.Option(help="Instead of --alpha: epochs done -> frozen layers, as JSON.")
+        str | None,
+        typer.Option(
+            help='Instead of --alpha: number of frozen layers after so many epochs, as JSON: {"1": 4, "2": 7}.'
+        ),
     ] = None,
-    max_frozen_layers: Annotated[int | None, typer.Option(help="Never freeze more.")] = None,
+    max_frozen_layers: Annotated[int | None, typer.Option(help="Upper bound on the number of frozen layers.")] = None,
     freeze: Annotated[bool, typer.Option("--freeze/--no-freeze", help="Freeze layers.")] = True,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Cache the outputs of frozen layers.")] = True,
-    elastic: Annotated[bool, typer.Option("--elastic/--no-elastic", help="Fewer stages after a freeze.")] = True,
-    pipeline_parallel_size: Annotated[str, typer.Option(help="Stages K, or auto.")] = "auto",
+    elastic: Annotated[
+        bool, typer.Option("--elastic/--no-elastic", help="Use fewer stages once layers are frozen.")
+    ] = True,
+    pipeline_parallel_size: Annotated[str, typer.Option(help="Number of pipeline stages K, or auto.")] = "auto",
     pipeline_schedule: Annotated[str, typer.Option(help="1f1b, gpipe, interleaved1f1b, or zbv.")] = "1f1b",
     virtual_pipeline_parallel_size: Annotated[
         int | None, typer.Option(help="Virtual stages per stage of interleaved1f1b (zbv has 2).", show_default="2")
     ] = None,
-    num_microbatches: Annotated[str, typer.Option(help="Micro-batches M of a pipeline's batch, or auto.")] = "auto",
+    num_microbatches: Annotated[str, typer.Option(help="Number of micro-batches M, or auto.")] = "auto",
     replica_sharding: Annotated[
-        str, typer.Option(help="State that the replicas of a stage divide: none, optimizer, or auto.")
+        str, typer.Option(help="State that is sharded over the replicas of a stage: none, optimizer, or auto.")
     ] = "none",
     gradient_accumulation_steps: Annotated[
         int, typer.Option(help="Number of batches that the global batch is accumulated over.")
@@ -133,6 +140,7 @@ def plan(
     task: Annotated[str, typer.Option(help=TASK_HELP)] = "auto",
     verbose: Annotated[bool, typer.Option("--verbose", help="List what is assumed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="List all assumptions of the prediction.")] = False,
 ) -> None:
     """Predict a whole training: stages, memory, time and speed-up in each epoch. Nothing is launched."""
     from .argument_values import int_or_auto

@@ -22,9 +22,11 @@ def advise(values: Values) -> list[str]:
         *_about_fsdp(values),
         *_about_gain(values),
         *_about_cache(values),
-        *_about_lora(values),
+        *_about_adapters(values),
     ]
-    return sentences or [f"Train it so, K = {k} at the start: no other layout is predicted to be much faster."]
+    return sentences or [
+        f"Train with these settings, pipeline_parallel_size={k}: no other layout is predicted to be much faster."
+    ]
 
 
 def _about_sharding(values: Values) -> Iterator[str]:
@@ -47,29 +49,33 @@ def _about_memory(values: Values) -> Iterator[str]:
     budget, first, ddp = values["memory_budget_bytes"], values["epochs"][0], plain_trainings(values)[DDP]
     if budget is None:
         return
-    k, has = first["stages"], f"a device has {budget / GIB:,.1f} GiB"
+    k, has = first["stages"], f"a training may use {budget / GIB:,.1f} GiB of a device"
     if not ddp["fits"] and k > 1:
         yield (
-            f"Plain DDP does not fit: K = 1 needs {ddp['largest_stage_bytes'] / GIB:,.1f} GiB for training, and {has}."
-            f" Hence {k} stages at the start."
+            f"Plain DDP does not fit: the whole model needs {ddp['largest_stage_bytes'] / GIB:,.1f} GiB on each"
+            f" device, and {has}. Hence {k} stages at the start."
         )
     if not first["fits"]:
         yield (
-            f"It does not fit: with K = {k} the largest stage needs {first['largest_stage_bytes'] / GIB:,.1f} GiB, and"
-            f" {has}. Raise pipeline_parallel_size, or lower the batch."
+            f"This training does not fit: with K = {k}, the largest stage needs"
+            f" {first['largest_stage_bytes'] / GIB:,.1f} GiB, and {has}. Raise pipeline_parallel_size, or lower the"
+            " batch."
         )
 
 
 def _about_stages(values: Values) -> Iterator[str]:
-    epochs, sharding = values["epochs"], values["replica_sharding"]
+    epochs, sharding, best = values["epochs"], values["replica_sharding"], plain_trainings(values)[BEST]
     shorter = next((step["epoch"] for step in epochs if step["stages"] < epochs[0]["stages"]), None)
     if shorter is not None:
-        yield f"From epoch {shorter} on fewer stages do, and the devices that become free are replicas."
-    elif epochs[0]["stages"] == plain_trainings(values)[BEST]["stages"] == 1:
-        what = "plain DDP" if sharding == "none" else f"data parallelism with replica_sharding={sharding!r}"
-        if epochs[-1]["num_frozen_layers"]:
-            what = "freeze + cache only" if any(step["num_cached_layers"] for step in epochs) else "freeze only"
-        yield f"K = 1 throughout: {what} (pipeline_parallel_size=1); pipelining adds nothing here."
+        yield f"From epoch {shorter} on, fewer stages suffice, and the freed devices become replicas."
+    elif epochs[0]["stages"] == best["stages"] == 1:
+        what = "which is plain DDP" if epochs[0]["replicas"] > 1 else "which is plain training on one device"
+        if sharding != "none":
+            what = f"which is data parallelism with replica_sharding={sharding!r}"
+        if epochs[-1]["num_frozen_layers"] and best["speed_up"] >= WORTH_FREEZING:
+            caches = any(step["num_cached_layers"] for step in epochs)
+            what = "with freezing and the cache" if caches else "with freezing but no cache"
+        yield f"Use one stage throughout (pipeline_parallel_size=1), {what}: a pipeline gains nothing here."
 
 
 def _about_fsdp(values: Values) -> Iterator[str]:
@@ -77,6 +83,9 @@ def _about_fsdp(values: Values) -> Iterator[str]:
     if values["fastest_plain"] != FSDP:
         return
     gain, of_pipeline = (plain_trainings(values)[name]["speed_up"] for name in (FSDP, BEST))
+    if not values["epochs"][-1]["num_frozen_layers"]:
+        yield f"Use FSDP with plain transformers instead: it is predicted to be {1 / gain:.2f} times as fast."
+        return
     if gain < WORTH_FREEZING:
         gained = f"gains only {gain - 1:.0%} over" if gain > 1.005 else "is predicted to be no faster than"
         yield f"Use FSDP with plain transformers instead: freezing {gained} FSDP, which loses no accuracy."
@@ -95,12 +104,14 @@ def _about_gain(values: Values) -> Iterator[str]:
     best, freezes = plain_trainings(values)[BEST], values["epochs"][-1]["num_frozen_layers"] > 0
     gain, k = best["speed_up"], best["stages"]
     if gain is not None and freezes and gain < WORTH_FREEZING:
-        yield (
-            f"Gain below {100 * (WORTH_FREEZING - 1):.0f}% (×{gain:.2f} over the best static layout): do not freeze;"
-            f" set freeze_policy='none', pipeline_parallel_size={k}."
-        )
+        if values["fastest_plain"] != FSDP:  # else `_about_fsdp` advises against freezing
+            yield (
+                f"Do not freeze: this training is predicted to be {gain:.2f} times as fast as the best static layout,"
+                f" and a gain below {WORTH_FREEZING - 1:.0%} is within the error of a prediction. Set"
+                f" freeze_policy='none' and pipeline_parallel_size={k}."
+            )
     elif gain is not None and gain * HARDLY_FASTER < 1:
-        yield f"pipeline_parallel_size={k} is predicted to be {1 / gain:.2f} times as fast."
+        yield f"pipeline_parallel_size={k} is predicted to be {1 / gain:.2f} times as fast as this training."
 
 
 def _about_cache(values: Values) -> Iterator[str]:
@@ -110,24 +121,31 @@ def _about_cache(values: Values) -> Iterator[str]:
     peak, memory = cache["peak_bytes_per_node"], cache["host_memory_bytes"]
     if memory is not None and peak > memory:
         yield (
-            f"The cache exceeds a node's memory ({peak / GIB:,.1f} GiB at most, of {memory / GIB:,.1f} GiB): then it"
-            " is read from disk."
+            f"The cache grows to {peak / GIB:,.1f} GiB on a node and exceeds its memory ({memory / GIB:,.1f} GiB):"
+            " then it is read from disk."
         )
 
 
-def _about_lora(values: Values) -> Iterator[str]:
-    """Advise adapters on the upper layers only, where that is predicted to be faster."""
+def _about_adapters(values: Values) -> Iterator[str]:
+    """Adapters on the upper layers only, over outputs of the lower ones that are read from the cache."""
     upper = values.get("lora_on_upper_layers")
-    if upper is not None and upper["speed_up"] >= HARDLY_FASTER:
-        first, layers, size = upper["first_layer"], upper["layers"], upper["cache_bytes_per_node"] / GIB
-        yield (
-            f"LoRA on the upper {layers - first} of {layers} layers alone is predicted to be"
-            f" {upper['speed_up']:.2f} times as fast ({duration(upper['seconds'])}): the lower layers' outputs are"
-            f" read from the cache, {size:,.1f} GiB on each node, from the second epoch on. Set"
-            f" layers_to_transform=list(range({first}, {layers})) in PEFT's LoraConfig, and freeze_policy='none'"
-            f"{' with eval_frozen_modules=True, as the model has dropout' if upper['has_dropout'] else ''}."
-            " Its accuracy is not predicted."
-        )
+    if upper is None or upper["speed_up"] < HARDLY_FASTER:
+        return
+    first, layers = upper["layers_to_transform"][0], upper["layers_to_transform"][-1] + 1
+    size, milliseconds = f"{upper['cache_bytes_per_node'] / GIB:,.1f} GiB", f"{1e3 * upper['step_seconds']:,.1f} ms"
+    yield (
+        f"Consider LoRA on the upper {layers - first} of {layers} layers only. From the second epoch on, the outputs"
+        f" of the lower {first} layers are then read from the cache ({size} on each node). Predicted:"
+        f" {upper['speed_up']:.2f} times as fast as this training, with {milliseconds} a step from then on and"
+        f" {duration(upper['seconds'])} in all. Set target_modules={upper['target_modules']} and"
+        f" layers_to_transform=list(range({first}, {layers})) in LoraConfig, and freeze_policy='schedule' and"
+        f" freeze_schedule={upper['freeze_schedule']} in the training arguments. Accuracy is not predicted."
+    )
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 step", "2,000 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:

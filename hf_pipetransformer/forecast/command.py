@@ -7,35 +7,33 @@ device table ──────────────────────�
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..model.dropout import may_drop
 from ..parts.freezing.policies import FreezePolicy, make_policy
 from ..pipeline.devices import USABLE_MEMORY
 from ..training_args import from_json
-from .advice import advise
+from .advice import advise, counted
 from .device_table import GIB, Device
-from .forecast import Job, Values, forecast
-from .frozen_modules import estimate
+from .forecast import Job, forecast
+from .frozen_modules import estimate, lora_on_upper_layers
 from .placeholder_model import build_placeholder_model, load_config, model_class
 from .tuning import Tuning
-from .workload import Workload, measure_workload
+from .workload import measure_workload
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 ALWAYS_ASSUMED = (
-    "every sample is as long as --seq; padding and evaluation are not counted",
-    "gradients are reduced after the backward, not during it; messages between stages take no time; FSDP's transfers"
-    " take place while it computes",
-    "changing over to another layout and filling the cache cost nothing (measured: a step, and up to 4%)",
-    "of tensors between stages, `receive_bytes` for each stage are in the memory figures, but up to 256 MiB of buffers"
-    " that schedules for other shapes of batch keep are not; nor is what NCCL takes for its `communicators`",
-    "the allocator's waste is not in the memory figures",
-    "a table's times are those of bf16 (V100: fp16)",
-    "the model may be cached; the trainer finds that out by running samples of the data",
+    "All samples have --seq tokens; padding and evaluation are not counted.",
+    "Gradients are reduced after the backward, not during it; sending tensors between stages takes no time; FSDP"
+    " transfers weights and gradients while it computes.",
+    "Changing the layout and filling the cache take no time (measured: one step, and up to 4%).",
+    "Memory includes the tensors that stages receive (`receive_bytes` in JSON), but neither up to 256 MiB of buffers"
+    " that schedules keep for batches of other shapes, nor NCCL's buffers for each of its `communicators`.",
+    "Memory that the allocator wastes is not counted.",
+    "The devices' peak FLOP/s are those of bf16 (V100: fp16).",
+    "The model can be cached; the trainer checks this on samples of the data.",
 )
 
 
@@ -74,42 +72,19 @@ def answer(
     size = "samples" if workload.tokens is None else f"samples × {workload.tokens} tokens"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     title = (
-        f"{type(model).__name__}: {parameters:,} parameters, {len(workload.unit_costs)} layers; {job.num_devices}"
-        f" devices, {job.batch} {size} a step, {job.num_epochs} epochs of {job.num_samples:,} samples"
+        f"{type(model).__name__}: {parameters:,} parameters, {counted(len(workload.unit_costs), 'layer')};"
+        f" {counted(job.num_devices, 'device')} ({device.name}), {job.batch} {size} a step,"
+        f" {counted(job.num_epochs, 'epoch')} of {counted(job.num_samples, 'sample')}"
     )
     if tuning.lora_r is not None:
-        upper = _on_upper_layers(job, workload, device, values["seconds"])
-        values["lora_on_upper_layers"] = upper and {**upper, "has_dropout": may_drop(model.train())}
+        values["lora_on_upper_layers"] = lora_on_upper_layers(model, workload, job, device, values["seconds"])
     values |= {"model": type(model).__name__, "advice": advise(values)}
     if seq is not None and workload.tokens is None:
-        values["advice"].append("--seq does not matter for this model: samples have the size of the configuration.")
+        values["advice"].append("Leave out --seq: samples of this model have the size of its configuration.")
     values["assumed"] = _assumed(model, job, device, values["replica_sharding"], tuning)
     if frozen:
         values["frozen_modules"] = estimate(model, frozen, workload, job, device)
     return title, values
-
-
-def _on_upper_layers(job: Job, workload: Workload, device: Device, seconds: float) -> Values | None:
-    """Forecast adapters on the upper half of the layers alone, so that the lower half is frozen from the start.
-
-    Returns:
-        The number of "layers", the "first_layer" with an adapter, the "seconds" of the training, its "speed_up" over
-        adapters on all layers, which take `seconds`, and "cache_bytes_per_node". None if the layers are not
-        all of one list, as PEFT's `layers_to_transform` needs, or if their outputs cannot be cached.
-    """
-    layers = len(workload.unit_costs)
-    lists = {unit.name.rpartition(".")[0] for unit in workload.unit_costs}
-    if layers < 2 or len(lists) > 1 or not job.caches or not workload.cacheable:
-        return None
-    first = layers // 2
-    found = forecast(replace(job, freeze_policy=make_policy("schedule", schedule={"0": first})), workload, device)
-    return {
-        "layers": layers,
-        "first_layer": first,
-        "seconds": found["seconds"],
-        "speed_up": seconds / found["seconds"],
-        "cache_bytes_per_node": found["cache"]["generation_bytes_per_node"],
-    }
 
 
 def policy_of(freezes: bool, alpha: float, freeze_schedule: str | None) -> FreezePolicy:
@@ -124,7 +99,10 @@ def policy_of(freezes: bool, alpha: float, freeze_schedule: str | None) -> Freez
 
 
 def _assumed(model: PreTrainedModel, job: Job, device: Device, sharding: str, tuning: Tuning) -> list[str]:
-    """Return what is taken for granted. Memory is counted in the precision in which weights are loaded."""
+    """Return the assumptions of a forecast, the most important ones first.
+
+    Memory is counted in the precision in which weights are loaded.
+    """
     gb, steps = 1e9, job.gradient_accumulation_steps
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     names = " and ".join(sorted(PRECISIONS.get(dtype, str(dtype)) for dtype in dtypes))
@@ -132,38 +110,42 @@ def _assumed(model: PreTrainedModel, job: Job, device: Device, sharding: str, tu
         ", the dtype of the configuration, in which from_pretrained loads the weights; with dtype='float32' they take"
         " more memory"
     )
-    divided = "the replicas of a stage divide the optimizer state, and exchange updated weights after each step"
+    divided = "The replicas of a stage divide the optimizer state, and exchange updated weights after each step."
     accumulated = (
-        f"a step is {steps} batches one after the other (gradient_accumulation_steps={steps},"
-        f" per_device_train_batch_size={job.request.rows_per_device}), after which gradients are reduced once, unless"
-        " replicas divide them"
+        f"A step runs {steps} batches one after the other (gradient_accumulation_steps={steps},"
+        f" per_device_train_batch_size={job.request.rows_per_device}). Gradients are reduced once after them, unless"
+        " replicas divide them."
     )
     trained = (
-        "all weights train: a backward takes two forwards"
+        "All weights are trained: a backward takes as long as two forwards."
         if tuning.lora_r is None
-        else f"LoRA adapters of rank {tuning.lora_r} are trained, and a new head: a backward takes one forward"
+        else f"LoRA adapters of rank {tuning.lora_r} and a new head, if any, are trained: a backward takes as long as"
+        " one forward."
     )
     checkpointing = (
-        "with gradient checkpointing each layer runs forward once more, and the activations of the layer that does are"
-        " not counted"
+        "With gradient checkpointing, each layer runs forward once more; the activations of the layer that does are"
+        " not counted."
         if tuning.gradient_checkpointing
-        else "without gradient checkpointing (--gradient-checkpointing)"
+        else "Nothing is recomputed in the backward (with --gradient-checkpointing it is)."
     )
     return [
-        f"{device.name}: {device.flops_per_second / 1e12:,.0f} TFLOP/s of which layers reach {device.efficiency:.0%}"
-        f" (an estimate: --efficiency), {1e6 * device.seconds_per_unit:.0f} µs a layer and forward for its calls,"
-        f" {USABLE_MEMORY:.0%} of {device.memory_bytes / GIB:,.0f} GiB",
-        f"{device.link_bytes_per_second / gb:,.0f} GB/s between devices, {device.devices_per_node} to a node,"
-        f" {device.network_bytes_per_second / gb:,.0f} GB/s out of it; the cache is read at"
-        f" {device.read_bytes_per_second / gb:,.0f} GB/s a node from memory, at"
-        f" {device.disk_bytes_per_second / gb:,.0f} GB/s from disk (estimates)",
-        f"weights, gradients, AdamW's moments and activations in {names}"
-        + (of_configuration if dtypes != {torch.float32} else ""),
+        f"Layers reach {device.efficiency:.0%} of the {device.flops_per_second / 1e12:,.0f} TFLOP/s of {device.name}:"
+        " an estimate, which --efficiency changes. No step was measured.",
+        f"Weights, gradients, AdamW's moments and activations are in {names}"
+        + (of_configuration if dtypes != {torch.float32} else "")
+        + ".",
+        f"Launching a layer's kernels takes {1e6 * device.seconds_per_unit:.0f} µs in each forward. A training may use"
+        f" {USABLE_MEMORY:.0%} of a device's {device.memory_bytes / GIB:,.0f} GiB.",
+        f"Bandwidths: {device.link_bytes_per_second / gb:,.0f} GB/s between the {device.devices_per_node} devices of a"
+        f" node, {device.network_bytes_per_second / gb:,.0f} GB/s between nodes; each node reads the cache at"
+        f" {device.read_bytes_per_second / gb:,.0f} GB/s from memory, at"
+        f" {device.disk_bytes_per_second / gb:,.0f} GB/s from disk (estimates).",
         *([divided] if sharding != "none" else []),
         *([accumulated] if steps > 1 else []),
-        f"{trained}; {checkpointing}",
-        "bf16 by autocast: activations of fp32 weights take half, and 16-bit copies of the weights are kept"
+        trained,
+        checkpointing,
+        "With autocast to bf16, activations of fp32 weights take half, and 16-bit copies of the weights are kept."
         if tuning.bf16
-        else "memory without autocast (--bf16), with which activations are smaller and copies of weights are kept",
+        else "Autocast is not used (with --bf16, activations take less memory, and copies of the weights are kept).",
         *ALWAYS_ASSUMED,
     ]

@@ -6,50 +6,67 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from ..planning.tables import align
-from .advice import duration
+from .advice import counted, duration
 from .device_table import GIB
 from .forecast import FSDP, Values, plain_trainings
 
-ESTIMATED = "These are estimates from data sheets; nothing was measured. --verbose lists what is assumed."
-FASTER = "this training is"
-"""Heading of the column that compares this training with another one."""
+MAIN_ASSUMPTIONS = 2
+"""Number of assumptions, the first ones, that are always printed: they would mislead if nobody read them."""
+LEGEND = "K × R: pipeline stages × their replicas; M: micro-batches; GiB: memory of the fullest device."
+LEGEND_OF_FREEZING = (
+    "frozen, cached: numbers of layers; (stores n): the outputs of n frozen layers are stored for the next epochs."
+)
+FROZEN_MODULES = {
+    "nothing frozen": "trained, not frozen",
+    "computed": "frozen, computed",
+    "read": "frozen, read from the cache",
+}
+"""The steps of `frozen_modules.estimate`, in the words of the table."""
 
 
-def as_text(values: Values, title: str, is_verbose: bool = False) -> str:
-    """Format what `command.answer` returns for a terminal, below a title.
-
-    Args:
-        values: what `command.answer` returns.
-        title: the first line.
-        is_verbose: whether to list all assumptions.
-    """
+def as_text(values: Values, title: str, verbose: bool = False) -> str:
+    """Format what `command.answer` returns for a terminal, below a title; `verbose` lists all assumptions."""
     epochs, frozen = values["epochs"], values.get("frozen_modules", ())
     periods = ("num_frozen_layers", "num_cached_layers", "puts", "stages")
     courses = [list(group) for _, group in groupby(epochs, key=lambda epoch: [epoch[name] for name in periods])]
-    bound = ("counted FLOPs alone", "", "", "", "", _times(values["flop_bound"]))
+    course = _table(
+        "epoch|frozen|cached|K × R|M|layers of each stage|GiB|step ms|samples/s|mostly spent on|time",
+        map(_period, courses),
+        (0, 5, 9),
+    )
     parts = [
         title,
+        "\n".join((course, LEGEND, *([LEGEND_OF_FREEZING] if epochs[-1]["num_frozen_layers"] else []))),
+        _table("replica_sharding|K × R|GiB|step ms|", map(_sharding, values["sharding_choice"] or ()), (0, 1, 4)),
+        f"This training: {counted(len(epochs), 'epoch')} of {counted(values['steps_per_epoch'], 'step')},"
+        f" {duration(values['seconds'])}",
         _table(
-            "epoch|frozen|cached|K × R|M|stages|GiB|step ms|samples/s|spent on|time", map(_period, courses), (0, 5, 9)
-        ),
-        _table("sharding|K × R|GiB|step ms|", map(_sharding, values["sharding_choice"] or ()), (0, 1, 4)),
-        f"{len(epochs)} epochs of {values['steps_per_epoch']:,} steps: {duration(values['seconds'])}",
+            "without freezing|layout|M|GiB|time|this training is",
+            (_plain(*named) for named in plain_trainings(values).items()),
+            (0, 1, 5),
+        )
+        + _about_flops(values["flop_bound"]),
         _table(
-            f"nothing frozen|layout|M|GiB|time|{FASTER}",
-            [*(_plain(*named) for named in plain_trainings(values).items()), bound],
-            (0, 1),
-        ),
-        # compared with the second way: computed, as the stock Trainer does it
-        _table(
-            "your frozen modules|of the forward|step ms|compared with computed",
+            "your frozen modules|share of the forward|step ms|compared with computing them",
             (_frozen(step, frozen[1]) for step in frozen),
+            (0, 3),
         ),
         _about_rival(values),
         _about_cache(values["cache"]),
         "\n- ".join(("Advice", *values["advice"])),
-        "\n- ".join(("Assumed", *values["assumed"])) if is_verbose else ESTIMATED,
+        "\n- ".join(
+            ("Assumed", *values["assumed"])
+            if verbose
+            else ("Assumed (--verbose lists all assumptions)", *values["assumed"][:MAIN_ASSUMPTIONS])
+        ),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def as_fast(gain: float) -> str:
+    """Return how fast a training is, from the time of another one over its own: "0.93× as fast (slower)"."""
+    text = f"{gain:.2f}"
+    return "equally fast" if text == "1.00" else f"{text}× as fast{' (slower)' if gain < 1 else ''}"
 
 
 def _table(header: str, rows: Iterable[tuple[str, ...]], left: Sequence[int] = (0,)) -> str:
@@ -65,7 +82,7 @@ def _period(period: Sequence[Values]) -> tuple[str, ...]:
     return (
         str(first["epoch"]) if first is last else f"{first['epoch']}-{last['epoch']}",
         str(first["num_frozen_layers"]),
-        f"{first['num_cached_layers']} (puts {first['puts']})" if first["puts"] else str(first["num_cached_layers"]),
+        f"{first['num_cached_layers']} (stores {first['puts']})" if first["puts"] else str(first["num_cached_layers"]),
         _layout(first),
         str(first["num_microbatches"]),
         "|".join("+".join(map(str, sizes)) for sizes in first["stage_layers"]),
@@ -84,17 +101,13 @@ def _sharding(step: Values) -> tuple[str, ...]:
 
 def _plain(name: str, step: Values) -> tuple[str, ...]:
     layout = f"{step['replicas']} shards" if name == FSDP else _layout(step)
-    ends = (duration(step["seconds"]), _times(step["speed_up"])) if step["fits"] else ("-", "does not fit")
+    ends = (duration(step["seconds"]), as_fast(step["speed_up"])) if step["fits"] else ("does not fit", "-")
     return name, layout, str(step["num_microbatches"]), _gib(step), *ends
 
 
 def _frozen(step: Values, computed: Values) -> tuple[str, ...]:
-    gain = computed["step_seconds"] / step["step_seconds"]
-    return step["what"], f"{step['forward_share']:.1%}", _ms(step), _times(gain)
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f} times as fast"
+    gain = "-" if step is computed else as_fast(computed["step_seconds"] / step["step_seconds"])
+    return FROZEN_MODULES[step["what"]], f"{step['forward_share']:.1%}", _ms(step), gain
 
 
 def _layout(step: Values) -> str:
@@ -109,25 +122,33 @@ def _ms(step: Values) -> str:
     return f"{1e3 * step['step_seconds']:,.1f}"
 
 
+def _about_flops(bound: float) -> str:
+    """Return a line below the comparison, unless the training saves no FLOPs."""
+    gain = as_fast(bound)
+    return (
+        "" if gain == "equally fast" else f"\nCounting FLOPs alone, this training would be {gain} as without freezing."
+    )
+
+
 def _about_rival(values: Values) -> str:
     epochs = values["plain_epochs_of_equal_cost"]
     if epochs is None:
         return ""
     by = "FSDP" if values["fastest_plain"] == FSDP else values["fastest_plain"]
     return (
-        f"Equal cost: plain training for {epochs:.1f} epochs ({by}, nothing frozen) takes as long.\n"
-        "With a learning rate tuned for that many epochs it may be more accurate: try it first (docs/when_it_pays.md)."
+        f"In the same time, {epochs:.1f} epochs can be trained without freezing ({by}). With a learning rate tuned\n"
+        "for so many epochs, that may be more accurate: try it first (docs/when_it_pays.md)."
     )
 
 
 def _about_cache(cache: Values) -> str:
     if not cache["generation_bytes_per_node"]:
         return ""
-    memory, disk = (
-        "unknown" if size is None else f"{size / GIB:,.1f} GiB"
-        for size in (cache["host_memory_bytes"], cache["host_disk_bytes"])
+    largest, peak, memory, disk = (
+        None if cache[name] is None else f"{cache[name] / GIB:,.1f} GiB"
+        for name in ("generation_bytes_per_node", "peak_bytes_per_node", "host_memory_bytes", "host_disk_bytes")
     )
-    return (
-        f"Cache on each node: {cache['generation_bytes_per_node'] / GIB:,.2f} GiB a generation, at most"
-        f" {cache['peak_bytes_per_node'] / GIB:,.2f} GiB at once; page cache {memory}, disk {disk}"
-    )
+    both = "" if peak == largest else f", and {peak} while the next outputs are stored beside them"
+    in_memory = f"A node's memory has {memory} for it" if memory else "A node's memory is not known"
+    on_disk = f"its disk has {disk} for it" if disk else "its free disk is not known (--disk-gib)"
+    return f"Cache on each node: up to {largest}{both}.\n{in_memory}; {on_disk}."

@@ -1,14 +1,19 @@
-"""What it gains to read the outputs of modules that the user has frozen, instead of computing them: an estimate.
+"""What reading the outputs of frozen modules gains over computing them: an estimate.
+
+Modules that the user has frozen:
 
     nothing frozen      forward and backward of everything
     computed            what is frozen runs forward only, as in the stock Trainer, and in the first epoch
     read                what is frozen does not run: in the other epochs
 
 FLOPs are counted in one forward of a sample. One stage on each device, as only there any frozen module is read.
+
+LoRA on the upper half of the layers: the lower half is frozen from the start, and read from the second epoch on.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,15 +23,19 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
+from ..parts.freezing.policies import SchedulePolicy
 from ..model.dummy_inputs import dummy_batch
 from ..model.nested import tensors_of
 from ..planning.costs import UnitCost
 from ..planning.layout import Layout
 from ..planning.predictions import CostModel
 from .device_table import Device
-from .forecast import Job
+from .forecast import Job, forecast
 from .placeholder_model import GhostProducts
 from .workload import Workload
+
+LAYER_OF_PEFT = re.compile(r".*?\.[^.]*\.(\d+)\.")
+"""Finds the number of a module's layer in its name, as PEFT does for `layers_to_transform`."""
 
 
 def estimate(
@@ -67,6 +76,48 @@ def estimate(
         seconds = prediction.seconds + cached * reading
         steps.append({"what": what, "forward_share": layers * frozen / whole, "step_seconds": seconds})
     return steps
+
+
+def lora_on_upper_layers(
+    model: PreTrainedModel, workload: Workload, job: Job, device: Device, seconds: float
+) -> dict[str, Any] | None:
+    """Forecast the training with LoRA adapters on the upper half of the layers only.
+
+    Args:
+        model: the model, with adapters on all layers.
+        workload, job, device: as of the forecast of this training.
+        seconds: time of this training.
+
+    Returns:
+        "target_modules" and "layers_to_transform" for PEFT; "freeze_schedule" for the training arguments, with which
+        the lower outputs are cached despite dropout and gradient checkpointing; "step_seconds" of the last epoch,
+        "seconds" of the training, and "speed_up" over the given one; "cache_bytes_per_node". None if the outputs would
+        not be read, if something else is trained below, or if PEFT numbers the layers in another way, as those of an
+        encoder-decoder.
+    """
+    units, half = workload.unit_costs, len(workload.unit_costs) // 2
+    numbers = [match and match[1] for match in (LAYER_OF_PEFT.match(f"{unit.name}.") for unit in units)]
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    adapters = {name for name in trained if "lora_" in name}
+    in_units = {name for unit in units for name in unit.parameters if name.startswith(f"{unit.name}.")}
+    below = {name for unit in units[:half] for name in unit.parameters}
+    if not job.caches or not half or numbers != list(map(str, range(len(units)))):
+        return None
+    if not adapters <= in_units or below & trained - adapters:
+        return None
+    upper = forecast(replace(job, freeze_policy=SchedulePolicy({0: half}), max_frozen_layers=None), workload, device)
+    last = upper["epochs"][-1]
+    if not upper["epochs"][0]["fits"] or last["num_cached_layers"] < half:
+        return None
+    return {
+        "target_modules": sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in adapters}),
+        "layers_to_transform": list(range(half, len(units))),
+        "freeze_schedule": {"0": half},
+        "step_seconds": last["step_seconds"],
+        "seconds": upper["seconds"],
+        "speed_up": seconds / upper["seconds"],
+        "cache_bytes_per_node": upper["cache"]["peak_bytes_per_node"],
+    }
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:

@@ -8,18 +8,17 @@ parameter, so a laptop can inspect a model with billions of parameters.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from threading import Thread
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 import transformers
 from accelerate import init_empty_weights
-from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,8 +27,6 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from ..model.placeholders import ParameterTable, placeholder
 from ..planning.tables import MIB
 
-SECONDS_TO_CONNECT = 3.0
-"""How long the Hub may take to accept a connection."""
 PLACEHOLDER_VALUE = 0.01
 """Value of all placeholders. It is not zero, because CLIP divides by the norm of its embeddings."""
 LARGE_BYTES = 64 * MIB
@@ -69,7 +66,7 @@ def load_config(name: str) -> PreTrainedConfig:
     """Load the configuration that a name refers to.
 
     The name is looked up as a path first, then as a model type (with its default configuration), then as a name on
-    the Hub. Code that comes with a model is never run.
+    the Hub, or in its local cache if the Hub does not answer. Code that comes with a model is never run.
 
     Raises:
         UnknownModelError: There is no such configuration.
@@ -84,46 +81,52 @@ def load_config(name: str) -> PreTrainedConfig:
                 f"model type {name!r} has no default configuration ({_first_line(error)}). Pass a folder or a"
                 " config.json with the values of a real model."
             ) from error
-    can_ask = is_path or path.exists() or _hub_answers()
+    is_offline = not path.exists() and not _hub_answers(name)
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=not can_ask)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=is_offline)
+    except Exception as error:  # besides OSError and ValueError, those of the HTTP client
         if is_path:
-            reason = f"its configuration cannot be read ({_first_line(error)})"
+            reason = f"its configuration cannot be read ({_first_line(error)})."
         elif path.exists():
-            reason = "the folder has no config.json"
+            reason = "the folder has no config.json."
         else:
-            reason = (
-                f"it is not a folder, a config.json or one of the {len(list(CONFIG_MAPPING.keys()))} model types, "
-                + (
-                    f"and it could not be loaded from the Hugging Face Hub ({_first_line(error)})"
-                    if can_ask
-                    else f"it has not been downloaded, and {ENDPOINT} cannot be reached"
-                )
-            )
+            reason = f"it is not a folder, a config.json or a model type, {_why_not_on_hub(is_offline, error)}."
             similar = get_close_matches(name, list(CONFIG_MAPPING.keys()), n=3)
-            if similar:
-                reason += f". Model types of a similar name: {', '.join(similar)}"
-        raise UnknownModelError(f"unknown model {name!r}: {reason}.") from error
+            such_as = f". Model types of a similar name: {', '.join(similar)}" if similar else " such as 'llama'"
+            reason += f" Pass a folder, a config.json or a model type{such_as}."
+        raise UnknownModelError(f"unknown model {name!r}: {reason}") from error
     return config
 
 
-def _hub_answers() -> bool:
-    """Whether the Hub accepts a connection. Its client would try for a minute.
+def _hub_answers(name: str) -> bool:
+    """Return whether the Hub answers a single request for a model's configuration, be it that there is none.
 
-    A proxy is not asked: whether it reaches the Hub is its own business.
+    Without this request, `from_pretrained` would try six times to reach a Hub that is not reachable. The request runs
+    in a thread, because looking up the Hub's name and trying each of its addresses may exceed the timeout.
     """
-    if HF_HUB_OFFLINE:
-        return False
-    address = urlsplit(ENDPOINT)
-    if address.hostname is None or getproxies().keys() & {address.scheme, "all"}:
-        return True
-    try:
-        port = address.port or (80 if address.scheme == "http" else 443)
-        socket.create_connection((address.hostname, port), SECONDS_TO_CONNECT).close()
-    except OSError:
-        return False
-    return True
+    answers: list[bool] = []
+
+    def ask() -> None:
+        try:
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        except (HfHubHTTPError, HFValidationError):
+            pass  # an answer, or a name that needs none: `from_pretrained` says what is wrong
+        except Exception:  # whichever error the HTTP client has for a failed connection, a proxy, or offline mode
+            return
+        answers.append(True)
+
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(constants.HF_HUB_ETAG_TIMEOUT)
+    return bool(answers)
+
+
+def _why_not_on_hub(is_offline: bool, error: Exception) -> str:
+    """Return why a model could not be loaded from the Hub, as the end of a sentence."""
+    if not is_offline:
+        return f"and it could not be loaded from the Hugging Face Hub ({_first_line(error)})"
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hugging Face Hub cannot be reached"
+    return f"it is not in the Hub's local cache, and {why}"
 
 
 def model_class(config: PreTrainedConfig, task: str = "auto") -> type:

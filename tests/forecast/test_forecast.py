@@ -244,26 +244,33 @@ def advice(*arguments: Any, **changes: Any) -> str:
 def test_advice_k_1_throughout() -> None:
     policy = SchedulePolicy({1: 6})
     assert advice(4, 8, policy) == (
-        "K = 1 throughout: freeze + cache only (pipeline_parallel_size=1); pipelining adds nothing here."
+        "Use one stage throughout (pipeline_parallel_size=1), with freezing and the cache: a pipeline gains nothing"
+        " here."
     )
-    assert "throughout: freeze only" in advice(4, 8, policy, caches=False)
-    assert "throughout: plain DDP" in advice(4, 8)
+    assert "with freezing but no cache" in advice(4, 8, policy, caches=False)
+    assert "which is plain DDP" in advice(4, 8) and "which is plain training on one device" in advice(1, 8)
     asked = {"pipeline_parallel_size": 2, "batch": 64, "num_microbatches": 32}  # 33 / 32 of plain DDP's time
-    assert advice(4, **asked) == "Train it so, K = 2 at the start: no other layout is predicted to be much faster."
+    assert advice(4, **asked) == (
+        "Train with these settings, pipeline_parallel_size=2: no other layout is predicted to be much faster."
+    )
     assert "pipeline_parallel_size=1 is predicted to be" in advice(8, 2, pipeline_parallel_size=4)
 
 
 def test_advice_little_gain() -> None:
     """The last of four epochs runs one layer of twelve without its backward: 144 / 142."""
-    assert "Gain below 15% (×1.01 over the best static layout): do not freeze" in advice(4, 4, SchedulePolicy({3: 1}))
-    assert "do not freeze" not in advice(4, 4, SchedulePolicy({1: 6}))
+    said = advice(4, 4, SchedulePolicy({3: 1}))
+    assert "Do not freeze: this training is predicted to be 1.01 times as fast as the best static layout" in said
+    assert "which is plain DDP" in said and "with freezing" not in said, "no line contradicts another"
+    assert "Do not freeze" not in advice(4, 4, SchedulePolicy({1: 6}))
 
 
 def test_advice_what_does_not_fit() -> None:
     on = machine(fitting(4))
     said = advice(8, 6, AlphaPolicy(1 / 3), on=on)
-    assert "Plain DDP does not fit" in said and "Hence 4 stages at the start" in said and "fewer stages do" in said
-    assert "It does not fit: with K = 2" in advice(8, pipeline_parallel_size=2, on=on)
+    assert (
+        "Plain DDP does not fit" in said and "Hence 4 stages at the start" in said and "fewer stages suffice" in said
+    )
+    assert "This training does not fit: with K = 2" in advice(8, pipeline_parallel_size=2, on=on)
 
 
 def test_advice_on_sharding() -> None:
@@ -283,6 +290,9 @@ def test_advice_where_freezing_gains_less_than_fsdp() -> None:
     on = machine(12 * MEMORY_BYTES + 6 * MEMORY_BYTES)
     few = advice(4, 3, SchedulePolicy({2: 1}), on=on)
     assert "Use FSDP with plain transformers instead" in few and "FSDP can freeze layers as well" in few
+    assert "Do not freeze" not in few, "which would name another layout"
+    none = advice(4, 3, on=on)
+    assert "Use FSDP with plain transformers instead: it is predicted to be 1." in none and "freez" not in none
     assert "Use FSDP" not in advice(4, 9, SchedulePolicy({1: 11}), on=on)
     # where DDP is possible, its reduction would be hidden as well, though it is not counted so
     assert "FSDP" not in advice(4, 3, SchedulePolicy({2: 1}), on=machine(reduce=1e-3))
