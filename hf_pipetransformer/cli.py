@@ -138,7 +138,6 @@ def plan(
         list[str] | None, typer.Option(help="A module that you have frozen yourself; may be repeated.")
     ] = None,
     task: Annotated[str, typer.Option(help=TASK_HELP)] = "auto",
-    verbose: Annotated[bool, typer.Option("--verbose", help="List what is assumed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="List all assumptions of the prediction.")] = False,
 ) -> None:

@@ -132,7 +132,8 @@ def calling_code() -> str:
         frame = frame.f_back
     if frame.f_code.co_name == "<module>":
         return ""
-    owner = frame.f_locals.get("self")
+    # reading the local variables of a function keeps them alive until it returns
+    owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
     return f" in {frame.f_code.co_name if owner is None else f'{type(owner).__name__}.{frame.f_code.co_name}'}"
 
 

@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from ..parts.freezing.policies import SchedulePolicy
 from ..model.dummy_inputs import dummy_batch
 from ..model.nested import tensors_of
+from ..parts.freezing.policies import SchedulePolicy
 from ..planning.costs import UnitCost
 from ..planning.layout import Layout
 from ..planning.predictions import CostModel

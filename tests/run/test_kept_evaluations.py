@@ -133,12 +133,15 @@ def test_nothing_is_left_of_a_training_that_was_resumed(tmp_path: Path) -> None:
     assert stores_in(tmp_path) == []
 
 
-def test_nothing_is_stored_after_a_training_that_was_stopped(tmp_path: Path) -> None:
-    """Though there are epochs left, and the front is another one."""
-    trained = Trained(tmp_path, head_on_bert, (Ends(),), **EVALUATES)
+def evaluate_with_another_front(folder: Path) -> None:
+    trained = Trained(folder, head_on_bert, (Ends(),), **EVALUATES)
     trained.model.bert.encoder.layer[3].requires_grad_(True)
     trained.trainer.evaluate()
     trained.trainer.evaluate()
-    del trained
+
+
+def test_nothing_is_stored_after_a_training_that_was_stopped(tmp_path: Path) -> None:
+    """Though there are epochs left, and the front is another one."""
+    evaluate_with_another_front(tmp_path)
     gc.collect()
     assert stores_in(tmp_path) == []
