@@ -14,6 +14,7 @@ import linecache
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
@@ -280,10 +281,9 @@ def _innermost(tb: TracebackType | None) -> TracebackType | None:
     return tb
 
 
-def is_raised_in(error: BaseException, packages: tuple[str, ...]) -> bool:
-    """Whether an error was raised in the code of one of these packages."""
-    innermost = _innermost(error.__traceback__)
-    return innermost is not None and _is_in(innermost.tb_frame, packages)
+def lines_of(error: BaseException) -> list[str]:
+    """The lines of code that an error has passed through, the innermost one last."""
+    return [line.line or "" for line in traceback.extract_tb(error.__traceback__)]
 
 
 def _is_in(frame: FrameType, names: tuple[str, ...]) -> bool:

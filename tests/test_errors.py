@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,7 @@ def test_torchruns_summary_ends_with_the_message(
         path = tmp_path / f"{rank}.json"
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv(errors.ERROR_FILE, str(path))
+        monkeypatch.setenv(errors.WORKER, f"{os.getpid()} {path}")
         show(mistake)
         failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file=str(path))
         assert (MISTAKE in capsys.readouterr().err) == (rank == 0)
@@ -105,3 +107,8 @@ def test_torchruns_summary_ends_with_the_message(
     path.write_text("of torch's own `record`")
     show(mistake)
     assert path.read_text() == "of torch's own `record`"
+    path.unlink()
+    monkeypatch.setenv(errors.WORKER, f"{os.getppid()} {path}")  # of a process that a rank has started
+    capsys.readouterr()
+    show(mistake)
+    assert not path.exists() and MISTAKE in capsys.readouterr().err

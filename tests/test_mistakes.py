@@ -64,8 +64,8 @@ class WithReturnLoss(Linear):
 
 class WithBug(Linear):
     def forward(self, input_ids: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
-        self.logits(input_ids)
-        raise TypeError("a bug")
+        mask: Any = None
+        return {"loss": (self.logits(input_ids) * mask).mean()}
 
 
 def bert() -> nn.Module:
@@ -155,7 +155,7 @@ def test_trainings_without_a_column_of_labels(model: Any, options: dict[str, Any
 
 @pytest.mark.parametrize("samples", [SAMPLES, LABELLED])
 def test_other_errors_are_the_users(samples: Any) -> None:
-    with pytest.raises(TypeError, match="a bug"):
+    with pytest.raises(TypeError, match="NoneType"):
         trainer_of(WithBug(), samples).train()
 
 

@@ -18,7 +18,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
-from ..errors import in_one_line, is_raised_in
+from ..errors import in_one_line, lines_of
 from ..parts.prefix_cache.cache.content_keys import KEYS_NAME
 from ..training_args import PipeTransformerTrainingArguments
 from .job import TrainingJob
@@ -173,8 +173,9 @@ def _is_of_missing_labels(error: Exception, wanted: list[str], missing: list[str
         return NO_LOSS in text and (not wanted or bool(missing))
     if "required positional argument" in text:
         return any(f"'{name}'" in text for name in missing)
-    # a loss that was computed with labels=None, and no mistake in the model
-    return has_none and "NoneType" in text and is_raised_in(error, ("torch", "transformers"))
+    # a loss that was computed with labels=None; other values may be None by a mistake in the model
+    uses_labels = any(name in line for line in lines_of(error) for name in missing)
+    return has_none and "NoneType" in text and uses_labels
 
 
 def _no_labels(trainer: Trainer, given: list[str], missing: list[str], found: str) -> str:
