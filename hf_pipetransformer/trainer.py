@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from .data.loaders import KeysApart, NumberedLoader
+from .data.loaders import LoaderWithoutTags, NumberedLoader
 from .errors import UnsupportedModelError, calling_code, refuse_wrong_order
 from .model.method_override import having
 from .model.micro_batch import naming_long_rows
@@ -92,7 +92,7 @@ class PipeTransformerTrainer(Trainer):
     _cut_model: CutModel | None = None
     _pipeline_run: PipelineRun | None = None
     _checkpoint_write: CheckpointWrite | None = None
-    _evaluated_loader: KeysApart | None = None
+    _evaluated_loader: LoaderWithoutTags | None = None
     _freezing: FreezingByArguments | None = None
     _trained_by: str | None = None
     _loader_of_loop: Any = None
@@ -382,8 +382,8 @@ class PipeTransformerTrainer(Trainer):
         if self._placed is None:
             with naming_long_rows(self.model, inputs):
                 return stock(model, inputs)
-        keys = self._evaluated_loader.keys if self._evaluated_loader is not None else None
-        return evaluation.predict(self._job, self._placed, keys, stock, inputs)
+        tags = self._evaluated_loader.tags if self._evaluated_loader is not None else None
+        return evaluation.predict(self._job, self._placed, tags, stock, inputs)
 
     # ------------------------------------------------------------------------------------ saving
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

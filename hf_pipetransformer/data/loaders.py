@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
-from ..parts.prefix_cache.cache.content_keys import BatchKeys
+from ..model.called_inputs import TagsApart
 from .numbered_batches import NumberedBatches
 
 
@@ -81,23 +81,23 @@ class NumberedLoader(DataLoader[Any]):
         self.dataset.set_epoch(epoch)
 
 
-class KeysApart:
-    """An evaluation loader that takes keys for the activation cache out of its batches, and keeps them here.
+class LoaderWithoutTags:
+    """An evaluation loader that takes tags out of its batches, and keeps them here.
 
     So any code that gets the batch, for example a user's `prediction_step`, can pass it to a model.
 
     Args:
-        loader: the loader whose batches may have keys; it also provides all other attributes.
+        loader: the loader whose batches may have tags; it also provides all other attributes.
     """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self.keys: BatchKeys | None = None
-        """Keys of the latest batch."""
+        self.tags: TagsApart | None = None
+        """Tags of the latest batch."""
 
     def __iter__(self) -> Iterator[Any]:
-        for keyed in self._loader:
-            batch, self.keys = BatchKeys.taken_out_of(keyed)
+        for tagged in self._loader:
+            batch, self.tags = TagsApart.taken_out_of(tagged)
             yield batch
 
     def __len__(self) -> int:

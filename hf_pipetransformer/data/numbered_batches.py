@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from ..model.called_inputs import TagsApart
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import batch_rows, with_name
-from ..parts.prefix_cache.cache.content_keys import BatchKeys, KeyingCollator
 from ..progress import PROGRESS
 from ..randomness import generators_kept, seed_all, seeded
 from .node_order import Order
@@ -49,7 +49,7 @@ class BatchSlice:
 
     rows: int  # samples of this pipeline; 0 if it got one sample that must not count
     global_rows: int
-    keys: BatchKeys | None = field(default=None, compare=False)  # of the samples in the activation cache, on the CPU
+    tags: TagsApart | None = field(default=None, compare=False)  # of its samples, on the CPU
     items: int | float = 0  # number of items that the loss counts in the slice, as the collator has returned it
 
 
@@ -59,7 +59,7 @@ class _ReadBatch:
 
     Attributes:
         number: its number.
-        batch: this pipeline's slice, collated, without keys; None behind the last batch.
+        batch: this pipeline's slice, collated, without tags; None behind the last batch.
         part: describes the slice; None behind the last batch.
         samples: of an iterable dataset, the whole global batch, which cannot be read again.
     """
@@ -134,7 +134,7 @@ class NumberedBatches(Dataset[Any]):
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self._keyed_by: tuple[frozenset[str], bool] | None = None
+        self._wrap_collator: Callable[[Collator], Collator] | None = None
         self.order = order
         self.global_batch_size = order.batch_size
         self.drop_last = drop_last
@@ -168,26 +168,25 @@ class NumberedBatches(Dataset[Any]):
         return DataLoader(
             _SeededDataset(self.dataset),
             batch_sampler=_Slices(self),
-            collate_fn=self._keying_collate_fn(),
+            collate_fn=self._wrapped_collate_fn(),
             **self._loader_options,
         )
 
-    def _keying_collate_fn(self) -> Collator:
-        return self.collate_fn if self._keyed_by is None else KeyingCollator(self.collate_fn, *self._keyed_by)
+    def _wrapped_collate_fn(self) -> Collator:
+        return self.collate_fn if self._wrap_collator is None else self._wrap_collator(self.collate_fn)
 
     def use_collator(self, collate_fn: Collator) -> None:
         """Change the collator; takes effect when an epoch begins."""
         self.collate_fn = collate_fn
         self._iterator, self._ahead, self._loader = None, None, self._make_loader()
 
-    def key_by(self, ignored: frozenset[str], keeps_padding: bool = False) -> None:
-        """Give batches keys for the activation cache; takes effect when an epoch begins.
+    def wrap_collator(self, wrap: Callable[[Collator], Collator]) -> None:
+        """Let a part of the training add tags to what the collator returns; takes effect when an epoch begins.
 
         Args:
-            ignored: names of inputs that no key depends on, as for `row_keys`.
-            keeps_padding: whether padding is part of the key, as for `row_keys`.
+            wrap: returns a collator that calls the given one. It can be pickled if that can.
         """
-        self._keyed_by = ignored, keeps_padding
+        self._wrap_collator = wrap
         if not self.is_iterable:  # those are collated here, batch by batch; a stream may be read only once
             self.use_collator(self.collate_fn)
 
@@ -322,10 +321,10 @@ class NumberedBatches(Dataset[Any]):
         batch = read
         if self.is_iterable:
             with seeded(self._slice_seed(number, start)):
-                batch = self._keying_collate_fn()(read[start:stop] or read[:1])
-        # separate from the batch: the Trainer would move the keys to the device, and a model does not accept them
-        batch, keys = BatchKeys.taken_out_of(batch)
-        part = BatchSlice(stop - start, global_rows, keys)
+                batch = self._wrapped_collate_fn()(read[start:stop] or read[:1])
+        # separate from the batch: the Trainer would move the tags to the device, and a model does not accept them
+        batch, tags = TagsApart.taken_out_of(batch)
+        part = BatchSlice(stop - start, global_rows, tags)
         return _ReadBatch(number, batch, part, read if self.is_iterable else None)
 
     def _go_to(self, number: int) -> None:

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..model.called_inputs import named_inputs
 from ..model.frozen_prefix import FreezableLayers
 from ..model.layer_range import CalledWith
 from ..model.layer_stack import LayerStack
 from ..model.mapped_weights import into_memory
 from ..model.micro_batch import Batch
 from ..model.nested import on_device
-from ..parts.prefix_cache.cache.activation_cache import ActivationCache
-from ..parts.prefix_cache.cache.content_keys import named_inputs
 from ..planning.layout import Layout
 from ..progress import PROGRESS
 from .holders import source_of_buffers
@@ -30,7 +29,7 @@ from .mesh import ProcessMesh
 from .moves import Distribution, Transformation, move, timed_phase
 from .optimizer_state import OptimizerState, unwrapped
 from .placed import PlacedPipeline, Ways, WrapReplicas
-from .stage import LossFunction
+from .stage import LossFunction, Shortcut
 from .state import Kept, WeightState, synchronise
 from .virtual_stages import VirtualStages
 
@@ -70,7 +69,7 @@ class ElasticPipeline(nn.Module):
         self.is_lazy = is_lazy
         self.ways = Ways()
         """How the model is run; given to `place`."""
-        self.cache: ActivationCache | None = None
+        self.shortcut: Shortcut | None = None
         self.plan: Layout | None = None
         """The plan by which the weights are distributed; None while the model is complete on every process."""
         self.placed: PlacedPipeline | None = None
@@ -261,7 +260,7 @@ class ElasticPipeline(nn.Module):
             self._optimizer.keep_what_is_here()
             self._share_updates(self._optimizer)
         stage = VirtualStages(self.stack, plan.ranges_of(self.stage_index), self._loss_of, self.device)
-        stage.use_cache(self.cache)
+        stage.use_shortcut(self.shortcut)
         placed = PlacedPipeline(
             plan,
             stage,
@@ -330,7 +329,7 @@ class ElasticPipeline(nn.Module):
                 self._restrict_to_units_here()
 
     def _leave_plan(self) -> None:
-        self.cache = None  # the weights may change from here on
+        self.shortcut = None  # the weights may change from here on
         self.stack.runner.restrict_to(None)
         self.stack.runner.remove()
         self._close()
@@ -345,11 +344,11 @@ class ElasticPipeline(nn.Module):
         synchronise(buffers, self.mesh, source_of_buffers(self.stack.table, self.weights.holders))
 
     # ------------------------------------------------------------------------------------ frozen layers' outputs
-    def use_cache(self, cache: ActivationCache | None) -> None:
-        """From now on, read frozen layers' outputs from `cache`; None stops using a cache."""
-        self.cache = cache
+    def use_shortcut(self, shortcut: Shortcut | None) -> None:
+        """From now on, skip layers whose outputs `shortcut` has; None stops using one."""
+        self.shortcut = shortcut
         if self.stage is not None:
-            self.stage.use_cache(cache)
+            self.stage.use_shortcut(shortcut)
 
     # ------------------------------------------------------------------------------------ interface of nn.Module
     def train(self, mode: bool = True) -> ElasticPipeline:

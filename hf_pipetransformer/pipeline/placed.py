@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..model.called_inputs import TagsApart
 from ..model.layer_range import CalledWith
 from ..model.micro_batch import Batch, batch_rows
+from ..model.tags import without_tags
 from ..parts.driven.calls_apart import CallsApart
 from ..parts.driven.served_calls import ServedCalls
 from ..parts.driven.serving import ServingStage
-from ..parts.prefix_cache.cache.content_keys import KEYS_NAME, BatchKeys
 from ..planning.layout import Layout
 from . import prediction
 from .gradients import ReducedParameters, StageGradients
@@ -261,20 +262,20 @@ class PlacedPipeline:
         """
         results = []
         for rows in self.messages.of_each_stage(batch):
-            inputs = {name: value for name, value in rows.items() if name != KEYS_NAME}
+            inputs = without_tags(rows)
             with torch.no_grad():
                 results.append(self.serve(rows, partial(code, inputs), unread))
         return self.messages.scatter(results)
 
-    def read_ahead(self, keys: BatchKeys | None) -> None:
-        """On the first stage, begin to read the next batch's outputs of frozen layers. Not collective.
+    def read_ahead(self, tags: TagsApart | None) -> None:
+        """On the first stage, let the shortcut prepare for the next batch. Not collective.
 
         Args:
-            keys: the keys of the next batch; None if they are not known.
+            tags: the tags of the next batch; None if they are not known.
         """
         first = self.stage.first
-        if first.cache is not None and not first.start and keys is not None and keys.rows is not None:
-            first.cache.read_ahead(keys.rows, keys.padded_length, first.stop)
+        if first.shortcut is not None and not first.start and tags is not None:
+            first.shortcut.read_ahead(tags, first.stop)
 
     # ------------------------------------------------------------------------------------ inside
     def _step_alone(self, batch: Batch, gradients_synchronise: bool) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ..model.batch_statistics import running_statistics_kept, statistics_set_aside
+from ..model.called_inputs import TagsApart
 from ..model.layer_range import Carry
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, batch_rows, shape_signature, slice_rows
-from ..parts.prefix_cache.cache.activation_cache import ActivationCache
-from ..parts.prefix_cache.cache.content_keys import KEYS_NAME, pop_keys
+from ..model.tags import TAGS, without_tags
 from ..progress import PROGRESS
 from ..randomness import global_state_kept
 
@@ -24,6 +24,38 @@ FIRST = torch.zeros(1, dtype=torch.long)
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 """Calls the model on a micro-batch and returns this micro-batch's part of the loss, a tensor of one element."""
+
+
+class Shortcut(Protocol):
+    """Lets passes begin behind layers whose outputs are known already, for example from a cache."""
+
+    met_other_inputs: bool
+    """Whether the model was called, in training, on other inputs than those that were looked up."""
+
+    def begin(
+        self, batch: Batch, tags: torch.Tensor, start: int, carry: Carry | None, stop: int
+    ) -> tuple[int, Carry | None]:
+        """Return the unit of [start, stop) to begin with, and the outputs of the units before it.
+
+        Args:
+            batch: the model's inputs on its device.
+            tags: the tags of its samples.
+            start: the first unit of the stage.
+            carry: the outputs of the units before it; None if there are none.
+            stop: the first unit behind the stage.
+        """
+
+    def watching_calls(self) -> AbstractContextManager[None]:
+        """Inside, in a pass to the end, each call of the model by the loss may begin elsewhere."""
+
+    def begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is called without its hooks, in a pass that `begin` has prepared."""
+
+    def is_called_otherwise(self, called: Mapping[str, Any]) -> bool:
+        """Whether the model is not called as the loss calls it, so that nothing is known of this call."""
+
+    def read_ahead(self, tags: TagsApart, stop: int) -> None:
+        """Prepare for a pass up to the unit `stop` of the batch that has these tags."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +118,8 @@ class StageModule(nn.Module):
         self.is_last = stop == stack.num_units
         self.device = device
         self._loss_of = loss_of
-        self.cache: ActivationCache | None = None
-        """The cache in use, of which the `ElasticPipeline` decides."""
+        self.shortcut: Shortcut | None = None
+        """The shortcut in use, of which the `ElasticPipeline` decides."""
         self.micro_batches: Sequence[Batch] = ()
         """The micro-batches of the pass that runs; empty between passes."""
         self.counted_elsewhere: Sequence[nn.Module] = ()
@@ -190,30 +222,30 @@ class StageModule(nn.Module):
             yield inputs
             return
         # several calls of the model (R-Drop) are several passes, unless earlier stages ran the first units only once
-        looks_up_calls = self.cache is not None and KEYS_NAME not in batch and self.start == 0
-        calls = self.cache.watching_calls() if self.cache is not None and looks_up_calls else nullcontext()
+        shortcut = self.shortcut if TAGS not in batch and self.start == 0 else None
+        calls = shortcut.watching_calls() if shortcut is not None else nullcontext()
         with self.stack.runner.to_the_end(start, carry, may_repeat=self.start == 0), calls:
             yield inputs
 
     def begin(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[Batch, int, Carry | None]:
         """Return the model's inputs, the first unit to run and the outputs of the units before it.
 
-        If the cache holds the frozen layers' outputs, the first stage begins after these layers.
+        If the shortcut has the outputs of the first layers, the first stage begins after these layers.
         """
         inputs = dict(batch)
-        keys = pop_keys(inputs)
+        tags = inputs.pop(TAGS, None)
         start: int = self.start
         carry: Carry | None = as_carry(self.slots_in, values)
-        if self.cache is None or keys is None:
+        if self.shortcut is None or tags is None:
             return inputs, start, carry
-        return inputs, *self.cache.begin(inputs, keys, start, carry, self.stop)
+        return inputs, *self.shortcut.begin(inputs, tags, start, carry, self.stop)
 
     def infer_shapes(self, incoming: Sequence[CarriedTensor], batch: Batch) -> tuple[CarriedTensor, ...]:
         """What this stage sends when it receives `incoming`; costs one forward of `batch` through the stage."""
         if self.is_last:
             return ()
         values = [carried.zeros(self.device).clone().requires_grad_(carried.requires_grad) for carried in incoming]
-        outputs = self.carry_on(values, {name: value for name, value in batch.items() if name != KEYS_NAME})
+        outputs = self.carry_on(values, without_tags(batch))
         return tuple(
             CarriedTensor(tuple(out.shape), out.dtype, slot.needs_gradient and out.requires_grad)
             for slot, out in zip(self.slots_out, outputs, strict=True)

@@ -30,10 +30,10 @@ import torch.distributed as dist
 from ..model.checkpoint_files import TensorLike
 from ..model.mapped_weights import tensors_in_file
 from ..model.nested import as_bytes
-from ..parts.prefix_cache.cache.side_stream import is_apart
 from ..progress import PROGRESS
 from .devices import synchronise
 from .mesh import ProcessMesh
+from .side_stream import is_apart
 
 K = TypeVar("K", bound=Hashable)
 """The name of an item."""

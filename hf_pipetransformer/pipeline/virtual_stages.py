@@ -16,9 +16,8 @@ from torch import nn
 from ..model.batch_statistics import normalisations
 from ..model.layer_stack import LayerStack
 from ..model.micro_batch import Batch
-from ..parts.prefix_cache.cache.activation_cache import ActivationCache
 from ..planning.layout import Layout
-from .stage import LossFunction, StageModule
+from .stage import LossFunction, Shortcut, StageModule
 
 
 class VirtualStages(nn.Module):
@@ -92,10 +91,10 @@ class VirtualStages(nn.Module):
         gradients = ((name, self.stack.table[name].grad) for name in self.names)
         return {name: gradient for name, gradient in gradients if gradient is not None}
 
-    def use_cache(self, cache: ActivationCache | None) -> None:
-        """From now on, read frozen layers' outputs from `cache`; None stops using a cache."""
+    def use_shortcut(self, shortcut: Shortcut | None) -> None:
+        """From now on, skip layers whose outputs `shortcut` has; None stops using one."""
         for stage in self.stages:
-            stage.cache = cache
+            stage.shortcut = shortcut
 
 
 def names_of_stage(plan: Layout, stack: LayerStack, stage: int) -> frozenset[str]:

@@ -10,34 +10,35 @@ from typing import Any
 import torch
 
 from ..data.numbered_batches import BatchSlice, GivenBatches, NumberedBatches
+from ..model.called_inputs import RecordedInputs, TagsApart
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, batch_rows, with_name
 from ..model.nested import tensors_of
-from ..parts.prefix_cache.cache.content_keys import KEYS_NAME, BatchKeys, KeyedInputs
+from ..model.tags import TAGS
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..progress import PROGRESS
 from .job import TrainingJob
 
 
-def prepared(job: TrainingJob, inputs: Mapping[str, Any], keys: BatchKeys | None) -> Batch:
-    """Prepare a batch with the trainer's `_prepare_inputs`, and add the cache keys of its samples.
+def prepared(job: TrainingJob, inputs: Mapping[str, Any], tags: TagsApart | None) -> Batch:
+    """Prepare a batch with the trainer's `_prepare_inputs`, and add the tags of its samples.
 
-    If the inputs are no longer those from which the keys were computed, blank keys are added instead.
+    If the inputs are no longer those to which the tags belong, blank tags are added instead.
 
     Args:
         job: the training job.
         inputs: the current inputs; methods that the user has overridden may have changed them.
-        keys: the keys of the samples; None if they have none or none are needed.
+        tags: the tags of the samples; None if they have none or none are needed.
     """
     trainer: Any = job.trainer
-    if keys is None:
+    if tags is None:
         return dict(with_name(trainer._prepare_inputs(inputs)))
-    are_same = keys.inputs.are(inputs, job.not_in_keys)
+    are_same = tags.inputs.are(inputs, job.not_in_keys)
     moved = job.to_device(inputs)
-    given = KeyedInputs(with_name(moved))
+    given = RecordedInputs(with_name(moved))
     batch = dict(with_name(trainer._prepare_inputs(moved)))
     are_same = are_same and given.are(batch, job.not_in_keys)
-    batch[KEYS_NAME] = keys.tensor if are_same else keys.blank().tensor
+    batch[TAGS] = tags.tensor if are_same else tags.blank().tensor
     return batch
 
 

@@ -19,11 +19,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from ..data.loaders import KeysApart
+from ..data.loaders import LoaderWithoutTags
+from ..model.called_inputs import TagsApart
 from ..model.micro_batch import Batch, naming_long_rows
 from ..model.placeholders import num_bytes
+from ..model.tags import TAGS
 from ..parts.front.front_cache import FrontCache
-from ..parts.prefix_cache.cache.content_keys import KEYS_NAME, BatchKeys, KeyingCollator
+from ..parts.prefix_cache.cache.content_keys import KeyingCollator
 from ..parts.prefix_cache.cache_control import AutoCache
 from ..pipeline.devices import device_budget, fits, is_on
 from ..pipeline.elastic_pipeline import ElasticPipeline
@@ -51,7 +53,7 @@ def outside_training(
     dataloader: Any,
     generates: bool,
     prefix: str,
-) -> Iterator[KeysApart]:
+) -> Iterator[LoaderWithoutTags]:
     """Inside the context, the complete model is split into stages, if there are several.
 
     A model that generates stays whole. Collective over all processes.
@@ -70,7 +72,7 @@ def outside_training(
     dataset = getattr(dataloader, "dataset", None)  # a loader that the user made may be any iterable
     if dataset is not None:
         check_same_size(job.mesh, dataset)
-    loader = KeysApart(dataloader)
+    loader = LoaderWithoutTags(dataloader)
     if not job.args.uses_pipeline or generates:
         if job.args.uses_pipeline:
             move_whole_to_device(job)
@@ -97,13 +99,13 @@ def generating(pipeline: ElasticPipeline) -> Iterator[None]:
     """
     if pipeline.is_lazy and pipeline.is_split:
         raise _generates_lazily(pipeline.model)
-    cache = pipeline.cache
-    pipeline.use_cache(None)  # a cached sample is read in one call of the model
+    shortcut = pipeline.shortcut
+    pipeline.use_shortcut(None)  # a cached sample is read in one call of the model
     try:
         with pipeline.whole():
             yield
     finally:
-        pipeline.use_cache(cache)
+        pipeline.use_shortcut(shortcut)
 
 
 def move_whole_to_device(job: TrainingJob) -> None:
@@ -169,7 +171,7 @@ def in_training(
     dataloader: Any,
     generates: bool = False,
     prefix: str = "eval",
-) -> Iterator[KeysApart]:
+) -> Iterator[LoaderWithoutTags]:
     """Inside the context, an evaluation during training can use the activation cache, or generate.
 
     The evaluation's batches get cache keys. The cache is used only if the frozen weights are those it was filled with.
@@ -184,9 +186,9 @@ def in_training(
         prefix: of its metrics.
 
     Yields:
-        The loader, which removes the keys from its batches and keeps them in `keys`.
+        The loader, which removes the tags from its batches and keeps them in `tags`.
     """
-    loader = dataloader if isinstance(dataloader, KeysApart) else KeysApart(dataloader)
+    loader = dataloader if isinstance(dataloader, LoaderWithoutTags) else LoaderWithoutTags(dataloader)
     with phase("evaluation"), ExitStack() as stack:
         if generates:
             stack.enter_context(generating(pipeline))
@@ -200,9 +202,9 @@ def in_training(
                 stack.callback(setattr, base, "collate_fn", base.collate_fn)
                 ignored = job.not_in_keys | pipeline.stack.runner.called.kept_back
                 base.collate_fn = KeyingCollator(base.collate_fn, ignored, cache.cache.keeps_padding)
-            if pipeline.cache is not None and not cache.weights_hold():
-                pipeline.use_cache(None)  # e.g. averaged weights
-                stack.callback(lambda: pipeline.use_cache(cache.cache if cache.is_on else None))
+            if pipeline.shortcut is not None and not cache.weights_hold():
+                pipeline.use_shortcut(None)  # e.g. averaged weights
+                stack.callback(lambda: pipeline.use_shortcut(cache.cache if cache.is_on else None))
         yield loader
 
 
@@ -213,7 +215,7 @@ Prediction = tuple[Any, Any, Any]
 def predict(
     job: TrainingJob,
     pipeline: ElasticPipeline,
-    keys: BatchKeys | None,
+    tags: TagsApart | None,
     stock: Callable[[Any, dict[str, Any]], Prediction],
     inputs: dict[str, Any],
 ) -> Prediction:
@@ -222,11 +224,11 @@ def predict(
     Args:
         job: the training or evaluation job.
         pipeline: the placed pipeline.
-        keys: cache keys of the latest batch from the evaluation's loader.
+        tags: tags of the latest batch from the evaluation's loader.
         stock: the stock method, as a function of a model and inputs, which may be prepared already.
         inputs: this process's samples.
     """
-    keys = keys if pipeline.cache is not None else None
+    tags = tags if pipeline.shortcut is not None else None
     with phase("prediction"):
         if pipeline.is_split:
             pipeline.arrive()
@@ -236,7 +238,7 @@ def predict(
                 with _handing_on_prepared(job.trainer, batch), among_last_stages(job.trainer.accelerator, group):
                     return stock(job.model, batch)
 
-            batch = prepared(job, inputs, keys)
+            batch = prepared(job, inputs, tags)
             result: Prediction
             if job.overrides_loss and pipeline.running.can_serve:
                 result = pipeline.running.predict_served(batch, predict_rows, job.not_in_keys)
@@ -245,13 +247,13 @@ def predict(
             return result
         with naming_long_rows(job.model, inputs):
             assert pipeline.stage is not None
-            if pipeline.cache is not None and not pipeline.stack.runner.takes_batch:
+            if pipeline.shortcut is not None and not pipeline.stack.runner.takes_batch:
                 with pipeline.stage.last.running_to_the_end([], {}):
                     return stock(job.model, inputs)
-            if keys is None or not keys.inputs.are(inputs, job.not_in_keys):
+            if tags is None or not tags.inputs.are(inputs, job.not_in_keys):
                 return stock(job.model, inputs)
             # `stock` prepares the inputs; here they are only moved to the device
-            moved = {**job.to_device(inputs), KEYS_NAME: keys.tensor}
+            moved = {**job.to_device(inputs), TAGS: tags.tensor}
             with pipeline.stage.last.running_to_the_end([], moved) as batch:
                 return stock(job.model, batch)
 

@@ -17,12 +17,12 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 from ..data.numbered_batches import first_samples
+from ..model.called_inputs import LABELS_AND_DECODER
 from ..model.frozen_prefix import has_frozen_layers
 from ..model.layer_range import CalledWith
 from ..model.micro_batch import Batch, batch_rows, select_rows
 from ..model.nested import on_device
 from ..parts.freezing.callback import LayerFreezeCallback, checkpoints_reentrantly
-from ..parts.prefix_cache.cache.content_keys import NOT_IN_KEYS
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from ..training_args import PipeTransformerTrainingArguments
@@ -176,7 +176,7 @@ class TrainingJob:
     @property
     def not_in_keys(self) -> frozenset[str]:
         """Inputs that frozen layers do not read, judged by their names. The cache's probe verifies it."""
-        return NOT_IN_KEYS | frozenset(self.trainer.label_names or ())
+        return LABELS_AND_DECODER | frozenset(self.trainer.label_names or ())
 
     @property
     def sums_up(self) -> bool:

@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from ..data.numbered_batches import BatchSlice
+from ..model.called_inputs import RecordedInputs, added_settings, named_inputs
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, as_the_user_made_it
-from ..parts.prefix_cache.cache.content_keys import KEYS_NAME, NOT_OF_STATES, KeyedInputs, added_settings, named_inputs
+from ..model.origins import NOT_OF_STATES
+from ..model.tags import without_tags
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..randomness import seeded
 from ..token_slices.kv_slices import slice_cache_in
@@ -180,7 +182,7 @@ class BatchInFlight:
 
         The calls of the model in it are served by all stages. The replicas' losses are averaged, by their samples.
         """
-        inputs = {name: value for name, value in self._batch.items() if name != KEYS_NAME}
+        inputs = without_tags(self._batch)
         part = self._of_whole(inputs)
         if not self.part.rows:  # a sample that does not count; the loss may gather something from all replicas
             return
@@ -252,7 +254,7 @@ class BatchInFlight:
             yield
             return
         model, ignored = pipeline.model, self._loss.job.not_in_keys
-        given, settings = KeyedInputs(inputs), pipeline.stack.runner.called.added
+        given, settings = RecordedInputs(inputs), pipeline.stack.runner.called.added
 
         def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             called = named_inputs(model, args, kwargs)

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
 from ..errors import in_one_line, lines_of
-from ..parts.prefix_cache.cache.content_keys import KEYS_NAME
+from ..model.tags import TAGS
 from ..training_args import PipeTransformerTrainingArguments
 from .job import TrainingJob
 
@@ -152,7 +152,7 @@ def explaining_missing_labels(job: TrainingJob, inputs: Any, compute_loss: Calla
     if trainer.compute_loss_func is not None or not isinstance(inputs, Mapping):
         return compute_loss()
     missing = [name for name in wanted if inputs.get(name) is None]
-    given = [name for name in inputs if name != KEYS_NAME]  # the stock method may remove some
+    given = [name for name in inputs if name != TAGS]  # the stock method may remove some
     has_none = bool(missing) and missing == wanted and not job.overrides_loss
     try:
         found = compute_loss()

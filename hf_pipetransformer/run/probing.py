@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from ..errors import is_out_of_memory
+from ..model.called_inputs import RecordedInputs, added_settings, named_inputs
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, as_the_user_made_it, with_name
 from ..model.nested import in_new_containers, tensors_of
 from ..model.placeholders import evaluation_mode
+from ..model.tags import TAGS
 from ..model.units import CalledWith
-from ..parts.prefix_cache.cache.content_keys import KEYS_NAME, KeyedInputs, added_settings, named_inputs
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from .job import TrainingJob
@@ -127,7 +128,7 @@ class _FirstCall(BaseException):
     """Raised to leave a loss at its first call of the model. No `except Exception` in a user's loss catches it."""
 
 
-def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> tuple[list[Batch], KeyedInputs]:
+def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> tuple[list[Batch], RecordedInputs]:
     """Compute the loss of a batch, and return the inputs of each call of the model, and the prepared batch's.
 
     Inputs are by name, as they were when the model was called. If `compute_loss` fails, the calls before that are
@@ -139,7 +140,7 @@ def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> t
         only_first: whether to leave the loss at its first call, so that the model does not run.
     """
     trainer, model = job.trainer, job.model
-    given, calls = KeyedInputs({}), list[Batch]()
+    given, calls = RecordedInputs({}), list[Batch]()
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = named_inputs(module, args, kwargs)
@@ -152,7 +153,7 @@ def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> t
         hook = model.register_forward_pre_hook(note, with_kwargs=True)
         try:
             inputs = job.on_models_device(dict(with_name(trainer._prepare_inputs(as_the_user_made_it(dict(batch))))))
-            given = KeyedInputs(inputs)
+            given = RecordedInputs(inputs)
             with job.computing_loss():
                 trainer.compute_loss(model, as_the_user_made_it(inputs))
         except _FirstCall:
@@ -188,4 +189,4 @@ def how_called(job: TrainingJob, sample: Batch) -> CalledWith:
         return CalledWith(takes_batch=False, nested_in=only if is_nested else None)
     if given.are_exchanged(call, job.not_in_keys):
         return CalledWith()
-    return CalledWith(frozenset(sample) - call.keys() - {KEYS_NAME}, added_settings(sample, call))
+    return CalledWith(frozenset(sample) - call.keys() - {TAGS}, added_settings(sample, call))

@@ -431,14 +431,14 @@ class PipelineRun(TrainerCallback):
         refuse_best_model_that_some_lack(self._job)
         self.preemption.has_loaded_best = True
         self._check_cached_weights()
-        self.pipeline.use_cache(None)
+        self.pipeline.use_shortcut(None)
 
     def _check_cached_weights(self) -> None:
         """Check the frozen weights at the end, because a later training may read what the last epoch has stored.
 
         Collective over all processes.
         """
-        if self.cache is not None and self.pipeline.cache is not None:
+        if self.cache is not None and self.pipeline.shortcut is not None:
             self.cache.check_weights()
 
     # ------------------------------------------------------------------------------------ the loop's events

@@ -24,8 +24,8 @@ from ..errors import users_error
 from ..model.frozen_prefix import frozen_modules
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, naming_long_rows
+from ..model.tags import NO_TAGS, TAGS, blanked
 from ..parts.front.front_cache import FrontCache
-from ..parts.prefix_cache.cache.content_keys import KEYS_NAME, NO_KEYS, without_keys
 from ..parts.prefix_cache.cache_control import AutoCache
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh
@@ -50,7 +50,7 @@ class Doubt(Flag):
 
     NONE = 0
     INPUTS = auto()
-    """The model was called on inputs other than those from which the cache keys were computed."""
+    """The model was called on inputs other than those to which the batch's tags belong."""
     WEIGHTS = auto()
     """A callback may have changed frozen weights: a check suggests it, or the callback had access to them."""
     FLAGS = auto()
@@ -63,7 +63,7 @@ class StepVotes:
 
     Attributes:
         stop: SIGTERM was received.
-        other_inputs: the model was called on inputs other than those from which the cache keys were computed.
+        other_inputs: the model was called on inputs other than those to which the batch's tags belong.
         other_weights: a callback seems to have changed frozen weights.
         exchanged_inputs: the last stage has called the model on inputs other than those of the earlier stages.
         other_flags: something other than a callback has set `requires_grad`.
@@ -157,7 +157,7 @@ class Steps:
     def step(self, inputs: dict[str, Any], stops: Callable[[], bool]) -> tuple[torch.Tensor, StepVotes]:
         """Run forward and backward of this pipeline's slice of a batch. Collective over all processes.
 
-        1. Prepare the batch, with the keys of its samples; all stages use the batch of the last stage. Begin to read
+        1. Prepare the batch, with the tags of its samples; all stages use the batch of the last stage. Begin to read
            what the next batch needs from the cache.
         2. Run the pipeline's step; the last stage computes the loss.
         3. Reduce the loss and the votes over all processes.
@@ -193,7 +193,7 @@ class Steps:
         control = self._trainer.control
         mine = StepVotes(
             stop=stops(),
-            other_inputs=other_inputs or (pipeline.cache is not None and pipeline.cache.met_other_inputs),
+            other_inputs=other_inputs or (pipeline.shortcut is not None and pipeline.shortcut.met_other_inputs),
             other_weights=other_weights,
             exchanged_inputs=current.exchanges_inputs,
             other_flags=pipeline.weights.flags_changed,
@@ -263,25 +263,25 @@ class Steps:
         """Prepare the batch for the model, on all stages. Collective over the pipeline.
 
         Returns:
-            The batch, and whether its inputs differ from those from which its keys were computed.
+            The batch, and whether its inputs differ from those to which its tags belong.
         """
         pipeline, part = self._pipeline, self.batch.current
-        looks_up = pipeline.cache is not None and pipeline.stack.runner.takes_batch
-        keys = part.keys if looks_up and part.rows else None
-        if keys is not None and other_weights:
-            keys = keys.blank()  # other stages may not have noticed the change
-        batch = prepared(self._job, inputs, keys)
-        if pipeline.cache is not None and keys is None and (other_weights or not part.rows):
-            batch[KEYS_NAME] = NO_KEYS
-        other_inputs = keys is not None and batch[KEYS_NAME] is not keys.tensor
+        looks_up = pipeline.shortcut is not None and pipeline.stack.runner.takes_batch
+        tags = part.tags if looks_up and part.rows else None
+        if tags is not None and other_weights:
+            tags = tags.blank()  # other stages may not have noticed the change
+        batch = prepared(self._job, inputs, tags)
+        if pipeline.shortcut is not None and tags is None and (other_weights or not part.rows):
+            batch[TAGS] = NO_TAGS
+        other_inputs = tags is not None and batch[TAGS] is not tags.tensor
         if pipeline.num_stages > 1:
             batch = self.batch.share(pipeline, batch)
             other_inputs = other_inputs and pipeline.computes_loss
-            if other_weights and KEYS_NAME in batch:
-                batch[KEYS_NAME] = without_keys(batch[KEYS_NAME])
+            if other_weights and TAGS in batch:
+                batch[TAGS] = blanked(batch[TAGS])
         if looks_up:
             following = self.batch.waiting[0] if self.batch.waiting else self._data.next_slice
-            pipeline.running.read_ahead(following.keys if following is not None else None)
+            pipeline.running.read_ahead(following.tags if following is not None else None)
         return batch, other_inputs
 
     def _agree(self, loss: torch.Tensor, mine: StepVotes) -> tuple[torch.Tensor, StepVotes]:

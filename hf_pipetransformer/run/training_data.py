@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from ..data.loaders import KeysApart, NumberedLoader
+from ..data.loaders import LoaderWithoutTags, NumberedLoader
 from ..data.node_order import Order
 from ..data.numbered_batches import (
     GivenBatches,
@@ -136,11 +136,11 @@ def refuse_different_numbers(job: TrainingJob, mine: int | None, when: str) -> N
 
 
 def evaluation_loader(job: TrainingJob, loader: Any) -> Any:
-    """Return the stock loader with workers that survive a SIGTERM, and without cache keys in its batches."""
+    """Return the stock loader with workers that survive a SIGTERM, and without tags in its batches."""
     set_workers_apart(loader)
     # persistent workers keep the collator that they started with, and user code that iterates must not see keys
     keeps_keys = job.may_cache and job.args.dataloader_persistent_workers
-    return KeysApart(loader) if keeps_keys else loader
+    return LoaderWithoutTags(loader) if keeps_keys else loader
 
 
 def set_workers_apart(loader: Any) -> None:

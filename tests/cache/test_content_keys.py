@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 
+from hf_pipetransformer.model.called_inputs import LABELS_AND_DECODER
 from hf_pipetransformer.model.micro_batch import slice_rows
+from hf_pipetransformer.model.tags import TAGS
+from hf_pipetransformer.parts.prefix_cache.cache import content_keys as content_keys_module
 from hf_pipetransformer.parts.prefix_cache.cache.content_keys import (
-    KEYS_NAME,
-    NOT_IN_KEYS,
     KeyingCollator,
-    pop_keys,
     row_keys,
 )
 
@@ -39,7 +39,7 @@ def padded(rows: list[list[int]], *, length: int = 0, pad: int = 0, side: str = 
     }
 
 
-def content_keys(batch, ignored=NOT_IN_KEYS) -> list[bytes] | None:
+def content_keys(batch, ignored=LABELS_AND_DECODER) -> list[bytes] | None:
     keys = row_keys(batch, ignored)
     return None if keys is None else [key.digest for key in keys]
 
@@ -51,7 +51,7 @@ def keys_of(*arguments, **options) -> list[bytes]:
 
 
 def popped(batch) -> list[bytes]:
-    keys = pop_keys(batch)
+    keys = content_keys_module.keys_of(batch.pop(TAGS, None))
     assert keys is not None
     return [key.digest for key in keys]
 
@@ -184,9 +184,9 @@ def test_the_collator_adds_keys_to_any_mapping_and_leaves_the_users_alone(make):
     for _ in range(2):  # a dataset of whole batches gives the same object again
         batch = KeyingCollator(FixedCollator(theirs))([])
         assert type(batch) is type(theirs)
-        assert KEYS_NAME not in theirs
+        assert TAGS not in theirs
         assert all(batch[name] is value for name, value in theirs.items())
-        assert batch[KEYS_NAME].shape == (4, 4)
+        assert batch[TAGS].shape == (4, 4)
         assert popped(batch) == content_keys(theirs)
         assert batch.keys() == theirs.keys()
 
@@ -194,8 +194,8 @@ def test_the_collator_adds_keys_to_any_mapping_and_leaves_the_users_alone(make):
 def test_what_has_no_keys_passes_and_the_reserved_name_is_refused():
     theirs = [1, 2]
     assert KeyingCollator(FixedCollator(theirs))([]) is theirs
-    with pytest.raises(ValueError, match=rf"'{KEYS_NAME}'.*Rename"):
-        KeyingCollator(FixedCollator({**padded(WORDS), KEYS_NAME: torch.ones(4)}))([])
+    with pytest.raises(ValueError, match=rf"'{TAGS}'.*Rename"):
+        KeyingCollator(FixedCollator({**padded(WORDS), TAGS: torch.ones(4)}))([])
 
 
 def test_each_sequence_of_a_sample_has_a_key_and_they_are_cut_with_the_sample():

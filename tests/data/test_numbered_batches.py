@@ -23,6 +23,7 @@ from torch.utils.data import (
 from hf_pipetransformer.data.loaders import NumberedLoader
 from hf_pipetransformer.data.numbered_batches import NumberedBatches
 from hf_pipetransformer.data.sample_order import SampleOrder
+from hf_pipetransformer.parts.prefix_cache.cache.content_keys import KeyingCollator
 
 WORLD = 4
 GLOBAL_BATCH = 16
@@ -199,7 +200,7 @@ def test_looking_at_the_first_rows_of_a_one_shot_stream_loses_nothing():
     for loader in loaders:
         assert loader.dataset.sample_rows(4) == [0, 1, 2, 3]
         assert loader.dataset.sample_rows(2) == [0, 1]
-        loader.dataset.key_by(frozenset({"weights"}))  # keys of fewer inputs
+        loader.dataset.wrap_collator(partial(KeyingCollator, ignored=frozenset({"weights"})))  # keys of fewer inputs
     assert one_epoch(loaders, 0, changing, 2) == in_batches(list(range(83)))[2:]
 
 

@@ -26,9 +26,9 @@ from training_runs import (
 )
 from transformers import TrainerCallback
 
+from hf_pipetransformer.model.tags import TAGS
 from hf_pipetransformer.parts.prefix_cache import cache_control
 from hf_pipetransformer.parts.prefix_cache.cache.activation_cache import CacheCounts
-from hf_pipetransformer.parts.prefix_cache.cache.content_keys import KEYS_NAME
 
 
 def cached_and_changed(
@@ -175,7 +175,7 @@ class PassesOn:
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Done twice it would be undone."""
-        assert KEYS_NAME not in inputs
+        assert TAGS not in inputs
         inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
         return inputs if self.model.training else {**inputs, "labels": inputs["labels"].flip(0)}  # type: ignore[attr-defined]
 
@@ -194,7 +194,7 @@ def evaluating(
 
     class Looking(TrainerCallback):
         def on_evaluate(self, *_: Any, **__: Any) -> None:
-            assert all(KEYS_NAME not in batch for batch in trainer.get_eval_dataloader())
+            assert all(TAGS not in batch for batch in trainer.get_eval_dataloader())
             run = trainer._pipeline_run
             if run is not None and run.cache is not None:
                 counts.append(run.cache.cache.evaluated)

@@ -192,8 +192,8 @@ class StageCalls:
         return call
 
     def tell_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.stage.cache is not None:
-            self.stage.cache.begin_call(args, kwargs)
+        if self.stage.shortcut is not None:
+            self.stage.shortcut.begin_call(args, kwargs)
 
 
 def _modules_around_all(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:

@@ -25,6 +25,7 @@ import torch
 from accelerate.utils import recursively_apply
 
 from ...errors import UnsupportedModelError
+from ...model.called_inputs import RecordedInputs, named_inputs, version_of
 from ...model.dropout import may_drop
 from ...model.elsewhere import Hidden, hidden_like
 from ...model.layer_range import HIDDEN, HIDDEN_REMEDY, CalledWith, Carry
@@ -32,10 +33,10 @@ from ...model.layer_stack import why_whole
 from ...model.method_override import MethodOverride
 from ...model.micro_batch import Batch, batch_rows
 from ...model.nested import tensors_of
+from ...model.tags import TAGS
 from ...pipeline.messages import PipelineMessages
 from ...pipeline.stage import StageModule
 from ...progress import PROGRESS
-from ..prefix_cache.cache.content_keys import KEYS_NAME, KeyedInputs, named_inputs, version_of
 from .orders import POSITIONAL, Ask, Backward, End, Forward, Modes, Own, StageCalls, autocast_state
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ class ServedCalls(StageCalls):
         super().__init__(stage, messages)
         self._most_parts = most_parts
         self._batch: Batch = {}
-        self._keyed = KeyedInputs({})
+        self._given = RecordedInputs({})
         self._unread: Collection[str] = ()
         self._own: dict[int, tuple[int, int]] = {}  # by id of a tensor of the batch: its index and version
         self._modes: Modes | None = None  # what the stages below know
@@ -74,14 +75,14 @@ class ServedCalls(StageCalls):
         Args:
             batch: the batch that all stages have, prepared.
             code: the user's code, which may call the model on anything.
-            unread: names of inputs that frozen layers do not read, so that cache keys do not cover them.
+            unread: names of inputs that frozen layers do not read, so that tags do not depend on them.
         """
         tensors = tensors_of(batch)
         self._own = {id(tensor): (index, version_of(tensor)) for index, tensor in enumerate(tensors)}
         self._batch, self._modes, self._released = batch, None, []
         self._finds_rows = self._row_dimensions is None
         self._has_failed, self._first_call = False, self._number + 1
-        self._keyed, self._unread = KeyedInputs(batch), unread
+        self._given, self._unread = RecordedInputs(batch), unread
         with self._overriding():
             result = code()
         self._order(End())
@@ -126,7 +127,7 @@ class ServedCalls(StageCalls):
         self._number += 1
         has_gradients = torch.is_grad_enabled()
         wanted = {i: v for i, v in enumerate(tensors_of(inputs)) if has_gradients and v.requires_grad}
-        keys = {} if name else self._keys_of(args, kwargs)
+        keys = {} if name else self._tags_of(args, kwargs)
         modes = self._changed_modes()
         if modes is not None:
             self._drops, self._runs_whole = may_drop(self.model), bool(why_whole(self.stage.stack))
@@ -237,13 +238,13 @@ class ServedCalls(StageCalls):
         stops = [sum(sizes[: index + 1]) for index in range(count)]
         return tuple(zip([0, *stops], stops, strict=False))
 
-    def _keys_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
-        """The cache keys of a call of the model on the batch's own inputs; those of other inputs are not known."""
-        cache = self.stage.cache
+    def _tags_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+        """The tags of a call of the model on the batch's own inputs; those of other inputs are not known."""
+        shortcut = self.stage.shortcut
         called = named_inputs(self.model, args, kwargs)
-        if KEYS_NAME not in self._batch or cache is None or cache.is_called_otherwise(called):
+        if TAGS not in self._batch or shortcut is None or shortcut.is_called_otherwise(called):
             return {}
-        return {KEYS_NAME: self._batch[KEYS_NAME]} if self._keyed.are(called, self._unread) else {}
+        return {TAGS: self._batch[TAGS]} if self._given.are(called, self._unread) else {}
 
     def _changed_modes(self) -> Modes | None:
         modes = Modes.of(self.model)

@@ -19,14 +19,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from ...model.called_inputs import version_of
 from ...model.left_as_found import left_as_found
 from ...model.method_override import MethodOverride
 from ...model.micro_batch import Batch
+from ...model.origins import NOT_OF_STATES
 from ...pipeline.devices import synchronise
 from ...randomness import generators_kept, global_state_kept, set_torch_states, torch_states
 from ..prefix_cache.cache.activation_cache import CacheCounts
 from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, rounding_of
-from ..prefix_cache.cache.content_keys import NOT_OF_STATES, version_of
 from .calls import Call, Known, KnownBatch, ReturnedLeaf
 from .entries import FrontEntries, Leaf
 from .finding import FoundFront, Ran, arguments_of, rows_of, tensors_in, versions_of

@@ -12,6 +12,7 @@ import xxhash
 from torch import nn
 
 from ...logs import tell
+from ...model.called_inputs import named_inputs
 from ...model.frozen_prefix import frozen_modules
 from ...model.left_as_found import left_as_found
 from ...model.micro_batch import Batch
@@ -21,7 +22,6 @@ from ...randomness import seeded, set_torch_states, torch_states
 from ...run.job import TrainingJob
 from ...training_args import CACHE_DTYPES
 from ..prefix_cache.cache.activation_cache import CacheCounts
-from ..prefix_cache.cache.content_keys import named_inputs
 from ..prefix_cache.cache.file_store import FileStore
 from ..prefix_cache.cache_setup import describe_model
 from .dropout_hint import DropoutHint

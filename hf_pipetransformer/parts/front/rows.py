@@ -14,16 +14,15 @@ from typing import Any
 import torch
 import xxhash
 
+from ...model.called_inputs import LABELS_AND_DECODER, version_of
+from ...model.origins import NOT_OF_STATES
 from ..prefix_cache.cache.content_keys import (
     IGNORED_LABEL,
     MASK,
-    NOT_IN_KEYS,
-    NOT_OF_STATES,
     TOKEN_INPUTS,
     bytes_of,
     keys_of_parts,
     spans_of,
-    version_of,
 )
 
 DIGEST_BYTES = 16
@@ -63,13 +62,13 @@ def tokens_of(inputs: Mapping[str, Any]) -> Tokens | None:
     if len(masks) != 1 or masks[0].dim() != 2:
         return None
     shape = masks[0].shape
-    known = TOKEN_INPUTS | NOT_IN_KEYS
+    known = TOKEN_INPUTS | LABELS_AND_DECODER
     if any(value.shape[:2] == shape and name not in known for name, value in leaves):
         return None  # it may have as many features as there are tokens
     spans = spans_of({MASK: masks[0]})
     if spans is None or any(span.start for span in spans):
         return None
-    of_tokens = [value for name, value in leaves if name in NOT_IN_KEYS and value.shape[:2] == shape]
+    of_tokens = [value for name, value in leaves if name in LABELS_AND_DECODER and value.shape[:2] == shape]
     is_padding = masks[0] == 0
     if any(bool((labels[is_padding.to(labels.device)] != IGNORED_LABEL).any()) for labels in of_tokens):
         return None

@@ -200,7 +200,7 @@ class AutoCache:
             exists = all(self._mesh.gather_objects((boundary, fingerprint) in self._store.generations()))
             self.cache.advance(boundary, fingerprint, is_new=not exists)
             self._mark_used()  # an earlier training may have created the generation
-            self._pipeline.use_cache(self.cache)
+            self._pipeline.use_shortcut(self.cache)
             if exists and (self._is_shared or goes_on):  # what is missing of it is noticed as a loss
                 self.num_cached, self._had_rows = boundary, True
                 if self._mesh.rank == 0:
@@ -407,7 +407,7 @@ class AutoCache:
         # a barrier as well: all processes have closed their files
         self.layers_skipped += sum(self._mesh.gather_objects(self.cache.take_counts().layers_skipped))
         self._release_generations(generations, are_wrong)
-        self._pipeline.use_cache(None)
+        self._pipeline.use_shortcut(None)
         if self._mesh.rank == 0:
             until = " until more layers are frozen" if may_pay_later else ""
             logger.log(
@@ -470,7 +470,7 @@ class AutoCache:
         Args:
             has_ended: this training will not be resumed, so everything that only it could use is removed.
         """
-        self._pipeline.use_cache(None)
+        self._pipeline.use_shortcut(None)
         self.cache.close()
         if has_ended and self._is_first_here and not self._is_shared:
             self._store.remove()

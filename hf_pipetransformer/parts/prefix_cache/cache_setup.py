@@ -32,7 +32,7 @@ from ...training_args import CACHE_DTYPES
 from .cache.activation_cache import ActivationCache
 from .cache.activation_files import FORMAT_VERSION
 from .cache.cache_probe import probe_boundaries
-from .cache.content_keys import sequences_per_sample
+from .cache.content_keys import KeyingCollator, sequences_per_sample
 from .cache.file_store import FileStore
 from .cache.probe_batches import varied_samples
 from .cache.sharing import node_name
@@ -169,7 +169,7 @@ def make_cache(
         why_not = "processes have found that it depends on different inputs, or on the padding in some only"
     not_in_keys |= unread
     if isinstance(data, NumberedBatches):  # of other batches the model's calls are looked up, by their inputs
-        data.key_by(not_in_keys, keeps_padding)
+        data.wrap_collator(partial(KeyingCollator, ignored=not_in_keys, keeps_padding=keeps_padding))
     if why_not is not None:
         verdicts = tuple(replace(verdict, slot=None, reason=why_not) for verdict in verdicts)
     slots = {v.num_frozen: v.slot for v in verdicts if v.slot is not None}

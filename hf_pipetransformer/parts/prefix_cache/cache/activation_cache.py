@@ -29,23 +29,21 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ....model.called_inputs import LABELS_AND_DECODER, RecordedInputs, TagsApart, named_inputs
 from ....model.layer_range import Carry, Observer, Unit, tensors_of
 from ....model.layer_stack import CarrySlot, LayerStack
 from ....model.micro_batch import Batch, select_rows
+from ....model.origins import NOT_OF_STATES
+from ....pipeline.side_stream import SideStream
 from .content_keys import (
-    MASK,
-    NOT_IN_KEYS,
-    NOT_OF_STATES,
-    KeyedInputs,
     RowKey,
-    named_inputs,
+    keys_of,
     padded_length,
     row_keys,
     sequences_per_sample,
 )
 from .file_store import FileStore, StoreFull
 from .reading import Found, Generation, States, StoreReading, joined
-from .side_stream import SideStream
 from .writing import FULL, StoreWriting
 
 SECONDS_BETWEEN_MARKS = 600.0
@@ -108,7 +106,7 @@ class ActivationCache:
         storage_dtype: torch.dtype | None,
         device: torch.device,
         padded_left: bool = False,
-        ignored: Collection[str] = NOT_IN_KEYS,
+        ignored: Collection[str] = LABELS_AND_DECODER,
         keeps_padding: bool = False,
     ) -> None:
         self.keeps_padding = keeps_padding
@@ -130,7 +128,7 @@ class ActivationCache:
         self._num_calls = 0  # of the model, in the current pass of `watching_calls`
         self._has_adapters = any(hasattr(module, "adapter_layer_names") for module in stack.model.modules())
         # inputs of a call that is looked up, and what begins it where they were found
-        self._awaited: tuple[KeyedInputs, Callable[[], None]] | None = None
+        self._awaited: tuple[RecordedInputs, Callable[[], None]] | None = None
         self._hook: RemovableHandle | None = None
         self._writes = False
 
@@ -188,25 +186,25 @@ class ActivationCache:
         here = found.states.get(self._reading.generations[0].num_frozen)
         return found.seconds / len(here[0]) if here else None
 
-    def read_ahead(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> None:
+    def read_ahead(self, tags: TagsApart, stop: int) -> None:
         """Begin to read the samples of the batch that will be looked up after the current one.
 
         Args:
-            keys: one key per sample.
-            tokens: the samples' padded length; None without an attention mask.
+            tags: the samples' keys, as tags, and their inputs.
             stop: the first unit that does not belong to this stage.
         """
-        if not self._is_refused(keys):
-            self._reading.read_ahead(keys, None if MASK in self._ignored else tokens, stop)
+        keys = keys_of(tags.tensor)
+        if keys is not None and not self._is_refused(keys):
+            self._reading.read_ahead(keys, padded_length(tags.inputs.named, self._ignored), stop)
 
     def begin(
-        self, batch: Batch, keys: Sequence[RowKey], start: int, carry: Carry | None, stop: int
+        self, batch: Batch, tags: torch.Tensor, start: int, carry: Carry | None, stop: int
     ) -> tuple[int, Carry | None]:
         """Look up the samples' states for a pass over the units [start, stop) that the caller starts.
 
         Args:
-            batch: the model's inputs on its device, without keys.
-            keys: one key per sample.
+            batch: the model's inputs on its device, without tags.
+            tags: the samples' keys, as tags.
             start: the first unit of this stage.
             carry: what the units before it have returned; None if there are none.
             stop: the first unit that does not belong to this stage.
@@ -215,6 +213,9 @@ class ActivationCache:
             The unit to continue with, and what the units before it would have returned. These are `start` and `carry`
             if nothing was found, or if the pass includes the head: what was found then waits for the model's call.
         """
+        keys = keys_of(tags)
+        if keys is None:
+            return start, carry
         includes_head = stop == self._stack.num_units
         if includes_head and self._awaited is not None:  # the previous pass ran without a call of the whole model
             self.met_other_inputs = True
@@ -338,14 +339,14 @@ class ActivationCache:
         Keys do not cover what the loss keeps back.
         """
         runner = self._stack.runner
-        kept_back = runner.called.kept_back - NOT_IN_KEYS
+        kept_back = runner.called.kept_back - LABELS_AND_DECODER
         added = runner.called.added.keys() - NOT_OF_STATES
         return any(called.get(name) is not None for name in kept_back) or any(name not in called for name in added)
 
     def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
         """Wait for the model to be called on these inputs."""
         begin = partial(self._stack.runner.begin_elsewhere, start, carry, observer)
-        self._awaited = KeyedInputs(inputs), begin
+        self._awaited = RecordedInputs(inputs), begin
         self._before_calls(self.begin_call)
 
     def _before_calls(self, react: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from ....model.called_inputs import LABELS_AND_DECODER
 from ....model.frozen_prefix import FreezableLayers
 from ....model.layer_range import Carry, Unit
 from ....model.layer_stack import CarrySlot, LayerStack, loss_outputs, output_tensors
@@ -37,7 +38,7 @@ from ....model.origins import UNKNOWN, Origins
 from ....model.placeholders import evaluation_mode, reachable_leaves
 from ....randomness import global_state_kept
 from .comparing import SAME, relative_difference, rounding_of, with_noise
-from .content_keys import MASK, NOT_IN_KEYS, TOKEN_INPUTS, row_keys, sequences_per_sample
+from .content_keys import MASK, TOKEN_INPUTS, row_keys, sequences_per_sample
 from .probe_batches import Collator, Rows, num_tokens, shortened, with_other_padding
 
 REPEATED = "padding, random numbers, a call counter or training mode change the hidden state of frozen layers"
@@ -86,7 +87,7 @@ def probe_boundaries(
     samples: Sequence[Any],
     collate: Collator,
     *,
-    ignored: Collection[str] = NOT_IN_KEYS,
+    ignored: Collection[str] = LABELS_AND_DECODER,
     loss_of: LossOf | None = None,
     keeps_padding: bool = False,
     most: int | None = None,

@@ -11,44 +11,28 @@ a shared folder is trusted likewise: entries are checked for damage, not for for
 not affect the frozen layers: the padding, which no model should read, and the labels. `cache_probe` checks both on
 the model.
 
-A key does not cover changes to the inputs on their way to the model: `KeyedInputs` checks whether the model is called
-on the same inputs.
+A key does not cover changes to the inputs on their way to the model: `RecordedInputs` checks whether the model is
+called on the same inputs.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-import itertools
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from torch import nn
 
+from ....model.called_inputs import LABELS_AND_DECODER, PLAIN
 from ....model.micro_batch import batch_rows
-from ....model.origins import NOT_OF_STATES
+from ....model.tags import BLANK, TAGS
 
-KEYS_NAME = "activation_cache_keys"
-"""Name of a batch's keys in the batch: an int64 tensor [B, 4] that can be split, pinned and moved like any other.
-
-Besides the hash (two numbers), it holds the positions of the sample's own tokens, because reading an attention mask on
-a GPU would wait for all operations that were queued there.
-"""
-
-_WHOLE_ROW, _NO_KEY = -1, -2  # special values in place of a span
-_PLAIN = (bool, int, float, str, type(None))
+_WHOLE_ROW = -1  # in place of a span
 
 MASK = "attention_mask"
 IGNORED_LABEL = -100
 """The label that cross entropy ignores."""
-
-NOT_IN_KEYS: frozenset[str] = frozenset(
-    {"labels", "label", "label_ids", "decoder_input_ids", "decoder_attention_mask"}
-)
-"""Inputs that only the loss, or the decoder of an encoder-decoder model, reads."""
 
 TOKEN_INPUTS: frozenset[str] = frozenset(
     {"attention_mask", "bbox", "input_ids", "inputs_embeds", "position_ids", "token_type_ids"}
@@ -58,9 +42,6 @@ TOKEN_INPUTS: frozenset[str] = frozenset(
 For any other tensor that is as long as the attention mask this is unknown: it may have five features beside five
 tokens. If it were truncated, two samples that differ only in their features could get the same key.
 """
-
-ROUNDING = 2.0**-7
-"""Bound on the change when an input is converted to bf16, relative to the largest value, with some margin."""
 
 
 class RowKey(NamedTuple):
@@ -140,7 +121,7 @@ def padded_length(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> in
 
 
 def row_keys(
-    batch: Mapping[str, Any], ignored: Collection[str] = NOT_IN_KEYS, keeps_padding: bool = False
+    batch: Mapping[str, Any], ignored: Collection[str] = LABELS_AND_DECODER, keeps_padding: bool = False
 ) -> list[RowKey] | None:
     """16 bytes for each sample: a hash of names, dtypes, shapes and values of the inputs that the sample depends on.
 
@@ -166,8 +147,8 @@ def row_keys(
     if keeps_padding:
         spans = [slice(None)] * rows
     batch = by_sequences(batch)
-    inputs = {name: batch[name] for name in sorted(batch) if name not in ignored and name != KEYS_NAME}
-    if not all(isinstance(value, (torch.Tensor, *_PLAIN)) for value in inputs.values()):
+    inputs = {name: batch[name] for name in sorted(batch) if name not in ignored and name != TAGS}
+    if not all(isinstance(value, (torch.Tensor, *PLAIN)) for value in inputs.values()):
         return None
     tensors = {name: value.to_dense() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     plain = {name: value for name, value in inputs.items() if name not in tensors}
@@ -242,7 +223,7 @@ class KeyingCollator:
     def __init__(
         self,
         inner: Callable[[list[Any]], Any],
-        ignored: Collection[str] = NOT_IN_KEYS,
+        ignored: Collection[str] = LABELS_AND_DECODER,
         keeps_padding: bool = False,
     ) -> None:
         self.inner = inner
@@ -258,9 +239,9 @@ class KeyingCollator:
         batch = self.inner(samples)
         if not isinstance(batch, Mapping):
             return batch
-        if KEYS_NAME in batch:
+        if TAGS in batch:
             raise ValueError(
-                f"The data collator returns an input named {KEYS_NAME!r}, which is reserved for the activation cache."
+                f"The data collator returns an input named {TAGS!r}, which is reserved for the activation cache."
                 " Rename this input."
             )
         keys = row_keys(batch, self.ignored, self.keeps_padding)
@@ -270,22 +251,19 @@ class KeyingCollator:
         if (count := sequences_per_sample(batch)) > 1:
             tensor = tensor.view(-1, count, tensor.shape[1])  # cut along the samples, as the inputs are
         if not isinstance(batch, MutableMapping):
-            return {**batch, KEYS_NAME: tensor}
+            return {**batch, TAGS: tensor}
         keyed = copy.copy(batch)  # a dataset of complete batches returns the same object in each epoch
-        keyed[KEYS_NAME] = tensor
+        keyed[TAGS] = tensor
         return keyed
 
 
-def pop_keys(batch: MutableMapping[str, Any]) -> list[RowKey] | None:
-    """Remove the keys from a batch, since the model does not accept them; None if there are none."""
-    keys = batch.pop(KEYS_NAME, None)
-    return None if keys is None else _as_row_keys(keys)
-
-
-def _as_row_keys(keys: torch.Tensor) -> list[RowKey] | None:
-    keys = keys.cpu().reshape(-1, keys.shape[-1])
+def keys_of(tags: torch.Tensor | None) -> list[RowKey] | None:
+    """The keys of the samples that have these tags; None if there are none, or blank ones."""
+    if tags is None:
+        return None
+    keys = tags.cpu().reshape(-1, tags.shape[-1])
     digests, spans = keys[:, :2].numpy().tobytes(), keys[:, 2:].tolist()
-    if spans and spans[0][0] == _NO_KEY:
+    if spans and spans[0][0] == BLANK:
         return None
     return [
         RowKey(digests[16 * row : 16 * row + 16], slice(None) if start == _WHOLE_ROW else slice(start, stop))
@@ -293,164 +271,10 @@ def _as_row_keys(keys: torch.Tensor) -> list[RowKey] | None:
     ]
 
 
-NO_KEYS = torch.full((1, 4), _NO_KEY, dtype=torch.int64)
-"""In place of a batch's keys: the cache is not used for this batch, not even by the inputs of the model's calls."""
-
-
-def without_keys(keys: torch.Tensor) -> torch.Tensor:
-    """A replacement for a batch's keys that marks it as having none, with the same shape on all stages."""
-    return torch.full_like(keys, _NO_KEY)
-
-
 def _as_tensor(keys: list[RowKey]) -> torch.Tensor:
     digests = torch.frombuffer(bytearray(b"".join(key.digest for key in keys)), dtype=torch.int64).view(len(keys), 2)
     spans = [(_WHOLE_ROW, _WHOLE_ROW) if k.span.start is None else (k.span.start, k.span.stop) for k in keys]
     return torch.cat([digests, torch.tensor(spans, dtype=torch.int64)], dim=1)
-
-
-class KeyedInputs:
-    """A batch's inputs at this moment, to be compared with those that the model is called on.
-
-    It detects a mixup that replaces the inputs as well as one that writes into them, at any time. Comparing costs a
-    check of each tensor's identity and version; values are compared only if the tensor object differs.
-
-    Args:
-        batch: the model's inputs.
-    """
-
-    def __init__(self, batch: Mapping[str, Any]) -> None:
-        self._inputs = {name: (value, version_of(value)) for name, value in batch.items() if name != KEYS_NAME}
-
-    @property
-    def padded_length(self) -> int | None:
-        return padded_length({name: value for name, (value, _) in self._inputs.items()})
-
-    def are(self, inputs: Mapping[str, Any], ignored: Collection[str], added: Mapping[str, Any] | None = None) -> bool:
-        """Whether a model that is called on these inputs computes the same states.
-
-        Args:
-            inputs: the model's arguments.
-            ignored: names of inputs that no frozen layer reads.
-            added: settings that the loss adds to every batch, by name (`added_settings`).
-        """
-        unread = {*ignored, *NOT_OF_STATES}
-        are_here = all(
-            name in inputs and _is_same(value, version, inputs[name])
-            for name, (value, version) in self._inputs.items()
-            if name not in unread
-        )
-        return are_here and all(
-            name in self._inputs or name in unread or value is None or _is_setting(added or {}, name, value)
-            for name, value in inputs.items()
-        )
-
-    def are_exchanged(self, inputs: Mapping[str, Any], ignored: Collection[str]) -> bool:
-        """Whether the model is called on different inputs, beyond what rounding to another data type explains.
-
-        An input that is only missing, or only added, may be the model's default, or the loss's own.
-        """
-        mine = self._inputs.keys() - {*ignored, *NOT_OF_STATES}
-        known = {id(value) for value, _ in self._inputs.values()}
-        added = [
-            name
-            for name in inputs.keys() - {*self._inputs, *ignored, *NOT_OF_STATES}
-            if isinstance(inputs[name], torch.Tensor) and id(inputs[name]) not in known
-        ]
-        return bool(added and mine - inputs.keys()) or any(
-            not _is_same(*self._inputs[name], inputs[name], ROUNDING) for name in mine & inputs.keys()
-        )
-
-
-@dataclass(frozen=True)
-class BatchKeys:
-    """The keys of a batch, removed from it, so that a user's methods get the batch as their collator returned it.
-
-    Attributes:
-        tensor: the keys.
-        inputs: the inputs from which the keys were computed.
-    """
-
-    tensor: torch.Tensor
-    inputs: KeyedInputs
-
-    @property
-    def rows(self) -> list[RowKey] | None:
-        """One key per sample; None if they are blank."""
-        return _as_row_keys(self.tensor)
-
-    @property
-    def padded_length(self) -> int | None:
-        """Padded length of the inputs from which the keys were computed; None if there is no attention mask."""
-        return self.inputs.padded_length
-
-    @classmethod
-    def taken_out_of(cls, batch: Any) -> tuple[Any, BatchKeys | None]:
-        """Return the batch without its keys, and the keys; None if it has none."""
-        if not isinstance(batch, Mapping) or KEYS_NAME not in batch:
-            return batch, None
-        tensor = batch[KEYS_NAME]
-        if isinstance(batch, MutableMapping):
-            del batch[KEYS_NAME]
-        else:
-            batch = {name: value for name, value in batch.items() if name != KEYS_NAME}
-        return batch, cls(tensor, KeyedInputs(batch))
-
-    def blank(self) -> BatchKeys:
-        """The same with `without_keys`, for use where the keys must have no effect."""
-        return BatchKeys(without_keys(self.tensor), self.inputs)
-
-
-def added_settings(batch: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values among a model's arguments that are not in the batch: the loss adds them to every batch.
-
-    Args:
-        batch: the batch.
-        inputs: the model's arguments in a call on this batch.
-    """
-    varying = NOT_OF_STATES - {"use_cache"}  # a call's number of items
-    return {
-        name: value
-        for name, value in inputs.items()
-        if name not in batch and name not in varying and value is not None and isinstance(value, _PLAIN)
-    }
-
-
-def _is_setting(added: Mapping[str, Any], name: str, value: Any) -> bool:
-    return name in added and type(value) is type(added[name]) and value == added[name]
-
-
-def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The inputs that a model is called on, by name."""
-    if not args:
-        return kwargs
-    names = itertools.islice(inspect.signature(type(model).forward).parameters, 1, None)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def version_of(value: Any) -> int:
-    """Number of writes into a tensor; inference-mode tensors do not count them."""
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
-
-
-def _is_same(noted: Any, version: int, value: Any, rounding: float = 0.0) -> bool:
-    """Whether a value equals the recorded one. It waits for the device only if the tensor object differs."""
-    if version_of(noted) != version:
-        return False
-    if value is noted:
-        return True
-    if isinstance(noted, _PLAIN):
-        return type(noted) is type(value) and noted == value
-    if not isinstance(noted, torch.Tensor):
-        return rounding > 0  # a batch with keys has no such values; other arguments may be anything
-    if not isinstance(value, torch.Tensor) or value.shape != noted.shape:
-        return False
-    if not value.layout == noted.layout == torch.strided:
-        return False
-    value = value.to(noted.device)
-    if rounding and noted.numel() and noted.is_floating_point():
-        difference = (value.float() - noted.float()).abs().max()
-        return bool(difference <= rounding * noted.float().abs().max())
-    return (rounding > 0 or value.dtype == noted.dtype) and torch.equal(value.to(noted.dtype), noted)
 
 
 class _Parts:

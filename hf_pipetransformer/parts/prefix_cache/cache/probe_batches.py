@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from ....model.called_inputs import LABELS_AND_DECODER
 from ....model.micro_batch import Batch
 from .comparing import aligned
-from .content_keys import IGNORED_LABEL, NOT_IN_KEYS, TOKEN_INPUTS, by_sequences, spans_of
+from .content_keys import IGNORED_LABEL, TOKEN_INPUTS, by_sequences, spans_of
 
 Collator = Callable[[list[Any]], Any]
 
@@ -69,7 +70,7 @@ def shortened(batch: Batch, rows: Sequence[int], pad_id: int) -> Batch:
             continue
         if name in TOKEN_INPUTS:
             others[name] = value.masked_fill(aligned(padding, value), pad_id if name == "input_ids" else 0)
-        elif name in NOT_IN_KEYS and value.shape == mask.shape and not value.is_floating_point():
+        elif name in LABELS_AND_DECODER and value.shape == mask.shape and not value.is_floating_point():
             others[name] = value.masked_fill(padding, IGNORED_LABEL)
         else:
             is_known = False
