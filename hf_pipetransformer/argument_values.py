@@ -123,3 +123,12 @@ else:
 
         def __new__(cls, text: str) -> str | int | list[int]:
             return token_slices_of(text)
+
+
+def checkpoints_reentrantly(args: Any) -> bool:
+    """Whether gradient checkpointing is of the kind that needs a gradient through the frozen layers."""
+    options = {
+        **(getattr(args, "gradient_checkpointing_kwargs", None) or {}),
+        **(getattr(args, "activation_checkpointing_kwargs", None) or {}),
+    }
+    return bool(options.get("use_reentrant"))

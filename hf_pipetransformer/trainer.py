@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,19 +34,16 @@ from .data.loaders import LoaderWithoutTags, NumberedLoader
 from .errors import UnsupportedModelError, calling_code, refuse_wrong_order
 from .model.method_override import having
 from .model.micro_batch import naming_long_rows
-from .parts.freezing.by_arguments import FreezingByArguments
-from .parts.freezing.policies import FreezePolicy
-from .parts.front.front_cache import FrontCache
-from .parts.records.model_card import add_to_card
-from .parts.records.recorder import RunRecorder
 from .pipeline.elastic_pipeline import ElasticPipeline, unwrapped_model
-from .progress import PROGRESS, phase
+from .progress import phase
+from .registry import find_part, require_part
 from .run import evaluation, mistakes, training_data
 from .run.batches import BatchesInEpoch
 from .run.checkpointing import CheckpointWrite, gathered_weights
 from .run.cutting import CutModel, find_layers_to_freeze, find_units
 from .run.job import TrainingJob, refuse_distributed_model
 from .run.lazy_model import is_lazy, map_from, refuse_meta, saving_shards
+from .run.parts import Parts
 from .run.probing import SampleCollator
 from .run.resuming import (
     checkpoint_to_resume,
@@ -56,6 +53,10 @@ from .run.resuming import (
 )
 from .run.run import PipelineRun
 from .training_args import PipeTransformerTrainingArguments, naming_lost_arguments
+
+if TYPE_CHECKING:
+    from .parts.freezing.by_arguments import FreezingByArguments
+    from .parts.freezing.policies import FreezePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +95,8 @@ class PipeTransformerTrainer(Trainer):
     _checkpoint_write: CheckpointWrite | None = None
     _evaluated_loader: LoaderWithoutTags | None = None
     _freezing: FreezingByArguments | None = None
-    _trained_by: str | None = None
     _loader_of_loop: Any = None
-    _kept_front: FrontCache | None = None
+    _last_parts: Parts | None = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -123,8 +123,8 @@ class PipeTransformerTrainer(Trainer):
         make = super().__init__
         with naming_lost_arguments(args):
             make(model, args, *positional, **keywords) if positional else make(model=model, args=args, **keywords)
-        self._freezing = FreezingByArguments(freeze_policy)
-        self._freezing.add_to(self)
+        self._freeze_policy = freeze_policy
+        self._add_freeze_callback()
 
     @property
     def pipeline(self) -> ElasticPipeline | None:
@@ -155,6 +155,17 @@ class PipeTransformerTrainer(Trainer):
             cut = self._cut_model = find_units(job, rows, collate)
         return cut
 
+    def _add_freeze_callback(self) -> None:
+        """Add the callback of the freeze policy, or a new one if the arguments have changed."""
+        args, given = self.args, self._freeze_policy
+        if self._freezing is None:
+            if given is None and args.freeze_policy == "none":
+                return
+            asked_by = f"freeze_policy={args.freeze_policy!r}" if given is None else "freeze_policy"
+            self._freezing = require_part("freezing.by_arguments", asked_by).FreezingByArguments(given)
+        assert self._freezing is not None
+        self._freezing.add_to(self)
+
     @property
     def _counts_samples(self) -> bool:
         """Whether this process counts samples: of a pipeline, whose stages see the same, only the last stage does."""
@@ -165,8 +176,7 @@ class PipeTransformerTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if self._pipeline_run is not None:  # a trial of a hyperparameter search has set other arguments
-            assert self._freezing is not None
-            self._freezing.add_to(self)
+            self._add_freeze_callback()
         if not self._is_stock:
             if self.args.world_size > 1:
                 self.accelerator.even_batches = True  # evaluation: all stages take part in every batch
@@ -187,17 +197,17 @@ class PipeTransformerTrainer(Trainer):
         try:
             mistakes.refuse_unknown_metric(self._job)
             if self._is_stock:
-                with RunRecorder(self.args).recording(self):
+                recorder = find_part("records.recorder")
+                with recorder.RunRecorder(self.args).recording(self) if recorder is not None else nullcontext():
                     folder, is_sharded = self.args.output_dir, self.is_fsdp_enabled
                     return train(stock_checkpoint_to_resume(folder, resume_from_checkpoint, is_sharded))
             self._job.ignore_average_tokens()
             checkpoint = checkpoint_to_resume(self._job, resume_from_checkpoint)
             resumed = Path(checkpoint) if isinstance(checkpoint, str) else None
-            if self._kept_front is not None:
-                self._kept_front.forget()
-                self._kept_front = None
+            for part in self._last_parts or ():
+                part.forget()
+            self._last_parts = None
             with PipelineRun(self._job, self._find_units, resumed, ignore_keys_for_eval) as self._pipeline_run:
-                self._trained_by = self._pipeline_run.log.recorder.run
                 return train(checkpoint)
         except UnsupportedModelError as error:
             if self.args.uses_pipeline:
@@ -205,7 +215,7 @@ class PipeTransformerTrainer(Trainer):
             raise error.with_one_stage() from error.__cause__
         finally:
             run, self._pipeline_run = self._pipeline_run, None
-            self._kept_front = run.front if run is not None else self._kept_front
+            self._last_parts = run.parts if run is not None else self._last_parts
             self.is_in_train = False  # the stock Trainer leaves it set after an error
             if not self._is_stock:
                 self.model_wrapped = self.model  # as the stock Trainer leaves it after training in one process
@@ -216,7 +226,8 @@ class PipeTransformerTrainer(Trainer):
         A trial that freezes layers before its first step, with the same weights as an earlier trial, reads what that
         one has stored from its first step on. The default folder is removed when the search has ended.
         """
-        shared = nullcontext() if self._is_stock else training_data.shared_default_store(self._job)
+        cache = None if self._is_stock else find_part("prefix_cache.part")
+        shared = cache.around_search(self._job) if cache is not None else nullcontext()
         try:
             with shared:
                 return super().hyperparameter_search(*positional, **keywords)
@@ -256,8 +267,8 @@ class PipeTransformerTrainer(Trainer):
         make_stock = super().get_train_dataloader
         if self._is_stock:
             return make_stock()
-        generations = training_data.generations_file(self._job, is_training=self._pipeline_run is not None)
-        loader = training_data.training_loader(self._job, make_stock, generations)
+        keeps_nodes = training_data.may_cache(self._job, is_training=self._pipeline_run is not None)
+        loader = training_data.training_loader(self._job, make_stock, keeps_nodes)
         if self._pipeline_run is not None:
             self._pipeline_run.latest_loader = loader if isinstance(loader, NumberedLoader) else None
         return loader
@@ -272,7 +283,7 @@ class PipeTransformerTrainer(Trainer):
         run = self._pipeline_run
         if run is not None:
             run.data = training_data.batches_of_loop(self._job, dataloader, run.latest_loader)
-            run.generations = training_data.generations_file(self._job)
+            run.may_cache = training_data.may_cache(self._job)
         *numbers, in_epoch, max_steps = super().set_initial_training_values(args, dataloader, *positional, **keywords)
         if run is not None and in_epoch is not None:
             in_epoch = run.batches_in_epoch = BatchesInEpoch(in_epoch)
@@ -296,7 +307,7 @@ class PipeTransformerTrainer(Trainer):
             # resumed after the last step, inside an epoch: the stock loop would run another step
             self.control.should_training_stop = True
             if run is not None:
-                run.preemption.ask_for_what_is_owed()  # at the epoch's end
+                run.nothing_left()
             return [], 1
         if run is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -324,13 +335,7 @@ class PipeTransformerTrainer(Trainer):
     def _maybe_log_save_evaluate(self, *positional: Any, **keywords: Any) -> None:
         stock: Any = partial(super()._maybe_log_save_evaluate, *positional, **keywords)
         stock = mistakes.explaining_unknown_metric(self)(stock)
-        if self._pipeline_run is None:
-            return stock()
-        self._pipeline_run.arrive()
-        PROGRESS.begin_round(f"is at the end of step {self.state.global_step}")  # the stock method gathers the loss
-        PROGRESS.enter("log")
-        preemption = self._pipeline_run.preemption
-        preemption.stop_after(stock) if preemption.is_agreed else stock()
+        stock() if self._pipeline_run is None else self._pipeline_run.end_step(stock)
 
     def store_flos(self) -> None:
         if self._pipeline_run is not None:
@@ -359,11 +364,11 @@ class PipeTransformerTrainer(Trainer):
             return evaluate(dataloader, description, prediction_loss_only, *positional, **keywords)
         self._job.ignore_average_tokens()
         self._expect_all(EVALUATIONS.get(description, "evaluation_loop"))
-        run, kept, generates = self._pipeline_run, self._kept_front, self._job.generates(prediction_loss_only)
+        run, kept, generates = self._pipeline_run, self._last_parts, self._job.generates(prediction_loss_only)
         prefix = str(keywords.get("metric_key_prefix", "eval"))
         if self._placed is not None:
-            caches = (run.cache, run.front) if run is not None else (None, None)
-            around = evaluation.in_training(self._job, self._placed, *caches, dataloader, generates, prefix)
+            parts = run.parts if run is not None else None
+            around = evaluation.in_training(self._job, self._placed, parts, dataloader, generates, prefix)
         else:
             around = evaluation.outside_training(self._job, self._find_units, kept, dataloader, generates, prefix)
         with around as loader, having(self, _evaluated_loader=loader):
@@ -443,7 +448,7 @@ class PipeTransformerTrainer(Trainer):
         write = CheckpointWrite(
             self._job,
             Path(self._get_output_dir(trial)),
-            memory=run.memory() if run is not None else {"step": self.state.global_step},
+            memory=run.state_dict() if run is not None else {"step": self.state.global_step},
         )
         self._checkpoint_write = write
         try:
@@ -452,7 +457,7 @@ class PipeTransformerTrainer(Trainer):
         finally:
             self._checkpoint_write = None
         if run is not None:
-            run.preemption.last_saved = write.final
+            run.last_saved = write.final
 
     def _get_output_dir(self, trial: Any) -> str:
         staging = self._checkpoint_write.output_dir if self._checkpoint_write is not None else None
@@ -467,11 +472,10 @@ class PipeTransformerTrainer(Trainer):
     def create_model_card(self, *positional: Any, **keywords: Any) -> None:
         """Write the stock model card, and add how the model was trained: layouts, freezes, cache and versions."""
         super().create_model_card(*positional, **keywords)
-        if self._trained_by is not None and self.is_world_process_zero():
-            try:
-                add_to_card(Path(self.args.output_dir or "."), self._trained_by)
-            except (OSError, ValueError) as error:  # of the records, not of the training, which is over
-                logger.warning("The model card says nothing about layouts, freezes and the cache: %s", error)
+        run = self._pipeline_run
+        parts = run.parts if run is not None else self._last_parts
+        for part in parts if parts is not None and self.is_world_process_zero() else ():
+            part.add_to_card(Path(self.args.output_dir or "."))
 
     # ------------------------------------------------------------------------------------ loading
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,14 @@ from .argument_values import (
 from .errors import refuse_wrong_order, show_errors_briefly
 from .file_formats import is_number
 from .logs import follow_transformers
-from .parts.freezing.policies import FREEZE_POLICIES, FreezePolicy, check_when, make_policy
 from .planning.layout import AUTO, REPLICA_SHARDINGS
 from .planning.schedules import SCHEDULES, virtual_stages_of
+from .registry import require_part
 from .resilience.exit import end_at_exit
 from .resilience.stores import use_fresh_store, wait_for_connections
+
+if TYPE_CHECKING:
+    from .parts.freezing.policies import FreezePolicy
 
 logger = logging.getLogger(__name__)
 follow_transformers()
@@ -43,6 +46,10 @@ LOSS_REDUCTIONS = ("sum", "mean")
 """How a loss may be declared to add up over the parts of a batch."""
 
 
+FREEZE_POLICIES = ("none", "alpha", "adaptive", "autofreeze", "schedule")
+"""Names of freeze policies (`parts/freezing/policies.py`)."""
+NO_FREEZING = "none", "epoch", None, None
+"""Policy, strategy, steps and maximum of the arguments that freeze nothing."""
 CACHE_MODES = ("auto", "on", "off")
 CACHE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 """Name -> data type in which hidden states are stored; None keeps the data type in which they are computed."""
@@ -309,8 +316,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         virtual_stages_of(self.pipeline_schedule, self.virtual_pipeline_parallel_size)  # raises if they do not fit
         if isinstance(self.freeze_schedule, str):
             self.freeze_schedule = from_json("freeze_schedule", self.freeze_schedule)
-        self.make_freeze_policy()  # raises if a value is out of range
-        check_when(self.freeze_strategy, self.freeze_steps, self.max_frozen_layers)
+        if (self.freeze_policy, self.freeze_strategy, self.freeze_steps, self.max_frozen_layers) != NO_FREEZING:
+            policies = require_part("freezing.policies", f"freeze_policy={self.freeze_policy!r}")
+            self.make_freeze_policy()  # raises if a value is out of range
+            policies.check_when(self.freeze_strategy, self.freeze_steps, self.max_frozen_layers)
         refuse(known_at_once(self))
         if self.uses_pipeline:
             self._refuse_single_process()
@@ -402,7 +411,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             ValueError: the name is unknown, or a value is out of range.
         """
         assert not isinstance(self.freeze_schedule, str)
-        return make_policy(
+        policies = require_part("freezing.policies", f"freeze_policy={self.freeze_policy!r}")
+        return policies.make_policy(
             self.freeze_policy,
             alpha=self.freeze_alpha,
             schedule=self.freeze_schedule,

@@ -13,8 +13,11 @@ number of samples from each part is fixed; a partition by the order of a file th
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -52,3 +55,21 @@ def order_by_node(order: Order, shares: Sequence[int], batch_size: int, num_samp
     batches = [own[: full * take].reshape(full, take) for own, take in zip(mine, takes, strict=True)]
     rest = [own[full * take :] for own, take in zip(mine, takes, strict=True)]
     return np.concatenate([np.concatenate(batches, axis=1).reshape(-1), *rest])
+
+
+def node_shares(nodes: Sequence[str]) -> tuple[int, ...]:
+    """Processes on each node, in the order of ranks.
+
+    One share for all where the nodes have different numbers of processes, or where their ranks alternate: the samples
+    of a batch are not divided by node then.
+
+    Args:
+        nodes: name of each rank's node (`node_name`). Launchers other than `torchrun` may give no number of processes.
+    """
+    shares = tuple(len(list(ranks)) for _, ranks in groupby(nodes))
+    return shares if len(shares) == len(set(nodes)) and len(set(shares)) == 1 else (len(nodes),)
+
+
+def node_name() -> str:
+    """Of this process's node: the host, and the launcher's number of it, as several may be one host in a test."""
+    return f"{socket.gethostname()}-{os.environ.get('GROUP_RANK', 0)}"

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..logs import log_once
-from ..model.frozen_prefix import FreezableLayers
+from ..model.frozen_prefix import FoundLayers, FreezableLayers
 from ..model.layer_stack import LayerStack, StackDescription
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import (
@@ -32,7 +32,6 @@ from ..model.placeholders import ParameterTable, num_bytes
 from ..model.refusals import refuse_overlapping_weights, refuse_weights_with_state
 from ..model.training_check import check_training
 from ..model.units import CalledWith
-from ..parts.freezing.plain_trainer import FoundLayers
 from ..pipeline.devices import fits, is_on, memory_budget
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh, can_be_sent

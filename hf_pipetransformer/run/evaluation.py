@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from ..data.loaders import LoaderWithoutTags
@@ -24,9 +23,6 @@ from ..model.called_inputs import TagsApart
 from ..model.micro_batch import Batch, naming_long_rows
 from ..model.placeholders import num_bytes
 from ..model.tags import TAGS
-from ..parts.front.front_cache import FrontCache
-from ..parts.prefix_cache.cache.content_keys import KeyingCollator
-from ..parts.prefix_cache.cache_control import AutoCache
 from ..pipeline.devices import device_budget, fits, is_on
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..planning.layout import Layout
@@ -39,6 +35,7 @@ from .consistency import check_same_size
 from .cutting import CutModel, make_planner
 from .job import TrainingJob
 from .lazy_model import is_lazy
+from .parts import Parts
 from .probing import SampleCollator
 
 FindUnits = Callable[[Sequence[Any], SampleCollator | None], CutModel]
@@ -49,7 +46,7 @@ FindUnits = Callable[[Sequence[Any], SampleCollator | None], CutModel]
 def outside_training(
     job: TrainingJob,
     find_units: FindUnits,
-    front: FrontCache | None,
+    kept: Parts | None,
     dataloader: Any,
     generates: bool,
     prefix: str,
@@ -61,13 +58,13 @@ def outside_training(
     Args:
         job: the evaluation job.
         find_units: finds the units of the model.
-        front: what the evaluations of the last training have stored of the modules that the user has frozen.
+        kept: the parts of the last training, some of which keep what its evaluations have stored.
         dataloader: the loader of the evaluation.
         generates: whether it generates.
         prefix: of its metrics.
 
     Yields:
-        The loader. Its workers may have been started while a cache was in use, and then add keys to the batches.
+        The loader. Its workers may have been started while a cache was in use, and then add tags to the batches.
     """
     dataset = getattr(dataloader, "dataset", None)  # a loader that the user made may be any iterable
     if dataset is not None:
@@ -76,10 +73,10 @@ def outside_training(
     if not job.args.uses_pipeline or generates:
         if job.args.uses_pipeline:
             move_whole_to_device(job)
-        if front is None or generates or not front.keeps_evaluations_of(job.model):
-            yield loader
-            return
-        with front.evaluation(job.trainer.state, prefix):
+        with ExitStack() as stack:
+            for part in kept if kept is not None and not generates else ():
+                if part.keeps_evaluations_of(job.model):
+                    stack.enter_context(part.around_evaluation(loader, prefix))
             yield loader
         return
     rows, collate_fn = job.rows_of_loader(dataloader)
@@ -166,23 +163,19 @@ def _too_large(job: TrainingJob, needed: int, where: str) -> ValueError:
 def in_training(
     job: TrainingJob,
     pipeline: ElasticPipeline,
-    cache: AutoCache | None,
-    front: FrontCache | None,
+    parts: Parts | None,
     dataloader: Any,
     generates: bool = False,
     prefix: str = "eval",
 ) -> Iterator[LoaderWithoutTags]:
-    """Inside the context, an evaluation during training can use the activation cache, or generate.
-
-    The evaluation's batches get cache keys. The cache is used only if the frozen weights are those it was filled with.
+    """Inside the context, an evaluation during training can use the training's parts, or generate.
 
     Args:
         job: the training job.
         pipeline: the placed pipeline.
-        cache: the cache of the current training.
-        front: the cache of what the user has frozen.
+        parts: the parts of the current training; None outside of one.
         dataloader: the loader of the evaluation.
-        generates: whether it generates, which excludes the cache.
+        generates: whether it generates, which excludes the parts.
         prefix: of its metrics.
 
     Yields:
@@ -192,19 +185,8 @@ def in_training(
     with phase("evaluation"), ExitStack() as stack:
         if generates:
             stack.enter_context(generating(pipeline))
-        elif front is not None:
-            stack.enter_context(front.evaluation(job.trainer.state, prefix))
-        elif cache is not None:
-            stack.enter_context(cache.cache.counting_apart())
-            base: Any = getattr(dataloader, "base_dataloader", dataloader)
-            # also before the first freeze, because persistent workers keep the collator that they started with
-            if isinstance(base, DataLoader) and not isinstance(base.collate_fn, KeyingCollator):
-                stack.callback(setattr, base, "collate_fn", base.collate_fn)
-                ignored = job.not_in_keys | pipeline.stack.runner.called.kept_back
-                base.collate_fn = KeyingCollator(base.collate_fn, ignored, cache.cache.keeps_padding)
-            if pipeline.shortcut is not None and not cache.weights_hold():
-                pipeline.use_shortcut(None)  # e.g. averaged weights
-                stack.callback(lambda: pipeline.use_shortcut(cache.cache if cache.is_on else None))
+        for part in parts.having("around_evaluation") if parts is not None and not generates else ():
+            stack.enter_context(part.around_evaluation(dataloader, prefix))
         yield loader
 
 

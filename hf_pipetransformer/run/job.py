@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
+from ..argument_values import checkpoints_reentrantly
 from ..data.numbered_batches import first_samples
 from ..model.called_inputs import LABELS_AND_DECODER
 from ..model.frozen_prefix import has_frozen_layers
 from ..model.layer_range import CalledWith
 from ..model.micro_batch import Batch, batch_rows, select_rows
 from ..model.nested import on_device
-from ..parts.freezing.callback import LayerFreezeCallback, checkpoints_reentrantly
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from ..training_args import PipeTransformerTrainingArguments
@@ -111,10 +111,13 @@ class TrainingJob:
         return CalledWith(frozenset({"labels"} & batch.keys()) if takes_labels else frozenset())
 
     @property
-    def freeze_callback(self) -> LayerFreezeCallback | None:
-        """The freeze callback, if there is one. It is looked up each time, because resuming replaces callbacks."""
+    def freeze_callback(self) -> Any:
+        """The freeze callback; None if there is none. It is looked up each time, because resuming replaces callbacks.
+
+        It is the one that says so of itself (`freezes_layers`).
+        """
         callbacks = self.trainer.callback_handler.callbacks
-        return next((c for c in callbacks if isinstance(c, LayerFreezeCallback)), None)
+        return next((c for c in callbacks if getattr(c, "freezes_layers", False)), None)
 
     @property
     def users_callbacks(self) -> list[Any]:
@@ -149,10 +152,21 @@ class TrainingJob:
     @property
     def may_follow_freezing(self) -> bool:
         """Whether layers that the user has frozen count as frozen from the first step on: with several stages."""
+        return self.follows_freezing and has_frozen_layers(self.model)
+
+    @property
+    def follows_freezing(self) -> bool:
+        """Whether the arguments allow it; the same on every process."""
         args = self.args
         is_plain = args.uses_pipeline and not args.slices_tokens and args.replica_sharding == "none"
         is_plain &= not checkpoints_reentrantly(args)
-        return self._wants_cache and self.freeze_callback is None and is_plain and has_frozen_layers(self.model)
+        return self._wants_cache and self.freeze_callback is None and is_plain
+
+    @property
+    def may_cache_prefix(self) -> bool:
+        """Whether the arguments allow the outputs of the lowest layers to be cached; the same on every process."""
+        freezes = self.freeze_callback is not None or self.follows_freezing
+        return self._wants_cache and freezes and not self.args.slices_tokens
 
     @property
     def _wants_cache(self) -> bool:

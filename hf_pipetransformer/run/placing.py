@@ -1,7 +1,6 @@
-"""Before a model is placed: what is found out about it and its loss, what may be cached, and which layout comes first.
+"""Before a model is placed: what is found out about it and its loss, and which layout comes first.
 
     examine        units, how the loss adds up, token slices, times; then the planner, which decides by them
-    find_cache     whether frozen layers' outputs may be cached, or why not
     first_layout   what the arguments ask for, or the layout of the job that is resumed
 
 `PipelineRun.place` calls these in this order.
@@ -12,13 +11,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..data.numbered_batches import TrainingBatches
 from ..model.loss_scaling import LossReduction
-from ..parts.prefix_cache.cache_control import AutoCache
-from ..parts.prefix_cache.cache_setup import check_folder, make_cache
 from ..planning.layout import Layout
 from ..planning.planner import Planner
 from ..planning.unit_times import ModelTimes
@@ -99,37 +95,6 @@ def examine(
     )
     say_how_loss_adds_up(job, reduction, planner)
     return Examined(cut, loss, reduction, slicing, times, planner)
-
-
-def find_cache(
-    job: TrainingJob, found: Examined, data: TrainingBatches, generations: Path, most: int | None
-) -> AutoCache | str:
-    """Return the cache of frozen layers' outputs, or why there is none. Collective over all processes.
-
-    Args:
-        job: the training job.
-        found: the model and its loss.
-        data: the training batches.
-        generations: this training's name in the folder of the store.
-        most: number of layers that will be frozen at most, if it is known.
-
-    Raises:
-        ValueError: there is none, with `activation_cache="on"`. Every process raises it.
-    """
-    pipeline, costs, must = found.cut.pipeline, found.cut.unit_costs, job.args.activation_cache == "on"
-    if found.is_driven and not pipeline.stack.runner.takes_batch:
-        why = "the loss calls the model on inputs of its own, which are looked up with one stage only"
-        if must:
-            raise ValueError(
-                f"activation_cache='on': {why}. Set pipeline_parallel_size=1, or activation_cache='auto' to train"
-                " without the cache."
-            )
-        return why
-    trouble = check_folder(job, data, costs, generations)
-    if trouble is not None:
-        return trouble
-    with generators_kept(job.trainer, job.model):
-        return make_cache(pipeline, found.times, job, data, costs, generations, most)
 
 
 def first_layout(planner: Planner, kept: Mapping[str, Any], num_frozen: int) -> tuple[Layout, bool]:

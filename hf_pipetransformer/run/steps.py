@@ -7,10 +7,8 @@ step     1 batch    2 forward and backward    3 votes
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import astuple, dataclass
-from enum import Flag, auto
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,8 +23,6 @@ from ..model.frozen_prefix import frozen_modules
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, naming_long_rows
 from ..model.tags import NO_TAGS, TAGS, blanked
-from ..parts.front.front_cache import FrontCache
-from ..parts.prefix_cache.cache_control import AutoCache
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh
 from ..progress import PROGRESS
@@ -34,6 +30,7 @@ from .batches import GlobalBatch, prepared
 from .collectives import among_last_stages
 from .job import TrainingJob
 from .loss import BatchInFlight, TrainersLoss, raise_for_exchanged_inputs
+from .parts import Parts, StepFacts
 from .training_data import refuse_different_numbers
 
 logger = logging.getLogger(__name__)
@@ -45,63 +42,36 @@ OF_CONTROL = ("should_training_stop", "should_epoch_stop", "should_save", "shoul
 """What a loss may ask of the Trainer's loop."""
 
 
-class Doubt(Flag):
-    """What may have changed on some process. It is checked before the next step."""
+VOTES = ("exchanged_inputs", "other_flags", *OF_CONTROL)
+"""What each process votes on in a step, before the parts' votes.
 
-    NONE = 0
-    INPUTS = auto()
-    """The model was called on inputs other than those to which the batch's tags belong."""
-    WEIGHTS = auto()
-    """A callback may have changed frozen weights: a check suggests it, or the callback had access to them."""
-    FLAGS = auto()
-    """A callback may have set `requires_grad`."""
+exchanged_inputs: the last stage has called the model on inputs other than those of the earlier stages.
+other_flags: something other than a callback has set `requires_grad`.
+others: as in `TrainerControl`; the loss may have set it, which has run on the last stage only.
+"""
 
 
-@dataclass(frozen=True)
-class StepVotes:
-    """What this process has observed in a step; after `agree`, what any process has observed.
+def agree(loss: torch.Tensor, votes: Sequence[bool], mesh: ProcessMesh) -> tuple[torch.Tensor, list[bool]]:
+    """Return the sum of all processes' losses, and for each vote whether any process has given it.
 
-    Attributes:
-        stop: SIGTERM was received.
-        other_inputs: the model was called on inputs other than those to which the batch's tags belong.
-        other_weights: a callback seems to have changed frozen weights.
-        exchanged_inputs: the last stage has called the model on inputs other than those of the earlier stages.
-        other_flags: something other than a callback has set `requires_grad`.
-        should_training_stop, should_epoch_stop, should_save, should_evaluate, should_log: as in `TrainerControl`; the
-            loss may have set it, which has run on the last stage only.
+    On the CPU both are one all-reduce. On an accelerator the votes take the control group, because reading them from
+    the device would wait for the whole step. Collective over all processes.
+
+    Args:
+        loss: the loss of this process, 0-dimensional.
+        votes: the votes of this process, as many on every process.
+        mesh: the groups of all processes.
     """
-
-    stop: bool = False
-    other_inputs: bool = False
-    other_weights: bool = False
-    exchanged_inputs: bool = False
-    other_flags: bool = False
-    should_training_stop: bool = False
-    should_epoch_stop: bool = False
-    should_save: bool = False
-    should_evaluate: bool = False
-    should_log: bool = False
-
-    def agree(self, loss: torch.Tensor, mesh: ProcessMesh) -> tuple[torch.Tensor, StepVotes]:
-        """Return the sum of all processes' losses and the votes of any process. Collective over all processes.
-
-        On the CPU both are one all-reduce. On an accelerator the votes take the control group, because reading them
-        from the device would wait for the whole step.
-
-        Args:
-            loss: the loss of this process, 0-dimensional.
-            mesh: the groups of all processes.
-        """
-        votes = torch.tensor([float(vote) for vote in astuple(self)])
-        if loss.device.type == "cpu":
-            together = torch.cat([loss.float()[None], votes])
-            dist.all_reduce(together)
-            loss, votes = together[0], together[1:]
-        else:
-            loss = loss.float()
-            dist.all_reduce(loss)
-            dist.all_reduce(votes, group=mesh.control)
-        return loss, StepVotes(*(votes > 0).tolist())
+    counts = torch.tensor([float(vote) for vote in votes])
+    if loss.device.type == "cpu":
+        together = torch.cat([loss.float()[None], counts])
+        dist.all_reduce(together)
+        loss, counts = together[0], together[1:]
+    else:
+        loss = loss.float()
+        dist.all_reduce(loss)
+        dist.all_reduce(counts, group=mesh.control)
+    return loss, (counts > 0).tolist()
 
 
 class Steps:
@@ -113,13 +83,12 @@ class Steps:
         loss: the trainer's loss.
         reduction: how the losses of parts add up.
         data: the training batches.
-        cache: the cache of frozen layers' outputs, if there is one.
-        front: the cache of what the user has frozen, if there is one.
+        parts: the parts of the training.
         watches_steps: whether one of the user's callbacks, on some process, may read weights at each step.
 
     Attributes:
         batch: the batch of the current optimizer step.
-        doubts: what has been observed, or may have happened, since the run last checked.
+        may_have_other_flags: whether a callback may have set `requires_grad` since the run last looked.
     """
 
     def __init__(
@@ -129,16 +98,15 @@ class Steps:
         loss: TrainersLoss,
         reduction: LossReduction,
         data: TrainingBatches,
-        cache: AutoCache | None,
-        front: FrontCache | None,
+        parts: Parts,
         watches_steps: bool,
     ) -> None:
         self.batch = GlobalBatch()
-        self.doubts = Doubt.NONE
+        self.may_have_other_flags = False
         self._job, self._trainer, self._model = job, job.trainer, job.model
         self._args, self._mesh = job.args, job.mesh
         self._pipeline, self._loss, self._reduction = pipeline, loss, reduction
-        self._data, self._cache, self._front, self._watches_steps = data, cache, front, watches_steps
+        self._data, self._parts, self._watches_steps = data, parts, watches_steps
         self._takes_others = job.takes_any_loader
         # a stock loss calls no collective
         self._has_collectives = job.args.uses_pipeline and not loss.is_stock
@@ -154,34 +122,34 @@ class Steps:
         self.batch.count_over_replicas(self._pipeline)
         return taken, self.batch.num_items
 
-    def step(self, inputs: dict[str, Any], stops: Callable[[], bool]) -> tuple[torch.Tensor, StepVotes]:
+    def step(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Run forward and backward of this pipeline's slice of a batch. Collective over all processes.
 
-        1. Prepare the batch, with the tags of its samples; all stages use the batch of the last stage. Begin to read
-           what the next batch needs from the cache.
+        1. Prepare the batch, with the tags of its samples; all stages use the batch of the last stage.
         2. Run the pipeline's step; the last stage computes the loss.
         3. Reduce the loss and the votes over all processes.
 
         Args:
             inputs: the batch on which `training_step` was called.
-            stops: whether this process has received SIGTERM; asked when the step has run.
 
         Returns:
-            The loss of the global batch, and what any process has observed: the same on every process.
+            The loss of the global batch, the same on every process.
         """
-        pipeline, cache, state = self._pipeline, self._cache, self._trainer.state
+        pipeline, state = self._pipeline, self._trainer.state
         self._switch_to_training()
         # 1
         self.batch.begin(inputs, pipeline)
-        # if a callback has changed frozen weights since the last step, the stored outputs no longer belong to them
-        other_weights = self._watches_steps and cache is not None and not cache.weights_look_same()
-        batch, other_inputs = self._prepare(inputs, other_weights)
+        # each part is asked, as it notes the answer for its votes
+        blanks_tags = True in {part.blanks_tags() for part in self._parts.having("blanks_tags")}
+        batch, loses_tags = self._prepare(inputs, blanks_tags)
         # 2
         current = self._in_flight = BatchInFlight(
             self._loss, self._reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch
         )
-        front = nullcontext() if self._front is None else self._front.step(state, batch)
-        with naming_long_rows(self._model, batch), front:
+        with ExitStack() as around:
+            around.enter_context(naming_long_rows(self._model, batch))
+            for part in self._parts.having("around_step"):
+                around.enter_context(part.around_step(batch))
             pipeline.running.prepare(batch)
             current.losses.clear()  # of the profile that may have been run
             self._run(current, batch)
@@ -190,28 +158,16 @@ class Steps:
         if empty_every is not None and state.global_step % empty_every == 0:
             clear_device_cache()
         # 3
-        control = self._trainer.control
-        mine = StepVotes(
-            stop=stops(),
-            other_inputs=other_inputs or (pipeline.shortcut is not None and pipeline.shortcut.met_other_inputs),
-            other_weights=other_weights,
-            exchanged_inputs=current.exchanges_inputs,
-            other_flags=pipeline.weights.flags_changed,
-            **{name: getattr(control, name) and pipeline.num_stages > 1 for name in OF_CONTROL},
-        )
-        loss, votes = self._agree(current.total(pipeline.device), mine)
+        facts = StepFacts(loses_tags, current.part.global_rows, len(current.losses))
+        loss = self._agree(current, facts)
         # on an accelerator, asking would wait for the whole step
         may_look = pipeline.num_stages > 1 and loss.device.type == "cpu" and not self._has_looked_for_nan
         if may_look and not bool(torch.isfinite(loss)):
             self._has_looked_for_nan = True
             self.look_for_nan(f"The loss of step {state.global_step + 1} is {float(loss)}")
-        return loss, votes
-
-    @property
-    def counted(self) -> tuple[int, int]:
-        """Number of samples of the latest batch in all pipelines, and of micro-batches (0 below the last stage)."""
-        assert self._in_flight is not None
-        return self._in_flight.part.global_rows, len(self._in_flight.losses)
+        for part in self._parts.having("stepped"):
+            part.stepped(facts, loss)
+        return loss
 
     def _run(self, current: BatchInFlight, batch: Batch) -> None:
         """Run forward and backward, and compute the loss, of a batch that all stages have."""
@@ -259,7 +215,7 @@ class Steps:
             # the scaler is initialized by its first use, and stages that do not compute the loss would not use it
             scaler.scale(torch.zeros((), device=self._pipeline.device))
 
-    def _prepare(self, inputs: dict[str, Any], other_weights: bool) -> tuple[Batch, bool]:
+    def _prepare(self, inputs: dict[str, Any], blanks_tags: bool) -> tuple[Batch, bool]:
         """Prepare the batch for the model, on all stages. Collective over the pipeline.
 
         Returns:
@@ -268,48 +224,54 @@ class Steps:
         pipeline, part = self._pipeline, self.batch.current
         looks_up = pipeline.shortcut is not None and pipeline.stack.runner.takes_batch
         tags = part.tags if looks_up and part.rows else None
-        if tags is not None and other_weights:
+        if tags is not None and blanks_tags:
             tags = tags.blank()  # other stages may not have noticed the change
         batch = prepared(self._job, inputs, tags)
-        if pipeline.shortcut is not None and tags is None and (other_weights or not part.rows):
+        if pipeline.shortcut is not None and tags is None and (blanks_tags or not part.rows):
             batch[TAGS] = NO_TAGS
-        other_inputs = tags is not None and batch[TAGS] is not tags.tensor
+        loses_tags = tags is not None and batch[TAGS] is not tags.tensor
         if pipeline.num_stages > 1:
             batch = self.batch.share(pipeline, batch)
-            other_inputs = other_inputs and pipeline.computes_loss
-            if other_weights and TAGS in batch:
+            loses_tags = loses_tags and pipeline.computes_loss
+            if blanks_tags and TAGS in batch:
                 batch[TAGS] = blanked(batch[TAGS])
         if looks_up:
             following = self.batch.waiting[0] if self.batch.waiting else self._data.next_slice
             pipeline.running.read_ahead(following.tags if following is not None else None)
-        return batch, other_inputs
+        return batch, loses_tags
 
-    def _agree(self, loss: torch.Tensor, mine: StepVotes) -> tuple[torch.Tensor, StepVotes]:
+    def _agree(self, current: BatchInFlight, facts: StepFacts) -> torch.Tensor:
         """Reduce the loss and the votes over all processes. Collective over all processes if there are several.
 
         Raises:
             ValueError: a process reports `exchanged_inputs` or `other_flags`.
         """
-        votes = mine
+        pipeline, control, voting = self._pipeline, self._trainer.control, self._parts.having("vote")
+        votes = [current.exchanges_inputs, pipeline.weights.flags_changed]
+        votes += [getattr(control, name) and pipeline.num_stages > 1 for name in OF_CONTROL]
+        for part in voting:
+            votes += part.vote(facts)
+        loss = current.total(pipeline.device)
         if self._mesh.world_size > 1:
             PROGRESS.enter("all-reduce")
-            loss, votes = mine.agree(loss, self._mesh)
-            if votes.exchanged_inputs:
+            loss, votes = agree(loss, votes, self._mesh)
+            exchanged_inputs, other_flags = votes[:2]
+            if exchanged_inputs:
                 raise_for_exchanged_inputs(self._model)
-            if votes.other_flags:
+            if other_flags:
                 raise ValueError(
                     "requires_grad of parameters was changed outside a callback (for example in compute_loss or"
                     " training_step). With several processes, all of them must know of the change before the step."
                     " Change it in a TrainerCallback, for example in on_step_begin."
                 )
-        for name in OF_CONTROL:
-            if getattr(votes, name):
-                setattr(self._trainer.control, name, True)
-        if votes.other_inputs:
-            self.doubts |= Doubt.INPUTS
-        if votes.other_weights:
-            self.doubts |= Doubt.WEIGHTS
-        return loss, votes
+        for name, is_asked in zip(OF_CONTROL, votes[2:], strict=False):
+            if is_asked:
+                setattr(control, name, True)
+        first = len(VOTES)
+        for part in voting:
+            part.heard(tuple(votes[first : first + part.num_votes]))
+            first += part.num_votes
+        return loss
 
     def follow_flags(self, thaws: bool) -> bool:
         """Train exactly the parameters that the user's callbacks have left trainable since the last step.
@@ -326,9 +288,9 @@ class Steps:
         pipeline = self._pipeline
         has_changed = pipeline.weights.flags_changed
         if self._mesh.world_size > 1:
-            may_have_changed = self._watches_steps or Doubt.FLAGS in self.doubts
+            may_have_changed = self._watches_steps or self.may_have_other_flags
             has_changed = may_have_changed and self._mesh.any(has_changed)
-        self.doubts &= ~Doubt.FLAGS
+        self.may_have_other_flags = False
         return has_changed and pipeline.follow_flags(thaws)
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..data.loaders import LoaderWithoutTags, NumberedLoader
-from ..data.node_order import Order
+from ..data.node_order import Order, node_name, node_shares
 from ..data.numbered_batches import (
     GivenBatches,
     NumberedBatches,
@@ -20,14 +18,12 @@ from ..data.numbered_batches import (
     refuse_empty,
 )
 from ..data.sample_order import SampleOrder
-from ..parts.preemption.stop_signal import WorkerStart
-from ..parts.prefix_cache.cache.file_store import FileStore
-from ..parts.prefix_cache.cache.sharing import current_file, node_name, node_shares
+from ..resilience.worker_start import WorkerStart
 from .job import TrainingJob, whole_stream
 
 
 def training_loader(
-    job: TrainingJob, make_stock: Callable[[], DataLoader], generations: Path | None
+    job: TrainingJob, make_stock: Callable[[], DataLoader], keeps_nodes: bool
 ) -> NumberedLoader | DataLoader:
     """Return the training loader, of whose batches each pipeline takes its slice. Collective over all processes.
 
@@ -37,7 +33,7 @@ def training_loader(
     Args:
         job: the training job.
         make_stock: makes the stock Trainer's loader, with its columns, collator and (seedable) sampler.
-        generations: the file returned by `generations_file`; None if nothing is cached.
+        keeps_nodes: whether each node gets the same samples in every epoch, because it may cache their outputs.
 
     Raises:
         ValueError: the dataset is empty, or batches are grouped in a way of their own and there are several stages.
@@ -56,12 +52,12 @@ def training_loader(
                 " pipelines. Use a sampler instead of a batch sampler, or set pipeline_parallel_size=1."
             )
         return stock
-    nodes = job.mesh.gather_objects(node_name()) if generations is not None else []  # the node of each rank
+    nodes = job.mesh.gather_objects(node_name()) if keeps_nodes else []  # the node of each rank
     order = SampleOrder(
         None if is_iterable else _sampler_of(stock),
         job.trainer._train_batch_size * args.world_size,
         seed=args.data_seed if args.data_seed is not None else args.seed,
-        node_shares=node_shares(nodes) if generations is not None else (1,),
+        node_shares=node_shares(nodes) if keeps_nodes else (1,),
         agree=partial(_order_of_first, job),
         # several processes would draw different numbers, and the order must not depend on the layout
         draws_as_stock=args.world_size == 1,
@@ -150,38 +146,13 @@ def set_workers_apart(loader: Any) -> None:
         base.worker_init_fn = WorkerStart(base.worker_init_fn)
 
 
-def generations_file(job: TrainingJob, is_training: bool = True) -> Path | None:
-    """Return this training's name in the folder of the store; None if nothing is cached.
+def may_cache(job: TrainingJob, is_training: bool = True) -> bool:
+    """Whether frozen layers' outputs may be cached.
 
     Collective over all processes, in a training: what the arguments allow depends on the weights that a process has.
     Outside of one, where a process alone may ask for a loader, only if something may be cached.
     """
-    may_cache = all(job.mesh.gather_objects(job.may_cache)) if is_training else job.may_cache
-    return store_file(job) if may_cache else None
-
-
-def store_file(job: TrainingJob) -> Path:
-    """Return this training's name in the folder of the store. Collective over all processes."""
-    nodes = job.mesh.gather_objects(node_name())
-    # all processes use the same file, even if each was given a temporary output_dir of its own
-    output_dir = job.mesh.gather_objects(job.args.output_dir or ".")[0]
-    return current_file(job.args.activation_cache_dir, output_dir, nodes)
-
-
-@contextmanager
-def shared_default_store(job: TrainingJob) -> Iterator[None]:
-    """Around several trainings that share a store; the default one is removed at the end, also after an error.
-
-    One that is there before, kept for a training that was interrupted, stays. Entering is collective over all
-    processes; leaving is not, because an error may be of one process alone.
-    """
-    current = store_file(job) if job.args.activation_cache_dir is None else None
-    is_new = current is not None and not job.mesh.any(current.parent.exists())
-    try:
-        yield
-    finally:
-        if current is not None and is_new:
-            FileStore(current.parent).remove()
+    return all(job.mesh.gather_objects(job.may_cache)) if is_training else job.may_cache
 
 
 def _order_of_first(job: TrainingJob, order: Order) -> Order:

@@ -22,10 +22,12 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from ...argument_values import checkpoints_reentrantly
 from ...file_formats import freezing_in
 from ...logs import follow_transformers, log_once
+from ...model.frozen_prefix import FoundLayers
 from ...resilience.exit import end_at_exit
-from .plain_trainer import FoundLayers, PlainTrainer, gather_proposals, refuse_setup, trained_module
+from .plain_trainer import PlainTrainer, gather_proposals, refuse_setup, trained_module
 from .policies import (
     FreezeDecision,
     FreezePolicy,
@@ -97,6 +99,9 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             update, if the loss calls only a part of the model and never the model itself.
         UnsupportedModelError: at the first step, if no layers can be found in the model.
     """
+
+    freezes_layers = True
+    """A `PipeTransformerTrainer` drives the callback that says so."""
 
     def __init__(
         self,
@@ -452,15 +457,6 @@ def _as_policy(policy: FreezePolicy | Mapping[str, Any] | str) -> FreezePolicy:
         f"{policy!r} is not a freeze policy. Pass a policy name, the arguments of make_policy as a dict, or an"
         " object whose class is derived from FreezePolicy or has all of its members."
     )
-
-
-def checkpoints_reentrantly(args: TrainingArguments) -> bool:
-    """Whether gradient checkpointing is of the kind that needs a gradient through the frozen layers."""
-    options = {
-        **(getattr(args, "gradient_checkpointing_kwargs", None) or {}),
-        **(getattr(args, "activation_checkpointing_kwargs", None) or {}),
-    }
-    return bool(options.get("use_reentrant"))
 
 
 def refuse_reentrant_checkpointing(args: TrainingArguments) -> None:

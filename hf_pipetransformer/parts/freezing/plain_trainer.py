@@ -11,7 +11,6 @@ import inspect
 import logging
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +26,8 @@ from transformers import TrainerState, TrainingArguments
 
 from ...errors import UnsupportedModelError
 from ...logs import log_once, tell
-from ...model.frozen_prefix import FreezableLayers, FrozenPrefix, squared_norms
-from ...model.layer_stack import LayerStack, StackDescription
+from ...model.frozen_prefix import FoundLayers, FreezableLayers, FrozenPrefix, squared_norms
+from ...model.layer_stack import LayerStack
 from ...model.micro_batch import slice_rows
 from ...randomness import global_state_kept
 
@@ -61,19 +60,6 @@ class Decider(Protocol):
     def decide(self, state: TrainerState, epoch: float) -> None:
         """Make a decision after `epoch` epochs. Collective over all processes."""
         ...
-
-
-@dataclass(frozen=True)
-class FoundLayers:
-    """The layers of a model, found before FSDP2 has sharded it.
-
-    Attributes:
-        stack: the layers.
-        freezable: which parameters freeze with them.
-    """
-
-    stack: StackDescription
-    freezable: FreezableLayers
 
 
 class PlainTrainer:

@@ -30,6 +30,7 @@ from ...model.micro_batch import Batch
 from ...run.job import TrainingJob
 from ..prefix_cache.cache.file_store import FileStore
 from ..prefix_cache.cache_control import EpochReport
+from .finding import DRAWS
 from .front_calls import FrontCalls
 
 
@@ -119,7 +120,10 @@ class FrontCache:
     @property
     def why_not_read(self) -> dict[str, str]:
         """Frozen modules that are computed in every epoch, and why; without those inside another one."""
-        reasons = self._in_steps.why_not_read
+        reasons = dict(self._in_steps.why_not_read)
+        if not self._job.args.eval_frozen_modules:
+            hint = ". Set eval_frozen_modules=True to run it without dropout and to read its output"
+            reasons = {name: why + hint * (why == DRAWS) for name, why in reasons.items()}
         return {name: why for name, why in reasons.items() if not any(name.startswith(f"{of}.") for of in reasons)}
 
     def epoch_report(self) -> EpochReport | None:

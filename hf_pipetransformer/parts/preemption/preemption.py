@@ -9,44 +9,78 @@ on_step_begin, in the next job
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 
-from ...run.job import TrainingJob
+from ...run.parts import RunPart, StepFacts
+from ...run.run import PipelineRun
 from .stop_signal import EXIT_CODE, StopSignal
 
 logger = logging.getLogger(__name__)
 
 
-class Preemption:
+class Preemption(RunPart):
     """Stops all processes of one `train()` at the same step.
 
     Args:
-        job: the training job.
-        ignored_keys: keys of the model's outputs that evaluations ignore (`ignore_keys_for_eval`).
+        run: the run of the training.
 
     Attributes:
         signal: records whether this process has received SIGTERM.
         is_agreed: whether all processes know that one of them has received it.
-        is_within_epoch: whether a step of the epoch has begun, and the epoch has not ended.
         has_loaded_best: whether training is over, and the weights are those of the best, earlier step.
         owes_evaluation: whether an evaluation was due after the last step and was skipped.
-        last_saved: the latest checkpoint of this training.
     """
 
-    def __init__(self, job: TrainingJob, ignored_keys: list[str] | None) -> None:
+    num_votes = 1
+
+    def __init__(self, run: PipelineRun) -> None:
         self.signal = StopSignal()
-        self.is_agreed = False
-        self.is_within_epoch = self.has_loaded_best = False
-        self.owes_evaluation = False
-        self.last_saved: Path | None = None
-        self._job = job
-        self._ignored_keys = ignored_keys
+        self.is_agreed = self.has_loaded_best = self.owes_evaluation = False
+        self._run, self._job = run, run.job
+
+    # ------------------------------------------------------------------------------------ as a part
+    def around_train(self) -> AbstractContextManager[Any]:
+        return self.signal
+
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
+        self.owes_evaluation = bool(kept.get("owes_evaluation"))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"owes_evaluation": self.will_owe_evaluation}
+
+    def vote(self, facts: StepFacts) -> tuple[bool, ...]:
+        return (self.signal.is_asked,)
+
+    def heard(self, votes: tuple[bool, ...]) -> None:
+        (self.is_agreed,) = votes
+
+    def wrap_step_end(self, stock: Callable[[], None]) -> Callable[[], None]:
+        return partial(self.stop_after, stock) if self.is_agreed else stock
+
+    def train_begins(self) -> None:
+        state = self._job.trainer.state
+        if state.global_step >= state.max_steps and state.epoch % 1 == 0:  # resumed, with no epoch left
+            self.evaluate_what_is_owed()
+
+    def step_begins(self, is_first: bool) -> None:
+        if is_first:
+            self.evaluate_what_is_owed()  # at this point the random states are those of the checkpoint
+
+    def nothing_left(self) -> None:
+        self.ask_for_what_is_owed()  # at the epoch's end
+
+    def before_best(self) -> None:
+        self.leave_if_asked()  # the steps that follow may also remove the checkpoint of the last weights
+        self.has_loaded_best = True
+
+    def train_ends(self) -> None:
+        self.leave_if_asked()
 
     # ------------------------------------------------------------------------------------ leaving
     def stop_after(self, stock: Callable[[], None]) -> None:
@@ -57,7 +91,7 @@ class Preemption:
         control = self._job.trainer.control
         stops = control.should_training_stop or control.should_epoch_stop
         # the epoch ends right after this call, and callbacks must see its end
-        waits = self._is_epochs_last_step or (self.is_within_epoch and stops)
+        waits = self._is_epochs_last_step or (self._run.is_within_epoch and stops)
         self.owes_evaluation |= control.should_evaluate  # there is no time to evaluate before saving
         control.should_evaluate, control.should_save = False, not waits
         with _saving_all(self._job.args):
@@ -71,7 +105,9 @@ class Preemption:
             return
         trainer = self._job.trainer
         name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-        is_saved = self.last_saved is not None and self.last_saved.name == name and self.last_saved.is_dir()
+        is_saved = (
+            self._run.last_saved is not None and self._run.last_saved.name == name and self._run.last_saved.is_dir()
+        )
         everyone = self._job.mesh.gather_objects((self.signal.is_asked, is_saved))
         self.is_agreed = any(is_asked for is_asked, _ in everyone)
         if not self.is_agreed:
@@ -86,10 +122,10 @@ class Preemption:
         # exit immediately: what the loop does at the end of training might remove the checkpoint
         trainer = self._job.trainer
         trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
-        if trainer.is_world_process_zero() and self.last_saved is not None:
+        if trainer.is_world_process_zero() and self._run.last_saved is not None:
             logger.warning(
                 "Received SIGTERM and saved checkpoint-%s. Resume with resume_from_checkpoint=True. Exit code %d.",
-                self.last_saved.name.rpartition("-")[2],
+                self._run.last_saved.name.rpartition("-")[2],
                 EXIT_CODE,
             )
         raise SystemExit(EXIT_CODE)
@@ -105,7 +141,7 @@ class Preemption:
             loss: Any = trainer._tr_loss
             with _saving_all(self._job.args):  # the checkpoint that it replaces was saved in this way
                 trainer._maybe_log_save_evaluate(
-                    loss, None, self._job.model, None, trainer.state.epoch, self._ignored_keys, 0.0
+                    loss, None, self._job.model, None, trainer.state.epoch, self._run.ignored_keys, 0.0
                 )
             trainer.control.should_evaluate = trainer.control.should_save = False
 
@@ -133,7 +169,7 @@ class Preemption:
     @property
     def _is_epochs_last_step(self) -> bool:
         """Whether the last step was the last one of its epoch, and the epoch's end has not been handled yet."""
-        return self.is_within_epoch and self._job.trainer.state.epoch % 1 == 0
+        return self._run.is_within_epoch and self._job.trainer.state.epoch % 1 == 0
 
 
 @contextmanager

@@ -29,12 +29,12 @@ from typing import Any
 import xxhash
 from transformers import TrainerState
 
+from ...data.node_order import node_name
 from ...pipeline.elastic_pipeline import ElasticPipeline
 from ...planning.predictions import is_worth_loading
 from ...planning.tables import MIB
 from .cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, CacheCounts
 from .cache.file_store import FileStore
-from .cache.sharing import node_name
 from .frozen_function import FrozenFunction
 
 logger = logging.getLogger(__name__)

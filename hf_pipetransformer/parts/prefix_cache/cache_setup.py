@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 
+from ...data.node_order import node_name
 from ...data.numbered_batches import NumberedBatches, TrainingBatches
 from ...logs import log_once
 from ...model.layer_stack import LayerStack
@@ -35,7 +36,6 @@ from .cache.cache_probe import probe_boundaries
 from .cache.content_keys import KeyingCollator, sequences_per_sample
 from .cache.file_store import FileStore
 from .cache.probe_batches import varied_samples
-from .cache.sharing import node_name
 from .cache_control import HARDLY_ANY, AutoCache
 
 logger = logging.getLogger(__name__)

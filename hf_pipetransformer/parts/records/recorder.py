@@ -93,13 +93,13 @@ class RunRecorder(TrainerCallback):
 
         Args:
             trainer: the trainer.
-            before: callbacks to be placed before the recorder. These callbacks and the recorder are placed before all
+            before: callbacks that stay before the recorder. These callbacks and the recorder are placed before all
                 others: loggers that save the model at the end must find it complete, and some callbacks remove numbers
                 from the logs.
         """
         handler = trainer.callback_handler
         # the recorder of the last training has stayed, for what was logged behind it
-        others = [c for c in handler.callbacks if not isinstance(c, RunRecorder)]
+        others = [c for c in handler.callbacks if not isinstance(c, RunRecorder) and not any(c is b for b in before)]
         handler.callbacks[:] = [*before, self, *others]
         self.begin(trainer.is_world_process_zero())
         has_ended = False
@@ -108,7 +108,6 @@ class RunRecorder(TrainerCallback):
             has_ended = True
         finally:
             self.end(has_ended, trainer.state.global_step)
-            handler.callbacks[:] = [c for c in handler.callbacks if not any(c is one for one in before)]
 
     def begin(self, is_main_process: bool) -> None:
         """Begin the record, when `train()` has been called."""

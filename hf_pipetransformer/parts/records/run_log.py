@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerState
 
 from ...errors import ONE_LINE
@@ -17,15 +19,16 @@ from ...pipeline.moves import Transformation
 from ...planning.layout import AUTO, Layout
 from ...planning.planner import Planner
 from ...planning.tables import MIB
-from ...run.job import TrainingJob
-from ...token_slices.slice_timeline import SlicePlan
-from ..freezing.policies import NeverFreeze, policy_description
-from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epochs
-from ..front.finding import DRAWS
-from ..prefix_cache.cache_control import AutoCache, EpochReport
+from ...run.parts import Ending, LayoutChange, RunPart, StepFacts
+from ...run.run import PipelineRun
 from .files import BEGINNINGS, SLICES, layout_of, sentence_on_frozen, slices_of
+from .model_card import add_to_card
 from .recorder import RunRecorder, facts_of_run, frozen_by_user
 from .sentences import describe_frozen, describe_layout, describe_slices, many
+
+if TYPE_CHECKING:
+    from ...token_slices.slice_timeline import SlicePlan
+    from ..prefix_cache.cache_control import AutoCache, EpochReport
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +38,16 @@ PRINTING = (PrinterCallback, ProgressCallback)
 """Callbacks that print what is logged as a dictionary."""
 
 
-class RunLog:
+class RunLog(RunPart):
     """Says what happens in one `train()`: in the log, in the metrics, and in the record.
 
     Args:
-        job: the training job.
-        arrive: `PipelineRun.arrive`.
+        run: the run of the training.
     """
 
-    def __init__(self, job: TrainingJob, arrive: Callable[[], None]) -> None:
-        self._arrive = arrive
-        self.recorder = RunRecorder(job.args)
-        self._job = job
+    def __init__(self, run: PipelineRun) -> None:
+        self._run, self._job = run, run.job
+        self.recorder = RunRecorder(run.job.args)
         self._num_shapes = 0  # number of shapes logged under the plan in force
         self._planner: Planner | None = None
         self._plan: Layout | None = None
@@ -58,15 +59,69 @@ class RunLog:
         self._rows_read = 0
         self._num_changes = 0
         self._users_frozen: dict[str, Any] | None = None  # modules
-        self._why_not_cached: str | None = None
         self._has_warned = False
+        self._why_not_read: Mapping[str, str] = {}  # modules that the user has frozen and that were computed
+
+    # ------------------------------------------------------------------------------------ as a part
+    def around_train(self) -> AbstractContextManager[Any]:
+        return self.recorder.recording(self._job.trainer, before=[self._run])
+
+    def around(self, activity: str) -> AbstractContextManager[Any]:
+        return self.recorder.doing(activity)
+
+    def train_begins(self) -> None:
+        self._announce()
+        if self._run.checkpoint is None and not any(part.may_thaw for part in self._run.parts):
+            self._say_what_freezing_costs()
+
+    def epoch_begins(self) -> None:
+        self._rows_before = self.recorder.total.rows
+
+    def step_begins(self, is_first: bool) -> None:
+        if is_first and (self._job.freeze_callback is not None or self._job.args.uses_pipeline):
+            self._log_layout({})
+        if not self._run.is_within_epoch:
+            self.follow_users_freezing()
+
+    def stepped(self, facts: StepFacts, loss: torch.Tensor) -> None:
+        self.recorder.count_batch(facts.rows, facts.num_parts, loss)
+
+    def layout_changed(self, change: LayoutChange) -> None:
+        if change.transformation is None:
+            self.cached(change.after)
+        else:
+            self.transformed(change.transformation, self._run.pipeline.freezable)
+
+    def told(self, topic: str, value: Any) -> None:
+        topics: dict[str, Callable[[Any], None]] = {
+            "sentence": self._tell,
+            "slices": self.sliced,
+            "cache_epoch": self.cache_epoch,
+            "front_epoch": self.front_epoch,
+            "not_read": self._record_not_read,
+            "interrupted": lambda ending: self.interrupted(*ending),
+        }
+        if topic in topics:
+            topics[topic](value)
+
+    def close(self, ending: Ending) -> None:
+        if ending.error is None:
+            self.conclude()
+
+    def add_to_card(self, folder: Path) -> None:
+        if self.recorder.run is not None:
+            try:
+                add_to_card(folder, self.recorder.run)
+            except (OSError, ValueError) as error:  # of the records, not of the training, which is over
+                logger.warning("The model card says nothing about layouts, freezes and the cache: %s", error)
 
     # ------------------------------------------------------------------------------------ at the start
-    def first_chosen(self, planner: Planner, is_resumed: bool) -> None:
+    def chosen(self, is_resumed: bool) -> None:
         """Log the choices for the first plan, unless the job is resumed, and warn of values that cannot be used.
 
         Called before the model is placed, when only the user has frozen anything.
         """
+        planner = self._run.planner
         self._users_frozen = frozen_by_user(self._job.model)
         if is_resumed:
             return
@@ -87,25 +142,24 @@ class RunLog:
                 logging.WARNING,
             )
 
-    def begin(self, planner: Planner, plan: Layout) -> None:
+    def placed(self, layout: Layout) -> None:
         """Record the first plan, after the model has been placed. Collective over all processes."""
-        self._planner = planner
-        self._say(planner.describe(plan), logging.DEBUG)
+        self._planner = self._run.planner
+        self._say(self._planner.describe(layout), logging.DEBUG)
         facts = facts_of_run(self._job.model, self._job.args)
-        self._record(BEGINNINGS[bool(self._state.global_step)], plan, facts=facts)
+        self._record(BEGINNINGS[bool(self._state.global_step)], layout, facts=facts)
 
-    def say_what_freezing_costs(self, freezable: FreezableLayers | None, caches: bool) -> None:
+    def _say_what_freezing_costs(self) -> None:
         """Log the cost of this training in plain epochs, if the freeze policy is known beforehand.
 
         It is a warning if freezing saves next to nothing.
-
-        Args:
-            freezable: the model's layers that can be frozen; None if there are none.
-            caches: whether frozen layers' outputs are cached.
         """
-        callback, args = self._job.freeze_callback, self._job.args
+        callback, args, freezable = self._job.freeze_callback, self._job.args, self._run.pipeline.freezable
         if callback is None or freezable is None or callback.freeze_strategy != "epoch" or args.max_steps > 0:
             return
+        from ..freezing.policies import policy_description  # only here: a training without policy needs none of it
+        from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epochs
+
         policy, epochs = callback.policy, math.ceil(args.num_train_epochs)
         if policy_description(policy) is None or policy.needs_gradient_norms:
             return
@@ -113,8 +167,8 @@ class RunLog:
             policy, freezable.num_layers, freezable.max_frozen, epochs, 1, callback.max_frozen_layers
         )
         if not any(frozen):
-            return  # `announce` has warned of it
-        cost = plain_epochs(frozen, freezable.num_layers, caches)
+            return  # `_announce` has warned of it
+        cost = plain_epochs(frozen, freezable.num_layers, self._cache is not None)
         if epochs < WORTH_FREEZING * cost and not self._job.shares_store:
             self._say(
                 f"Freezing saves only {1 - cost / epochs:.0%} of the layers' operations in this training of {epochs}"
@@ -128,17 +182,11 @@ class RunLog:
                 " with a tuned learning rate, may reach a better accuracy."
             )
 
-    def announce(self, cache: AutoCache | None, why_not_cached: str | None) -> None:
-        """Log the line about the training that begins, once the trainer knows its steps and epochs.
-
-        Args:
-            cache: the cache of frozen layers' outputs, if there is one.
-            why_not_cached: why there is none although the arguments allow one.
-        """
+    def _announce(self) -> None:
+        """Log the line about the training that begins, once the trainer knows its steps and epochs."""
         callback, plan = self._job.freeze_callback, self._plan
         assert plan is not None
-        self._why_not_cached = why_not_cached
-        self._passes_per_sample = cache.calls_per_sample if cache is not None else 1
+        self._passes_per_sample = max(part.calls_per_sample for part in self._run.parts)
         parts = [f"{type(self._job.model).__name__} in {describe_layout(plan)}"]
         if plan.pipeline_parallel_size > 1:
             m = plan.num_microbatches
@@ -146,20 +194,14 @@ class RunLog:
             parts.append(f"{many(m, 'micro-batch', 'es')} of {samples}, schedule {plan.schedule}")
         parts += ["replicas divide the optimizer state"] if plan.shards_optimizer else []
         parts += [sentence_on_frozen(self._users_frozen)] if self._users_frozen is not None else []
-        if callback is not None:
-            parts.append(callback.describe(self._state))
-            off = f"off ({why_not_cached or self._job.why_not_cached})"
-            parts.append(f"cache: {cache.describe() if cache is not None else off}")
+        parts += [text for part in self._run.parts.having("describe") if (text := part.describe()) is not None]
+        if callback is not None and self._run.parts.get("prefix_cache") is None:
+            parts.append(f"cache: off ({self._job.why_not_cached})")
         if self._job.args.token_slices == "auto":
             parts.append("token slices are chosen by measured times, so another run may differ by rounding")
         self._say("; ".join(parts) + ".")
         if callback is not None and callback.freezes_nothing(self._state):
             self._warn_of_nothing_frozen("will freeze no layer")
-
-    def show_layout(self) -> None:
-        """Log the first plan as metrics, before the first step. Collective over all processes."""
-        if self._job.freeze_callback is not None or self._job.args.uses_pipeline:
-            self._log_layout({})
 
     # ------------------------------------------------------------------------------------ in training
     def cached(self, plan: Layout) -> None:
@@ -219,7 +261,7 @@ class RunLog:
                 "modules", self._planner, self._plan, self._state, frozen_modules=self._users_frozen
             )
 
-    def tell(self, sentence: str | None) -> None:
+    def _tell(self, sentence: str | None) -> None:
         """Log a sentence, if there is one."""
         if sentence is not None:
             self._say(sentence)
@@ -241,35 +283,27 @@ class RunLog:
         else:  # `log` as the stock Trainer calls it: trainers that override it count their calls
             self.recorder.record_log(metrics, self._state)
 
-    def front_epoch(self, report: EpochReport | None) -> None:
-        """Log the use of the front in the epoch that has ended, if there was any."""
-        rows, self._rows_before = self.recorder.total.rows - self._rows_before, self.recorder.total.rows
-        if report is not None:
-            assert self._plan is not None
-            self._forward_skipped += round((report.skipped or 0.0) * rows * self._plan.num_units)
-            self._rows_read += round(report.counts.found / max(report.counts.rows, 1) * rows)
-            self.cache_epoch(report)
+    def front_epoch(self, report: EpochReport) -> None:
+        """Log the use of the front in the epoch that has ended."""
+        rows = self.recorder.total.rows - self._rows_before
+        assert self._plan is not None
+        self._forward_skipped += round((report.skipped or 0.0) * rows * self._plan.num_units)
+        self._rows_read += round(report.counts.found / max(report.counts.rows, 1) * rows)
+        self.cache_epoch(report)
 
     # ------------------------------------------------------------------------------------ at the end
-    def end(self, cache: AutoCache | None, why_not_read: Mapping[str, str]) -> None:
-        """Record what is only known after the last step. Collective over all processes.
-
-        Args:
-            cache: the cache of frozen layers' outputs, if there is one.
-            why_not_read: modules that the user has frozen and that were computed in each epoch, and why.
-        """
+    def release(self) -> None:
+        """Record what is only known after the last step. Collective over all processes."""
         self._end_layout()
-        job, frozen = self._job, self._users_frozen
+        job, frozen, cache = self._job, self._users_frozen, self._cache
         is_whole = job.freeze_callback is None and not job.args.uses_pipeline
         if frozen is not None and is_whole and not job.may_cache_front:
             reason = "torch_compile=True" if job.args.torch_compile else job.why_not_cached
             self.recorder.record_cache_off(str(reason), self._state.global_step, ", ".join(frozen["names"]))
-        for module, why in why_not_read.items():
-            if why == DRAWS and not job.args.eval_frozen_modules:
-                why += ". Set eval_frozen_modules=True to run it without dropout and to read its output"
+        for module, why in self._why_not_read.items():
             self.recorder.record_cache_off(why, self._state.global_step, module)
-        off = cache.reason_off if cache is not None else None
-        off = off if off is not None else self._why_not_cached
+        part = self._run.parts.get("prefix_cache")
+        off = cache.reason_off if cache is not None else part.why_not if part is not None else None
         if off is not None:
             self.recorder.record_cache_off(off, self._state.global_step)
         elif cache is not None:
@@ -317,6 +351,15 @@ class RunLog:
 
     # ------------------------------------------------------------------------------------ inside
     @property
+    def _cache(self) -> AutoCache | None:
+        """The cache of frozen layers' outputs, if there is one."""
+        part = self._run.parts.get("prefix_cache")
+        return part.cache if part is not None else None
+
+    def _record_not_read(self, reasons: Mapping[str, str]) -> None:
+        self._why_not_read = reasons
+
+    @property
     def _state(self) -> TrainerState:
         return self._job.trainer.state
 
@@ -337,6 +380,8 @@ class RunLog:
         """Warn that the freeze policy freezes nothing, and name the fields that decide about it."""
         callback = self._job.freeze_callback
         assert callback is not None
+        from ..freezing.policies import NeverFreeze, policy_description
+
         known = policy_description(callback.policy)
         self._has_warned = True
         if isinstance(callback.policy, NeverFreeze):
@@ -396,7 +441,7 @@ class RunLog:
         finally:
             for callback in printing:
                 del callback.on_log
-        self._arrive()
+        self._run.arrive()
 
     def _cache_metrics(self, report: EpochReport) -> dict[str, float]:
         """The use of the activation cache in an epoch, as metrics."""

@@ -8,12 +8,13 @@ activation_cache_dir, or output_dir       the user's
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 
 import xxhash
+
+from ....data.node_order import node_name
+from ....run.job import TrainingJob
 
 STORE = "_hf_pipetransformer_cache"
 """Name of a store's folder in the user's, where it is kept."""
@@ -37,19 +38,9 @@ def current_file(folder: str | os.PathLike[str] | None, output_dir: str, nodes: 
     return Path(output_dir if folder is None else folder, store, f"training-{training}").absolute()
 
 
-def node_shares(nodes: Sequence[str]) -> tuple[int, ...]:
-    """Processes on each node, in the order of ranks.
-
-    One share for all where the nodes have different numbers of processes, or where their ranks alternate: the samples
-    of a batch are not divided by node then.
-
-    Args:
-        nodes: name of each rank's node (`node_name`). Launchers other than `torchrun` may give no number of processes.
-    """
-    shares = tuple(len(list(ranks)) for _, ranks in groupby(nodes))
-    return shares if len(shares) == len(set(nodes)) and len(set(shares)) == 1 else (len(nodes),)
-
-
-def node_name() -> str:
-    """Of this process's node: the host, and the launcher's number of it, as several may be one host in a test."""
-    return f"{socket.gethostname()}-{os.environ.get('GROUP_RANK', 0)}"
+def store_file(job: TrainingJob) -> Path:
+    """Return this training's name in the folder of the store. Collective over all processes."""
+    nodes = job.mesh.gather_objects(node_name())
+    # all processes use the same file, even if each was given a temporary output_dir of its own
+    output_dir = job.mesh.gather_objects(job.args.output_dir or ".")[0]
+    return current_file(job.args.activation_cache_dir, output_dir, nodes)

@@ -1,0 +1,215 @@
+"""The cache of frozen layers' outputs as a part of a training with a freeze policy, or with frozen lowest layers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ...planning.layout import Layout
+from ...randomness import generators_kept
+from ...resilience.exit import SECONDS
+from ...run.job import TrainingJob
+from ...run.parts import Ending, LayoutChange, RunPart, StepFacts, Wish
+from ...run.placing import Examined
+from ...run.run import PipelineRun
+from .cache.content_keys import KeyingCollator
+from .cache.file_store import FileStore
+from .cache.sharing import store_file
+from .cache_control import OTHER_INPUTS, AutoCache
+from .cache_setup import check_folder, make_cache
+
+
+class PrefixCache(RunPart):
+    """Holds the cache, and tells it what the run has noticed.
+
+    Args:
+        run: the run of the training.
+
+    Attributes:
+        cache: the cache; None if frozen layers cannot be cached.
+        why_not: why there is none.
+    """
+
+    num_votes = 2
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._run, self._job = run, run.job
+        self.cache: AutoCache | None = None
+        self.why_not: str | None = None
+        self._other_weights = False  # a callback seems to have changed frozen weights on this process
+        # what any process has noticed since the last step
+        self._met_other_inputs = self._doubts_weights = False
+
+    # ------------------------------------------------------------------------------------ before the first step
+    def found(self, found: Examined) -> None:
+        if self._job.freeze_callback is None:
+            return
+        cache = self._make(found)
+        self.cache, self.why_not = (None, cache) if isinstance(cache, str) else (cache, None)
+        self.calls_per_sample = self.cache.calls_per_sample if self.cache is not None else 1
+
+    def _make(self, found: Examined) -> AutoCache | str:
+        """Return the cache, or why there is none. Collective over all processes.
+
+        Raises:
+            ValueError: there is none, with `activation_cache="on"`. Every process raises it.
+        """
+        job, run = self._job, self._run
+        data, generations = run.training_batches, store_file(job)
+        pipeline, costs = found.cut.pipeline, found.cut.unit_costs
+        if found.is_driven and not pipeline.stack.runner.takes_batch:
+            why = "the loss calls the model on inputs of its own, which are looked up with one stage only"
+            if job.args.activation_cache == "on":
+                raise ValueError(
+                    f"activation_cache='on': {why}. Set pipeline_parallel_size=1, or activation_cache='auto' to train"
+                    " without the cache."
+                )
+            return why
+        trouble = check_folder(job, data, costs, generations)
+        if trouble is not None:
+            return trouble
+        with generators_kept(job.trainer, job.model):
+            return make_cache(pipeline, found.times, job, data, costs, generations, run.most_frozen)
+
+    def placed(self, layout: Layout) -> None:
+        if self.cache is not None and layout.num_frozen_layers:
+            if layout.num_cached_layers:
+                self.cache.freeze(layout.num_cached_layers, goes_on=True)
+            self._run.publish("sentence", self.cache.freeze(layout.num_frozen_layers))
+
+    def describe(self) -> str | None:
+        if self._job.freeze_callback is None:
+            return None
+        return f"cache: {self.cache.describe() if self.cache is not None else f'off ({self.why_not})'}"
+
+    # ------------------------------------------------------------------------------------ between two steps
+    def between_steps(self) -> None:
+        other_inputs, doubts = self._met_other_inputs, self._doubts_weights
+        self._met_other_inputs = self._doubts_weights = False
+        if self.cache is None:
+            return
+        if other_inputs:
+            self.cache.disable(OTHER_INPUTS)
+        report = self.cache.follow(
+            self._run.num_epochs_begun,
+            self._job.trainer.state,
+            may_never_repeat=self._run.training_batches.may_never_repeat,
+            doubts_weights=doubts,
+        )
+        if report is not None:
+            self._run.publish("cache_epoch", report)
+
+    def wish(self, wish: Wish) -> Wish:
+        if self.cache is None:
+            return wish
+        if wish.num_frozen > self._run.pipeline.current_plan.num_frozen_layers:
+            self.cache.check_weights()  # the next generation will be named after the weights as they are now
+        return replace(wish, num_cached=self.cache.num_cached)
+
+    def layout_changed(self, change: LayoutChange) -> None:
+        if self.cache is not None:
+            is_start = self._job.trainer.state.global_step == 0
+            self._run.publish("sentence", self.cache.freeze(change.after.num_frozen_layers, is_start=is_start))
+
+    def thawed(self) -> None:
+        if self.cache is not None:
+            self.cache.disable("layers that were frozen are trained again")
+
+    # ------------------------------------------------------------------------------------ steps
+    def blanks_tags(self) -> bool:
+        # if a callback has changed frozen weights since the last step, the stored outputs no longer belong to them
+        watches = self._run.watches_steps and self.cache is not None
+        self._other_weights = watches and self.cache is not None and not self.cache.weights_look_same()
+        return self._other_weights
+
+    def vote(self, facts: StepFacts) -> tuple[bool, ...]:
+        shortcut = self._run.pipeline.shortcut
+        met_others = shortcut is not None and shortcut.met_other_inputs
+        return facts.loses_tags or met_others, self._other_weights
+
+    def heard(self, votes: tuple[bool, ...]) -> None:
+        other_inputs, other_weights = votes
+        self._met_other_inputs |= other_inputs
+        self._doubts_weights |= other_weights
+
+    # ------------------------------------------------------------------------------------ weights that may be others
+    def weights_shown(self) -> None:
+        self._doubts_weights = True
+
+    def before_best(self) -> None:
+        self._check_weights()
+        self._run.pipeline.use_shortcut(None)
+
+    def train_ends(self) -> None:
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        """Check the frozen weights at the end, because a later training may read what the last epoch has stored."""
+        if self.cache is not None and self._run.pipeline.shortcut is not None:
+            self.cache.check_weights()
+
+    @contextmanager
+    def around_evaluation(self, dataloader: Any, prefix: str) -> Iterator[None]:
+        """Inside, an evaluation reads the cache, if the frozen weights are those with which it was filled."""
+        cache, pipeline = self.cache, self._run.pipeline
+        with ExitStack() as stack:
+            if cache is not None:
+                stack.enter_context(cache.cache.counting_apart())
+                base: Any = getattr(dataloader, "base_dataloader", dataloader)
+                # also before the first freeze, because persistent workers keep the collator that they started with
+                if isinstance(base, DataLoader) and not isinstance(base.collate_fn, KeyingCollator):
+                    stack.callback(setattr, base, "collate_fn", base.collate_fn)
+                    ignored = self._job.not_in_keys | pipeline.stack.runner.called.kept_back
+                    base.collate_fn = KeyingCollator(base.collate_fn, ignored, cache.cache.keeps_padding)
+                if pipeline.shortcut is not None and not cache.weights_hold():
+                    pipeline.use_shortcut(None)  # e.g. averaged weights
+                    stack.callback(lambda: pipeline.use_shortcut(cache.cache if cache.is_on else None))
+            yield
+
+    # ------------------------------------------------------------------------------------ the end
+    def release(self) -> None:
+        if self.cache is not None:
+            self.cache.close(has_ended=False)  # removes nothing: others may write until the model is whole
+
+    def abandon(self, is_resumable: bool) -> str:
+        return self.cache.abandon(is_resumable) if self.cache is not None else ""
+
+    def close(self, ending: Ending) -> None:
+        if self.cache is None:
+            return
+        # after a complete run, remove what no other run can use; an interrupted run is resumed with its cache
+        is_interrupted = isinstance(ending.error, KeyboardInterrupt)
+        has_ended = ending.error is None or (is_interrupted and ending.newest is None)
+        close = partial(self.cache.close, has_ended=has_ended)
+        if ending.has_failed and self._job.device.type != "cpu":
+            closing = threading.Thread(target=close, daemon=True)
+            closing.start()
+            closing.join(SECONDS)  # its writer waits for the device, where a kernel may wait for other processes
+        else:
+            close()
+
+
+def make(run: PipelineRun) -> PrefixCache:
+    return PrefixCache(run)
+
+
+@contextmanager
+def around_search(job: TrainingJob) -> Iterator[None]:
+    """Around several trainings that share a store; the default one is removed at the end, also after an error.
+
+    One that is there before, kept for a training that was interrupted, stays. Entering is collective over all
+    processes; leaving is not, because an error may be of one process alone.
+    """
+    current = store_file(job) if job.args.activation_cache_dir is None else None
+    is_new = current is not None and not job.mesh.any(current.parent.exists())
+    try:
+        yield
+    finally:
+        if current is not None and is_new:
+            FileStore(current.parent).remove()

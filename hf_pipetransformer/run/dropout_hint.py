@@ -1,0 +1,43 @@
+"""Warns that dropout keeps frozen modules from being cached, and says what `eval_frozen_modules=True` would gain."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ..logs import tell
+from .job import TrainingJob
+
+logger = logging.getLogger(__name__)
+
+WORTH_A_WARNING = 1.1
+"""Predicted speed-up from which on the hint is a warning, and not an information."""
+
+
+LEAST_REST = 0.05
+"""Least share of a step that is taken to remain: reading takes time, too."""
+MOST_TO_NAME = 3
+
+
+def give_hint(job: TrainingJob, modules: Sequence[str], share: float | None, of: str = "a step") -> None:
+    """Log that frozen modules run with dropout, and what it would gain to run them without.
+
+    Args:
+        job: the training job.
+        modules: names of the modules.
+        share: share of a training step that computing them takes, from 0 to 1; None if it is not known.
+        of: what it is a share of. Only a share of the time tells how much faster a step would be.
+    """
+    names = ", ".join(modules[:MOST_TO_NAME]) + (", ..." if len(modules) > MOST_TO_NAME else "")
+    are, run, they, their = ("are", "run", "they", "their") if len(modules) > 1 else ("is", "runs", "it", "its")
+    if job.args.eval_frozen_modules:
+        text = f"{names} {are} frozen, but {their} outputs cannot be cached: they are random in evaluation mode, too."
+        return tell(logger, job.args, text)
+    gain = 1.0 if share is None else 1 / max(1 - share, LEAST_REST)
+    text = (
+        f"{names} {are} frozen, but {run} with dropout as under the stock Trainer: {their} outputs cannot be cached."
+    )
+    text += " With" if share is None else f" Computing {names} takes {share:.0%} of {of}: with"
+    text += f" eval_frozen_modules=True {they} would run without dropout and be read from the second epoch on"
+    text += "." if share is None or of != "a step" else f", about {gain:.1f} times as fast."
+    tell(logger, job.args, text, logging.WARNING if gain >= WORTH_A_WARNING else logging.INFO)

@@ -1,0 +1,318 @@
+"""Parts: capabilities that a training has, and that the core does not know.
+
+    part            asked for by                       does
+    preemption      always                             saves and exits on SIGTERM
+    freezing        freeze_policy, frozen layers       wishes that more layers be frozen
+    records         always                             log lines, metrics, the record for the report
+    prefix_cache    activation_cache                   wishes that frozen layers count as cached
+    front           activation_cache, with one stage   reads the outputs of frozen modules
+    watchdog        watchdog_timeout                   ends the job when a process dies or hangs
+
+A part is a `RunPart` that `make(run)` of its module `parts/<name>/part.py` returns. All methods are optional. The
+parts follow from the arguments, so every process has the same ones, and they are called in the order of `ENTRIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..model.micro_batch import Batch
+from ..pipeline.moves import Transformation
+from ..planning.layout import Layout
+from ..registry import find_part, require_part
+from .job import TrainingJob
+
+if TYPE_CHECKING:
+    from .placing import Examined
+    from .run import PipelineRun
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Numbers of layers that the parts want to have frozen and cached."""
+
+    num_frozen: int
+    num_cached: int
+
+
+@dataclass(frozen=True)
+class LayoutChange:
+    """A change of the layout between two steps.
+
+    Attributes:
+        before, after: the layouts.
+        transformation: what it has cost; None if nothing has moved.
+    """
+
+    before: Layout
+    after: Layout
+    transformation: Transformation | None
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What the core has noticed in a step on this process.
+
+    Attributes:
+        loses_tags: the inputs of the batch are not those to which its tags belong.
+        rows: number of samples of the batch, over all pipelines.
+        num_parts: number of micro-batches whose loss this process has computed.
+    """
+
+    loses_tags: bool
+    rows: int
+    num_parts: int
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a training has ended.
+
+    Attributes:
+        error: what has ended it; None if it is complete.
+        newest: the checkpoint from which it can be resumed, if there is one.
+    """
+
+    error: BaseException | None
+    newest: Path | None
+
+    @property
+    def has_failed(self) -> bool:
+        return isinstance(self.error, Exception)
+
+
+class RunPart:
+    """One part of one `train()`. Methods are collective over all processes unless they say otherwise."""
+
+    num_frozen = 0
+    """Number of layers that are frozen from the first step on; known after `found`."""
+    most_frozen: int | None = None
+    """Number of layers that will be frozen at most, if it is known; after `found`."""
+    may_thaw = False
+    """Whether frozen layers may be trained again."""
+    num_votes = 0
+    """Number of votes that the part has in each step."""
+    calls_per_sample = 1
+    """Number of inputs for each sample in the loss's calls of the model."""
+
+    # ------------------------------------------------------------------------------------ before the first step
+    def around_train(self) -> AbstractContextManager[Any]:
+        """Entered when `train()` begins. Parts are left in reverse order."""
+        return nullcontext()
+
+    def found(self, found: Examined) -> None:
+        """The model has been examined, and is complete on every process."""
+
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` has returned; {} in a new training. Not collective."""
+
+    def chosen(self, is_resumed: bool) -> None:
+        """The first layout has been chosen."""
+
+    def placed(self, layout: Layout) -> None:
+        """The model is placed in its first layout."""
+
+    # ------------------------------------------------------------------------------------ events of the loop
+    def train_begins(self) -> None:
+        """The loop begins."""
+
+    def epoch_begins(self) -> None:
+        """Not collective."""
+
+    def step_begins(self, is_first: bool) -> None:
+        """An optimizer step begins, the first one of this training or another."""
+
+    def epoch_ends(self) -> None:
+        """An epoch has ended on all processes."""
+
+    def weights_shown(self) -> None:
+        """Callbacks follow that may read or change weights. Not collective."""
+
+    def before_best(self) -> None:
+        """The best model's weights are about to replace the last ones."""
+
+    def nothing_left(self) -> None:
+        """A resumed training has no step left. Not collective."""
+
+    def train_ends(self) -> None:
+        """The last step is done."""
+
+    def release(self) -> None:
+        """The model is about to be gathered: undo what the part has done to it."""
+
+    def wrap_step_end(self, stock: Callable[[], None]) -> Callable[[], None]:
+        """Return what is called in place of the Trainer's method that logs, saves and evaluates after a step."""
+        return stock
+
+    # ------------------------------------------------------------------------------------ between two steps
+    def between_steps(self) -> None:
+        """No batch is being processed, and there are no gradients."""
+
+    def wish(self, wish: Wish) -> Wish:
+        """Return what the part wants, given what is in force and what the parts before it want."""
+        return wish
+
+    def granted(self, layout: Layout) -> None:
+        """The wishes are carried out: this layout is in force."""
+
+    def layout_changed(self, change: LayoutChange) -> None:
+        """The layout has changed."""
+
+    def flags_followed(self, has_thawed: bool) -> None:
+        """The parameters' `requires_grad` has been followed. `has_thawed`: layers that were frozen are trained."""
+
+    def thawed(self) -> None:
+        """Nothing counts as frozen any more."""
+
+    # ------------------------------------------------------------------------------------ steps
+    def blanks_tags(self) -> bool:
+        """Whether the tags of the next batch have no meaning any more. Not collective."""
+        return False
+
+    def around_step(self, batch: Batch) -> AbstractContextManager[Any]:
+        """Entered around forward and backward of a batch. Not collective."""
+        return nullcontext()
+
+    def vote(self, facts: StepFacts) -> tuple[bool, ...]:
+        """Return `num_votes` votes, which are reduced together with the loss. Not collective."""
+        return ()
+
+    def heard(self, votes: tuple[bool, ...]) -> None:
+        """Which votes any process has given. Not collective."""
+
+    def stepped(self, facts: StepFacts, loss: torch.Tensor) -> None:
+        """A step is done; the loss is the global batch's. Not collective."""
+
+    @property
+    def needs_gradient_norms(self) -> bool:
+        """Whether `observe_gradients` shall be called before the next update."""
+        return False
+
+    def observe_gradients(self, squared: Any) -> None:
+        """The squared norm of each layer's gradient, before clipping. Not collective."""
+
+    # ------------------------------------------------------------------------------------ evaluations, checkpoints
+    def around_evaluation(self, dataloader: Any, prefix: str) -> AbstractContextManager[Any]:
+        """Entered around an evaluation that does not generate. `prefix`: of its metrics."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint stores, in plain values for JSON."""
+        return {}
+
+    # ------------------------------------------------------------------------------------ messages
+    def told(self, topic: str, value: Any) -> None:
+        """Another part, or the core, has published something (`PipelineRun.publish`)."""
+
+    def describe(self) -> str | None:
+        """Return what the line about a training that begins says of the part."""
+        return None
+
+    def around(self, activity: str) -> AbstractContextManager[Any]:
+        """Entered while the run does something that is no step. Not collective."""
+        return nullcontext()
+
+    def meet(self, doing: str) -> bool:
+        """Wait for all processes to begin the same. Returns whether the part can."""
+        return False
+
+    # ------------------------------------------------------------------------------------ the end
+    def abandon(self, is_resumable: bool) -> str:
+        """Ctrl-C has ended the training. Returns a sentence about what is left. Not collective."""
+        return ""
+
+    def close(self, ending: Ending) -> None:
+        """The training is over. Not collective, because an error may be of one process alone."""
+
+    def keeps_evaluations_of(self, model: nn.Module) -> bool:
+        """Whether `around_evaluation` may be entered after the training."""
+        return False
+
+    def forget(self) -> None:
+        """Another training begins: remove what was kept after this one. Not collective."""
+
+    def add_to_card(self, folder: Path) -> None:
+        """Describe the training in the model card in a folder. Called on the main process."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A part that a training may have.
+
+    Attributes:
+        name: of its folder in `parts/`.
+        is_wanted: whether a training has it.
+        asked_by: the argument with which the user has asked for it; None if it is wanted by default.
+    """
+
+    name: str
+    is_wanted: Callable[[TrainingJob], bool] = lambda job: True
+    asked_by: Callable[[TrainingJob], str | None] = lambda job: None
+
+
+def _cache_is_on(job: TrainingJob) -> str | None:
+    return "activation_cache='on'" if job.args.activation_cache == "on" else None
+
+
+def _policy(job: TrainingJob) -> str | None:
+    return f"freeze_policy={job.args.freeze_policy!r}" if job.freeze_callback is not None else None
+
+
+def _timeout(job: TrainingJob) -> str | None:
+    seconds, default = job.args.watchdog_timeout, type(job.args).__dataclass_fields__["watchdog_timeout"].default
+    return f"watchdog_timeout={seconds}" if seconds != default else None
+
+
+ENTRIES = (
+    Entry("preemption"),
+    Entry("freezing", lambda job: job.freeze_callback is not None or job.follows_freezing, _policy),
+    Entry("records"),
+    Entry("prefix_cache", lambda job: job.may_cache_prefix, _cache_is_on),
+    Entry("front", lambda job: job.may_cache_front, _cache_is_on),
+    Entry("watchdog", lambda job: job.mesh.world_size > 1 and job.args.watchdog_timeout > 0, _timeout),
+)
+"""All parts, in the order in which they are called."""
+
+
+class Parts:
+    """The parts of one `train()`.
+
+    Args:
+        run: the run, which has a job and nothing else yet.
+
+    Raises:
+        ValueError: a part that the user has asked for is not installed.
+    """
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._by_name: dict[str, RunPart] = {}
+        for entry in ENTRIES:
+            if not entry.is_wanted(run.job):
+                continue
+            asked_by = entry.asked_by(run.job)
+            name = f"{entry.name}.part"
+            module = find_part(name) if asked_by is None else require_part(name, asked_by)
+            if module is not None:
+                self._by_name[entry.name] = module.make(run)
+        self._having: dict[str, Sequence[Any]] = {}
+
+    def __iter__(self) -> Iterator[RunPart]:
+        return iter(self._by_name.values())
+
+    def get(self, name: str) -> Any:
+        """Return the part with a name; None if the training does not have it."""
+        return self._by_name.get(name)
+
+    def having(self, method: str) -> Sequence[RunPart]:
+        """Return the parts that do something in a method; a step then costs nothing for the others."""
+        if method not in self._having:
+            own = getattr(RunPart, method)
+            self._having[method] = [part for part in self if getattr(type(part), method) is not own]
+        return self._having[method]
