@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from .registry import require_part
+
 STARTED_BY_ACCELERATE = "ACCELERATE_USE_CPU"
 """Environment variable of `accelerate launch` in a single process: whether the process uses the CPU."""
+LOSS_REDUCTIONS = ("sum", "mean")
+"""How a loss may be declared to add up over the parts of a batch."""
+FREEZE_POLICIES = ("none", "alpha", "adaptive", "autofreeze", "schedule")
+"""Names of freeze policies (`parts/freezing/policies.py`)."""
+NO_FREEZING = "none", "epoch", None, None
+"""Policy, strategy, steps and maximum of the arguments that freeze nothing."""
 
 
 class UnknownFieldError(TypeError, ValueError):
@@ -27,6 +35,15 @@ class UnknownFieldError(TypeError, ValueError):
         close = difflib.get_close_matches(name, known, 1)
         hint = f"Did you mean {close[0]!r}?" if close else "See its documentation for the fields."
         super().__init__(f"{owner} has no field {name!r}. {hint}")
+
+
+def freezing_for(policy: str) -> Any:
+    """Return the module of freeze policies, which the value of `freeze_policy` asks for.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    return require_part("freezing.policies", f"freeze_policy={policy!r}")
 
 
 def hint_about_cpu() -> str:

@@ -324,13 +324,8 @@ class PipeTransformerTrainer(Trainer):
         return mistakes.explaining_missing_labels(self._job, inputs, stock)
 
     def _clip_grad_norm_over_stages(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        if norm_type != 2:
-            raise ValueError(
-                f"norm_type={norm_type} is not supported: gradients are clipped by their 2-norm over all stages."
-                " Use norm_type=2."
-            )
         assert self._pipeline_run is not None
-        return self._pipeline_run.clip(max_norm)
+        return self._pipeline_run.clip(max_norm, norm_type)
 
     def _maybe_log_save_evaluate(self, *positional: Any, **keywords: Any) -> None:
         stock: Any = partial(super()._maybe_log_save_evaluate, *positional, **keywords)

@@ -18,9 +18,13 @@ from transformers import TrainingArguments
 
 from .argument_conflicts import known_at_once, known_later, refuse, splits_batches, updates_in_backward
 from .argument_values import (
+    FREEZE_POLICIES,
+    LOSS_REDUCTIONS,
+    NO_FREEZING,
     IntOrAuto,
     SlicesOrName,
     UnknownFieldError,
+    freezing_for,
     from_json,
     hint_about_cpu,
     int_or_auto,
@@ -32,7 +36,6 @@ from .file_formats import is_number
 from .logs import follow_transformers
 from .planning.layout import AUTO, REPLICA_SHARDINGS
 from .planning.schedules import SCHEDULES, virtual_stages_of
-from .registry import require_part
 from .resilience.exit import end_at_exit
 from .resilience.stores import use_fresh_store, wait_for_connections
 
@@ -42,14 +45,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 follow_transformers()
 
-LOSS_REDUCTIONS = ("sum", "mean")
-"""How a loss may be declared to add up over the parts of a batch."""
-
-
-FREEZE_POLICIES = ("none", "alpha", "adaptive", "autofreeze", "schedule")
-"""Names of freeze policies (`parts/freezing/policies.py`)."""
-NO_FREEZING = "none", "epoch", None, None
-"""Policy, strategy, steps and maximum of the arguments that freeze nothing."""
 CACHE_MODES = ("auto", "on", "off")
 CACHE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 """Name -> data type in which hidden states are stored; None keeps the data type in which they are computed."""
@@ -317,9 +312,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         if isinstance(self.freeze_schedule, str):
             self.freeze_schedule = from_json("freeze_schedule", self.freeze_schedule)
         if (self.freeze_policy, self.freeze_strategy, self.freeze_steps, self.max_frozen_layers) != NO_FREEZING:
-            policies = require_part("freezing.policies", f"freeze_policy={self.freeze_policy!r}")
             self.make_freeze_policy()  # raises if a value is out of range
-            policies.check_when(self.freeze_strategy, self.freeze_steps, self.max_frozen_layers)
+            freezing_for(self.freeze_policy).check_when(
+                self.freeze_strategy, self.freeze_steps, self.max_frozen_layers
+            )
         refuse(known_at_once(self))
         if self.uses_pipeline:
             self._refuse_single_process()
@@ -411,8 +407,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             ValueError: the name is unknown, or a value is out of range.
         """
         assert not isinstance(self.freeze_schedule, str)
-        policies = require_part("freezing.policies", f"freeze_policy={self.freeze_policy!r}")
-        return policies.make_policy(
+        return freezing_for(self.freeze_policy).make_policy(
             self.freeze_policy,
             alpha=self.freeze_alpha,
             schedule=self.freeze_schedule,

@@ -21,11 +21,11 @@ from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingAr
 from hf_pipetransformer.data.numbered_batches import first_samples
 from hf_pipetransformer.model.frozen_prefix import FreezableLayers
 from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.parts.prefix_cache import part as cache_part
 from hf_pipetransformer.parts.prefix_cache.cache_control import AutoCache
 from hf_pipetransformer.parts.records.run_log import RunLog
 from hf_pipetransformer.planning.layout import Layout
 from hf_pipetransformer.planning.planner import Planner
-from hf_pipetransformer.run import placing
 from hf_pipetransformer.run.run import PipelineRun
 
 WORLD = 4
@@ -196,25 +196,32 @@ def at_each_step(
 
 def when_it_ends(trainer: Trainer, look: Callable[[AutoCache | None], None]) -> None:
     """Look at the cache when the last step is done."""
-    end = RunLog.end
+    release = RunLog.release
 
-    def ending(self: RunLog, cache: AutoCache | None, *others: Any) -> None:
-        look(cache)
-        end(self, cache, *others)
+    def releasing(self: RunLog) -> None:
+        assert trainer._pipeline_run is not None  # type: ignore[attr-defined]
+        look(cache_of(trainer._pipeline_run))  # type: ignore[attr-defined]
+        release(self)
 
-    while_training(trainer, RunLog, "end", ending)
+    while_training(trainer, RunLog, "release", releasing)
+
+
+def cache_of(run: PipelineRun) -> AutoCache | None:
+    """The cache of frozen layers' outputs in a run, if there is one."""
+    part = run.parts.get("prefix_cache")
+    return part.cache if part is not None else None
 
 
 def with_cache_changed(trainer: Trainer, change: Callable[[AutoCache], None]) -> None:
     """Change the cache when it has been made."""
-    make = placing.make_cache
+    make = cache_part.make_cache
 
     def making(*positional: Any) -> AutoCache:
         cache = make(*positional)
         change(cache)
         return cache
 
-    while_training(trainer, placing, "make_cache", making)
+    while_training(trainer, cache_part, "make_cache", making)
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:

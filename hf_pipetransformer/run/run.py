@@ -295,11 +295,19 @@ class PipelineRun(TrainerCallback):
         PROGRESS.enter("callbacks")
         return loss
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip(self, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip gradients by their norm over all stages. Collective over the pipeline.
 
         Parts that need the layers' gradient norms get them before clipping.
+
+        Raises:
+            ValueError: `norm_type` is not 2.
         """
+        if norm_type != 2:
+            raise ValueError(
+                f"norm_type={norm_type} is not supported: gradients are clipped by their 2-norm over all stages."
+                " Use norm_type=2."
+            )
         accelerator = self.job.trainer.accelerator
         scaler = accelerator.scaler
         scale = scaler.get_scale() if scaler is not None else 1.0

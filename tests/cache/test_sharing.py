@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_pipetransformer.parts.prefix_cache.cache import sharing
+from hf_pipetransformer.data.node_order import node_shares
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ def test_nodes_are_told_by_their_names(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as launchers give it, or leave it, that start one process each
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert sharing.node_shares(nodes) == shares
+    assert node_shares(nodes) == shares

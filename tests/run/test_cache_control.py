@@ -20,6 +20,7 @@ from training_runs import (
     Run,
     assert_same_training,
     at_each_step,
+    cache_of,
     largest_difference,
     outcome_of,
     with_cache_changed,
@@ -130,7 +131,7 @@ def slow_to_load(rank: int, world_size: int) -> tuple[Outcome, list[dict[str, An
     trainer = trainer_of(Run(epochs=7, per_device=8), {0: 2, 1: 1, 2: 1}, {3: 1, 12: 2}, activation_cache="auto")
     reasons: list[str | None] = []
     with_cache_changed(trainer, lambda cache: setattr(cache, "_seconds_per_row", [1e-9, 1e3, 1e3, 1e3]))
-    at_each_step(trainer, after=lambda run: reasons.append(run.cache.reason_off))  # type: ignore[union-attr]
+    at_each_step(trainer, after=lambda run: reasons.append(cache_of(run).reason_off))  # type: ignore[union-attr]
     outcome = outcome_of(trainer)
     return outcome, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], reasons
 
@@ -196,8 +197,9 @@ def evaluating(
         def on_evaluate(self, *_: Any, **__: Any) -> None:
             assert all(TAGS not in batch for batch in trainer.get_eval_dataloader())
             run = trainer._pipeline_run
-            if run is not None and run.cache is not None:
-                counts.append(run.cache.cache.evaluated)
+            cache = cache_of(run) if run is not None else None
+            if cache is not None:
+                counts.append(cache.cache.evaluated)
 
     trainer.add_callback(Looking())
     trainer.train()

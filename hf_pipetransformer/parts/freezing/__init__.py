@@ -1,7 +1,6 @@
 """Which layers are frozen, and when: the policies, the callback that asks them, and freezing in a plain Trainer."""
 
 from .policies import (
-    FREEZE_POLICIES,
     AdaptivePolicy,
     AlphaPolicy,
     AutoFreezePolicy,
@@ -13,7 +12,6 @@ from .policies import (
 )
 
 __all__ = [
-    "FREEZE_POLICIES",
     "AdaptivePolicy",
     "AlphaPolicy",
     "AutoFreezePolicy",

@@ -296,9 +296,6 @@ POLICIES: Mapping[str, Callable[..., FreezePolicy]] = {
 }
 """The classes by the values of `freeze_policy`. The arguments of each are also its attributes."""
 
-FREEZE_POLICIES: tuple[str, ...] = tuple(POLICIES)
-"""Names that `make_policy` accepts."""
-
 
 def make_policy(
     name: str,
@@ -313,10 +310,8 @@ def make_policy(
     Raises:
         ValueError: the name is unknown, or an argument is out of range.
     """
-    if name not in FREEZE_POLICIES:
-        raise ValueError(
-            f"freeze_policy={name!r} is unknown. Set it to one of {', '.join(map(repr, FREEZE_POLICIES))}."
-        )
+    if name not in POLICIES:
+        raise ValueError(f"freeze_policy={name!r} is unknown. Set it to one of {', '.join(map(repr, POLICIES))}.")
     given = {"alpha": alpha, "percentile": percentile, "schedule": {} if schedule is None else schedule, "by": by}
     make = POLICIES[name]
     return make(**{argument: given[argument] for argument in _arguments_of(make)})
