@@ -1,15 +1,7 @@
 """Parts: capabilities that a training has, and that the core does not know.
 
-    part            asked for by                       does
-    preemption      always                             saves and exits on SIGTERM
-    freezing        freeze_policy, frozen layers       wishes that more layers be frozen
-    records         always                             log lines, metrics, the record for the report
-    prefix_cache    activation_cache                   wishes that frozen layers count as cached
-    front           activation_cache, with one stage   reads the outputs of frozen modules
-    watchdog        watchdog_timeout                   ends the job when a process dies or hangs
-
 A part is a `RunPart` that `make(run)` of its module `parts/<name>/part.py` returns. All methods are optional. The
-parts follow from the arguments, so every process has the same ones, and they are called in the order of `ENTRIES`.
+parts follow from the arguments, so every process has the same ones, in the order of `parts/entries.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +19,6 @@ from ..model.micro_batch import Batch
 from ..pipeline.moves import Transformation
 from ..planning.layout import Layout
 from ..registry import find_part, require_part
-from .job import TrainingJob
 
 if TYPE_CHECKING:
     from .placing import Examined
@@ -190,13 +181,12 @@ class RunPart:
     def stepped(self, facts: StepFacts, loss: torch.Tensor) -> None:
         """A step is done; the loss is the global batch's. Not collective."""
 
-    @property
-    def needs_gradient_norms(self) -> bool:
-        """Whether `observe_gradients` shall be called before the next update."""
-        return False
+    def before_update(self, scale: float) -> None:
+        """The gradients of an optimizer step are complete, and not yet clipped. Collective over the pipeline.
 
-    def observe_gradients(self, squared: Any) -> None:
-        """The squared norm of each layer's gradient, before clipping. Not collective."""
+        Args:
+            scale: the gradient scaler's factor, by which the gradients are too large; 1 without a scaler.
+        """
 
     # ------------------------------------------------------------------------------------ evaluations, checkpoints
     def around_evaluation(self, dataloader: Any, prefix: str) -> AbstractContextManager[Any]:
@@ -242,45 +232,6 @@ class RunPart:
         """Describe the training in the model card in a folder. Called on the main process."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A part that a training may have.
-
-    Attributes:
-        name: of its folder in `parts/`.
-        is_wanted: whether a training has it.
-        asked_by: the argument with which the user has asked for it; None if it is wanted by default.
-    """
-
-    name: str
-    is_wanted: Callable[[TrainingJob], bool] = lambda job: True
-    asked_by: Callable[[TrainingJob], str | None] = lambda job: None
-
-
-def _cache_is_on(job: TrainingJob) -> str | None:
-    return "activation_cache='on'" if job.args.activation_cache == "on" else None
-
-
-def _policy(job: TrainingJob) -> str | None:
-    return f"freeze_policy={job.args.freeze_policy!r}" if job.freeze_callback is not None else None
-
-
-def _timeout(job: TrainingJob) -> str | None:
-    seconds, default = job.args.watchdog_timeout, type(job.args).__dataclass_fields__["watchdog_timeout"].default
-    return f"watchdog_timeout={seconds}" if seconds != default else None
-
-
-ENTRIES = (
-    Entry("preemption"),
-    Entry("freezing", lambda job: job.freeze_callback is not None or job.follows_freezing, _policy),
-    Entry("records"),
-    Entry("prefix_cache", lambda job: job.may_cache_prefix, _cache_is_on),
-    Entry("front", lambda job: job.may_cache_front, _cache_is_on),
-    Entry("watchdog", lambda job: job.mesh.world_size > 1 and job.args.watchdog_timeout > 0, _timeout),
-)
-"""All parts, in the order in which they are called."""
-
-
 class Parts:
     """The parts of one `train()`.
 
@@ -293,7 +244,8 @@ class Parts:
 
     def __init__(self, run: PipelineRun) -> None:
         self._by_name: dict[str, RunPart] = {}
-        for entry in ENTRIES:
+        entries = find_part("entries")
+        for entry in entries.ENTRIES if entries is not None else ():
             if not entry.is_wanted(run.job):
                 continue
             asked_by = entry.asked_by(run.job)

@@ -298,7 +298,7 @@ class PipelineRun(TrainerCallback):
     def clip(self, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip gradients by their norm over all stages. Collective over the pipeline.
 
-        Parts that need the layers' gradient norms get them before clipping.
+        Parts may look at the gradients before they are clipped.
 
         Raises:
             ValueError: `norm_type` is not 2.
@@ -311,11 +311,8 @@ class PipelineRun(TrainerCallback):
         accelerator = self.job.trainer.accelerator
         scaler = accelerator.scaler
         scale = scaler.get_scale() if scaler is not None else 1.0
-        for part in self.parts.having("needs_gradient_norms"):
-            if part.needs_gradient_norms:
-                assert self.pipeline.freezable is not None
-                inside = self.pipeline.freezable.inside
-                part.observe_gradients(self.pipeline.running.gradients.squared_norms(inside, scale))
+        for part in self.parts.having("before_update"):
+            part.before_update(scale)
         with phase("update"):
             return self.pipeline.clip_grad_norm(
                 max_norm, accelerator.unscale_gradients if scaler is not None else None, scale

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from ...planning.layout import Layout
 from ...run.parts import Ending, RunPart, Wish
@@ -68,13 +67,11 @@ class Freezing(RunPart):
             self._callback.confirm(layout.num_frozen_layers)
 
     # ------------------------------------------------------------------------------------ steps
-    @property
-    def needs_gradient_norms(self) -> bool:
-        return self._callback is not None and self._callback.wants_gradient_norms
-
-    def observe_gradients(self, squared: Any) -> None:
-        assert self._callback is not None
-        self._callback.observe(squared)
+    def before_update(self, scale: float) -> None:
+        if self._callback is not None and self._callback.wants_gradient_norms:
+            pipeline = self._run.pipeline
+            assert pipeline.freezable is not None
+            self._callback.observe(pipeline.running.gradients.squared_norms(pipeline.freezable.inside, scale))
 
     def close(self, ending: Ending) -> None:
         if self._users is not None:

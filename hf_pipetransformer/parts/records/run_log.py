@@ -95,6 +95,7 @@ class RunLog(RunPart):
     def told(self, topic: str, value: Any) -> None:
         topics: dict[str, Callable[[Any], None]] = {
             "sentence": self._tell,
+            "metrics": self._log_metrics,
             "slices": self.sliced,
             "cache_epoch": self.cache_epoch,
             "front_epoch": self.front_epoch,

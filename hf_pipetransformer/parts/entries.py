@@ -1,0 +1,58 @@
+"""The parts that a training may have, in the order in which they are called.
+
+    part            asked for by                       does
+    preemption      always                             saves and exits on SIGTERM
+    freezing        freeze_policy, frozen layers       wishes that more layers be frozen
+    records         always                             log lines, metrics, the record for the report
+    prefix_cache    activation_cache                   wishes that frozen layers count as cached
+    front           activation_cache, with one stage   reads the outputs of frozen modules
+    watchdog        watchdog_timeout                   ends the job when a process dies or hangs
+
+A new part is a folder `parts/<name>` with a module `part.py`, and a line in `ENTRIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..run.job import TrainingJob
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A part that a training may have.
+
+    Attributes:
+        name: of its folder in `parts/`.
+        is_wanted: whether a training has it.
+        asked_by: the argument with which the user has asked for it; None if it is wanted by default.
+    """
+
+    name: str
+    is_wanted: Callable[[TrainingJob], bool] = lambda job: True
+    asked_by: Callable[[TrainingJob], str | None] = lambda job: None
+
+
+def _cache_is_on(job: TrainingJob) -> str | None:
+    return "activation_cache='on'" if job.args.activation_cache == "on" else None
+
+
+def _policy(job: TrainingJob) -> str | None:
+    return f"freeze_policy={job.args.freeze_policy!r}" if job.freeze_callback is not None else None
+
+
+def _timeout(job: TrainingJob) -> str | None:
+    seconds, default = job.args.watchdog_timeout, type(job.args).__dataclass_fields__["watchdog_timeout"].default
+    return f"watchdog_timeout={seconds}" if seconds != default else None
+
+
+ENTRIES = (
+    Entry("preemption"),
+    Entry("freezing", lambda job: job.freeze_callback is not None or job.follows_freezing, _policy),
+    Entry("records"),
+    Entry("prefix_cache", lambda job: job.may_cache_prefix, _cache_is_on),
+    Entry("front", lambda job: job.may_cache_front, _cache_is_on),
+    Entry("watchdog", lambda job: job.mesh.world_size > 1 and job.args.watchdog_timeout > 0, _timeout),
+)
+"""All parts, in the order in which they are called."""
