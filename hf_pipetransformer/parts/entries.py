@@ -15,8 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..run.job import TrainingJob
+
+if TYPE_CHECKING:
+    from ..run.parts import RunPart
+    from ..run.run import PipelineRun
 
 
 @dataclass(frozen=True)
@@ -27,11 +32,13 @@ class Entry:
         name: of its folder in `parts/`.
         is_wanted: whether a training has it.
         asked_by: the argument with which the user has asked for it; None if it is wanted by default.
+        make: makes the part for a run; None: `make` of `parts/<name>/part.py` does, which is imported for it.
     """
 
     name: str
     is_wanted: Callable[[TrainingJob], bool] = lambda job: True
     asked_by: Callable[[TrainingJob], str | None] = lambda job: None
+    make: Callable[[PipelineRun], RunPart] | None = None
 
 
 def _cache_is_on(job: TrainingJob) -> str | None:
@@ -47,12 +54,12 @@ def _timeout(job: TrainingJob) -> str | None:
     return f"watchdog_timeout={seconds}" if seconds != default else None
 
 
-ENTRIES = (
+ENTRIES = [
     Entry("preemption"),
     Entry("freezing", lambda job: job.freeze_callback is not None or job.follows_freezing, _policy),
     Entry("records"),
     Entry("prefix_cache", lambda job: job.may_cache_prefix, _cache_is_on),
     Entry("front", lambda job: job.may_cache_front, _cache_is_on),
     Entry("watchdog", lambda job: job.mesh.world_size > 1 and job.args.watchdog_timeout > 0, _timeout),
-)
+]
 """All parts, in the order in which they are called."""

@@ -248,11 +248,12 @@ class Parts:
         for entry in entries.ENTRIES if entries is not None else ():
             if not entry.is_wanted(run.job):
                 continue
-            asked_by = entry.asked_by(run.job)
-            name = f"{entry.name}.part"
-            module = find_part(name) if asked_by is None else require_part(name, asked_by)
-            if module is not None:
-                self._by_name[entry.name] = module.make(run)
+            make, asked_by, name = entry.make, entry.asked_by(run.job), f"{entry.name}.part"
+            if make is None:
+                module = find_part(name) if asked_by is None else require_part(name, asked_by)
+                make = module.make if module is not None else None
+            if make is not None:
+                self._by_name[entry.name] = make(run)
         self._having: dict[str, Sequence[Any]] = {}
 
     def __iter__(self) -> Iterator[RunPart]:
