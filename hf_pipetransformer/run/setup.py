@@ -23,21 +23,21 @@ from ..data.numbered_batches import TrainingBatches
 from ..errors import UnsupportedModelError
 from ..logs import log_once
 from ..model.layer_stack import LayerStack, why_whole
+from ..model.loss_reading import LossReading, read_reduction
 from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, unexamined, with_unequal_labels
 from ..model.micro_batch import Batch, batch_rows, naming_long_rows
 from ..model.placeholders import evaluation_mode
-from ..parts.driven.loss_reading import LossReading, read_reduction
 from ..planning.planner import Planner
 from ..planning.tables import MIB
 from ..randomness import seeded
 from ..token_slices.kv_slices import Windows
 from ..token_slices.slices import sequence_length
-from ..token_slices.slicing_probe import informative_samples, probe_slicing, without_autocast
+from ..token_slices.slicing_probe import informative_samples, probe_slicing
 from .collectives import among_last_stages
 from .cutting import SAMPLE_ROWS
 from .job import TrainingJob
 from .loss import TrainersLoss
-from .probing import SampleCollator, found_by_each
+from .probing import SampleCollator, found_by_each, without_autocast
 
 logger = logging.getLogger(__name__)
 
