@@ -33,8 +33,8 @@ from ..parts.prefix_cache.cache_control import OTHER_INPUTS, AutoCache
 from ..parts.records.run_log import RunLog
 from ..parts.watchdog.watchdog import Watchdog
 from ..pipeline.elastic_pipeline import ElasticPipeline
+from ..pipeline.engines.engine import Ways
 from ..pipeline.optimizer_state import unwrapped
-from ..pipeline.placed import Ways
 from ..planning.layout import Layout
 from ..planning.planner import Planner
 from ..progress import PROGRESS, phase
@@ -277,7 +277,7 @@ class PipelineRun(TrainerCallback):
         watches_steps = any(job.mesh.gather_objects(job.watches_steps))
         calls = any(job.mesh.gather_objects(bool(job.users_callbacks) or job.overrides("prediction_step")))
         self.steps = Steps(job, pipeline, found.loss, found.reduction, data, self.cache, self.front, watches_steps)
-        pipeline.place(layout, self.steps.loss_of, Ways(found.slicing, found.is_driven, calls))
+        pipeline.place(layout, Ways(found.slicing, found.is_driven, calls))
         self.log.begin(self.planner, layout)
         data.reslice(layout.data_parallel_size, pipeline.replica_index)
         if kept.get("order") and trainer.state.epoch % 1:

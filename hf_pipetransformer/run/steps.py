@@ -11,16 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass
 from enum import Flag, auto
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
-from torch import nn
 
 from ..data.numbered_batches import TrainingBatches
-from ..errors import users_error
 from ..model.frozen_prefix import frozen_modules
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, naming_long_rows
@@ -37,9 +34,6 @@ from .loss import BatchInFlight, TrainersLoss, raise_for_exchanged_inputs
 from .training_data import refuse_different_numbers
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
 
 OF_CONTROL = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 """What a loss may ask of the Trainer's loop."""
@@ -178,11 +172,11 @@ class Steps:
         batch, other_inputs = self._prepare(inputs, other_weights)
         # 2
         current = self._in_flight = BatchInFlight(
-            self._loss, self._reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch
+            self._loss, pipeline, self._reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch
         )
         front = nullcontext() if self._front is None else self._front.step(state, batch)
         with naming_long_rows(self._model, batch), front:
-            pipeline.running.prepare(batch)
+            pipeline.running.prepare(batch, current)
             current.losses.clear()  # of the profile that may have been run
             self._run(current, batch)
         current.release()
@@ -215,14 +209,9 @@ class Steps:
 
     def _run(self, current: BatchInFlight, batch: Batch) -> None:
         """Run forward and backward, and compute the loss, of a batch that all stages have."""
-        pipeline = self._pipeline
-        if pipeline.ways.is_driven and pipeline.num_stages > 1:
-            with among_last_stages(self._trainer.accelerator, pipeline.last_stages):
-                unread = self._job.not_in_keys | pipeline.stack.runner.called.kept_back
-                return pipeline.step(batch, partial(current.drive, pipeline), unread)
         apart = among_last_stages(self._trainer.accelerator, None) if self._has_collectives else nullcontext()
         with apart:
-            _as_the_user_raised_it(partial(pipeline.step, batch))
+            self._pipeline.step(batch, current)
 
     def look_for_nan(self, occasion: str) -> None:
         """Say which weights contain NaN, which are distributed and may be saved. Collective over all processes.
@@ -238,13 +227,6 @@ class Steps:
                 occasion,
                 "; ".join(f"on rank {rank} {len(names)}, {names[0]!r} first" for rank, names in found.items()),
             )
-
-    def loss_of(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
-        """Return what a micro-batch contributes to the global batch's loss. Called on the last stage."""
-        assert self._in_flight is not None
-        loss = self._in_flight.loss_of(self._pipeline, micro_batch)
-        self._pipeline.weights.refreeze()
-        return loss
 
     def _switch_to_training(self) -> None:
         self._pipeline.train()
@@ -330,14 +312,3 @@ class Steps:
             has_changed = may_have_changed and self._mesh.any(has_changed)
         self.doubts &= ~Doubt.FLAGS
         return has_changed and pipeline.follow_flags(thaws)
-
-
-def _as_the_user_raised_it(step: Callable[[], T]) -> T:
-    """Call `step`, and raise an error that torch's pipeline stage has wrapped in a `RuntimeError` without it."""
-    try:
-        return step()
-    except RuntimeError as error:
-        inner = users_error(error)
-        if inner is error:
-            raise
-    raise inner  # here, where no error is handled, so that its own context stays

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerState
 
@@ -18,7 +18,6 @@ from ...planning.layout import AUTO, Layout
 from ...planning.planner import Planner
 from ...planning.tables import MIB
 from ...run.job import TrainingJob
-from ...token_slices.slice_timeline import SlicePlan
 from ..freezing.policies import NeverFreeze, policy_description
 from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epochs
 from ..front.finding import DRAWS
@@ -26,6 +25,9 @@ from ..prefix_cache.cache_control import AutoCache, EpochReport
 from .files import BEGINNINGS, SLICES, layout_of, sentence_on_frozen, slices_of
 from .recorder import RunRecorder, facts_of_run, frozen_by_user
 from .sentences import describe_frozen, describe_layout, describe_slices, many
+
+if TYPE_CHECKING:  # for the types alone: only trainings that split sequences have the package
+    from ...token_slices.slice_timeline import SlicePlan
 
 logger = logging.getLogger(__name__)
 
