@@ -1,7 +1,7 @@
 """The loss of a batch that is split into parts: what each micro-batch contributes to it.
 
 training loop      run/batches.py        `GlobalBatch`: items and samples of an optimizer step, over all replicas
-compute_loss       `TrainersLoss`        the user's loss on a part of a batch, weighted as `LossReduction` says
+compute_loss       `Loss`                the user's loss on a part of a batch, weighted as `LossReduction` says
 last stage         `BatchInFlight`       the micro-batches of one `training_step`, and their losses
 """
 
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..data.numbered_batches import BatchSlice
@@ -21,13 +22,14 @@ from ..model.micro_batch import Batch, as_the_user_made_it
 from ..model.origins import NOT_OF_STATES
 from ..model.tags import without_tags
 from ..pipeline.elastic_pipeline import ElasticPipeline
-from ..randomness import seeded
 from .collectives import among_last_stages
 from .job import TrainingJob
 
 
-class TrainersLoss:
+class Loss:
     """The loss as the trainer computes it, user-defined or not, and its properties, as they are before the first step.
+
+    It alone calls `compute_loss`.
 
     Args:
         job: the training job.
@@ -87,13 +89,38 @@ class TrainersLoss:
             return told
         return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
 
-    def of_batch(self, batch: Batch, num_items: Any, seed: int) -> torch.Tensor:
-        """Return the loss of a prepared batch, 0-dimensional. Another seed gives other random numbers."""
-        trainer = self.job.trainer
-        with seeded(self.job.args.seed + seed), self.job.computing_loss():
-            loss = trainer.compute_loss(self.job.model, as_the_user_made_it(batch), num_items_in_batch=num_items)
-        assert isinstance(loss, torch.Tensor)
-        return loss.mean()
+    def of_batch(self, batch: Batch, **items: Any) -> torch.Tensor:
+        """Return the loss of a prepared batch, 0-dimensional, for a probe.
+
+        Args:
+            batch: the batch.
+            items: `num_items_in_batch`, if the loss is told.
+        """
+        return self._call(self.job.model, batch, **items).mean()
+
+    def of_whole(
+        self, batch: Batch, num_items: int | float, share: float, last_stages: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        """Return what a pipeline's whole slice of a batch contributes; the slices' losses are averaged.
+
+        Accumulated batches count as in the stock Trainer. (For models that ignore `num_items_in_batch` it would add
+        their losses up; a transformers model's are averaged here.)
+
+        Args:
+            batch: the slice.
+            num_items: number of items in the whole batch.
+            share: of the slice in the whole batch.
+            last_stages: the processes whose losses are averaged, if there are several stages.
+        """
+        # a loss that divides by the number of items of all replicas is added up, and one that does not is averaged
+        items: Any = num_items if share == 1 else num_items * share
+        asked = items if self.passes_items(batch) else None
+        if asked is not None and not self.is_stock:
+            asked = torch.tensor(asked)  # a tensor as from the stock Trainer; on the CPU, so that nothing is copied
+        loss = self._call(self.model, batch, last_stages, num_items_in_batch=asked)
+        if not self.is_stock and not self.is_scaled_for_accumulation(asked):
+            loss = loss / self.job.trainer.current_gradient_accumulation_steps
+        return loss.mean() * share
 
     def of_part(
         self,
@@ -120,12 +147,24 @@ class TrainersLoss:
                 for name in {*self.label_names, "shift_labels", reduction.key}
                 if isinstance(value := inputs.get(name), torch.Tensor)
             }
-        trainer = self.job.trainer
         asked: Any = num_items if self.passes_items(batch) else None
-        with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(model, as_the_user_made_it(inputs), num_items_in_batch=asked)
+        return self._call(model, inputs, num_items_in_batch=asked).mean() * weight
+
+    def _call(
+        self, model: nn.Module, batch: Batch, last_stages: dist.ProcessGroup | None = None, **items: Any
+    ) -> torch.Tensor:
+        """Call `compute_loss`: on the batch as the user's collator made it, and in the context that a loss needs.
+
+        Args:
+            model: the model.
+            batch: the inputs.
+            last_stages: as of `TrainingJob.computing_loss`.
+            items: `num_items_in_batch`, if the loss is told.
+        """
+        with self.job.computing_loss(last_stages):
+            loss = self.job.trainer.compute_loss(model, as_the_user_made_it(batch), **items)
         assert isinstance(loss, torch.Tensor)
-        return loss.mean() * weight
+        return loss
 
 
 class BatchInFlight:
@@ -143,7 +182,7 @@ class BatchInFlight:
 
     def __init__(
         self,
-        loss: TrainersLoss,
+        loss: Loss,
         pipeline: ElasticPipeline,
         reduction: LossReduction,
         part: BatchSlice,
@@ -218,24 +257,9 @@ class BatchInFlight:
         return self._loss.of_part(self._reduction, model, batch, items, weight)
 
     def _of_whole(self, batch: Batch) -> torch.Tensor:
-        """Return what a loss of this pipeline's whole slice contributes; the replicas' are averaged, by their samples.
-
-        Accumulated batches count as in the stock Trainer. (For models that ignore `num_items_in_batch` it would add
-        their losses up; a transformers model's are averaged here.)
-        """
-        trainer = self._loss.job.trainer
+        """Return what the loss of this whole slice contributes; the replicas' are averaged, by their samples."""
         share = self.part.rows / (self.num_rows if self._loss.is_stock else self.part.global_rows or 1)
-        # a loss that divides by the number of items of all replicas is added up, and one that does not is averaged
-        items: Any = self._num_items if share == 1 else self._num_items * share
-        asked = items if self._loss.passes_items(batch) else None
-        if asked is not None and not self._loss.is_stock:
-            asked = torch.tensor(asked)  # a tensor as from the stock Trainer; on the CPU, so that nothing is copied
-        with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(self._loss.model, as_the_user_made_it(batch), num_items_in_batch=asked)
-        assert isinstance(loss, torch.Tensor)
-        if not self._loss.is_stock and not self._loss.is_scaled_for_accumulation(asked):
-            loss = loss / trainer.current_gradient_accumulation_steps
-        return loss.mean() * share
+        return self._loss.of_whole(batch, self._num_items, share, self._pipeline.last_stages)
 
     def _weight(self, batch: Batch) -> float | None:
         """Return a part's share of the items of the global batch; None if it is not one of the micro-batches.

@@ -28,7 +28,7 @@ from .consistency import check_same_size
 from .cutting import CutModel, make_planner, time_model
 from .evaluation import FindUnits
 from .job import COST_SAMPLE_ROWS, TrainingJob
-from .loss import TrainersLoss
+from .loss import Loss
 from .probing import SampleCollator
 from .setup import find_reduction, is_driven, say_how_loss_adds_up
 
@@ -49,7 +49,7 @@ class Examined:
     """
 
     cut: CutModel
-    loss: TrainersLoss
+    loss: Loss
     reduction: LossReduction
     slicing: object | None
     times: ModelTimes | None
@@ -80,7 +80,7 @@ def examine(
         rows, collate = data.sample_rows(COST_SAMPLE_ROWS), SampleCollator(job, data.collate_fn, data.is_shared)
     with generators_kept(job.trainer, job.model):
         cut = find_units(rows, collate)
-        loss, stack = TrainersLoss(job), cut.pipeline.stack
+        loss, stack = Loss(job), cut.pipeline.stack
         reduction = find_reduction(loss, stack, data, collate)
         if is_driven(job, reduction):
             DRIVEN.load_everywhere("engine", job.mesh)

@@ -28,6 +28,7 @@ from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from .job import TrainingJob
 from .lazy_model import is_lazy
+from .loss import Loss
 
 T = TypeVar("T")
 
@@ -170,8 +171,7 @@ def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> t
         try:
             inputs = job.on_models_device(dict(with_name(trainer._prepare_inputs(as_the_user_made_it(dict(batch))))))
             given = RecordedInputs(inputs)
-            with job.computing_loss():
-                trainer.compute_loss(model, as_the_user_made_it(inputs))
+            Loss(job).of_batch(inputs)
         except _FirstCall:
             pass
         except Exception as error:

@@ -13,20 +13,21 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+
+import torch
 
 from ..data.numbered_batches import TrainingBatches
 from ..logs import log_once
 from ..model.layer_stack import LayerStack, why_whole
 from ..model.loss_reading import LossReading, read_reduction
-from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, unexamined
+from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, NumItems, unexamined
 from ..model.micro_batch import Batch, naming_long_rows
 from ..model.placeholders import evaluation_mode
 from ..planning.planner import Planner
 from ..planning.tables import MIB
 from ..randomness import seeded
 from .job import TrainingJob
-from .loss import TrainersLoss
+from .loss import Loss
 from .probing import SampleCollator, found_by_each, without_autocast
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ LOSS_SAMPLE_ROWS = 4
 
 
 def find_reduction(
-    loss: TrainersLoss, stack: LayerStack, data: TrainingBatches, collate: SampleCollator | None
+    loss: Loss, stack: LayerStack, data: TrainingBatches, collate: SampleCollator | None
 ) -> LossReduction:
     """Find how the losses of a batch's parts add up: by the user's word, or from a transformers model's head.
 
@@ -73,13 +74,17 @@ def find_reduction(
     assert collate is not None
     sample = _sample_for_loss(loss, data, collate)
 
+    def loss_of(rows: Batch, num_items: NumItems) -> torch.Tensor:
+        with seeded(job.args.seed):
+            return loss.of_batch(rows, num_items_in_batch=num_items)
+
     def read() -> LossReading:
         exactly = without_autocast() if loss.is_exact else nullcontext()
         with exactly, naming_long_rows(job.model, sample):
             return read_reduction(
                 stack,
                 sample,
-                partial(loss.of_batch, seed=0),
+                loss_of,
                 shifts_labels=loss.shifts_labels,
                 label_names=loss.label_names,
                 passes_items=loss.passes_items(sample),
@@ -92,7 +97,7 @@ def find_reduction(
     return found[0].reduction
 
 
-def _sample_for_loss(loss: TrainersLoss, data: TrainingBatches, collate: SampleCollator) -> Batch:
+def _sample_for_loss(loss: Loss, data: TrainingBatches, collate: SampleCollator) -> Batch:
     """Return a batch of as many samples as a training batch, at most `LOSS_SAMPLE_ROWS`, prepared as for a step."""
     job, rows = loss.job, min(LOSS_SAMPLE_ROWS, loss.job.rows_at_once)
     samples = data.spread_rows(max(rows, 2))

@@ -30,7 +30,7 @@ from ..progress import PROGRESS
 from .batches import GlobalBatch, prepared
 from .collectives import among_last_stages
 from .job import TrainingJob
-from .loss import BatchInFlight, TrainersLoss, raise_for_exchanged_inputs
+from .loss import BatchInFlight, Loss, raise_for_exchanged_inputs
 from .training_data import refuse_different_numbers
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Steps:
         self,
         job: TrainingJob,
         pipeline: ElasticPipeline,
-        loss: TrainersLoss,
+        loss: Loss,
         reduction: LossReduction,
         data: TrainingBatches,
         cache: AutoCache | None,
@@ -209,6 +209,7 @@ class Steps:
 
     def _run(self, current: BatchInFlight, batch: Batch) -> None:
         """Run forward and backward, and compute the loss, of a batch that all stages have."""
+        # in the backward as well, which does not run inside of the loss
         apart = among_last_stages(self._trainer.accelerator, None) if self._has_collectives else nullcontext()
         with apart:
             self._pipeline.step(batch, current)

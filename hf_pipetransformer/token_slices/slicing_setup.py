@@ -13,9 +13,8 @@ from ..errors import UnsupportedModelError
 from ..model.layer_stack import LayerStack
 from ..model.loss_scaling import LossReduction, with_unequal_labels
 from ..model.micro_batch import Batch, batch_rows
-from ..run.collectives import among_last_stages
 from ..run.cutting import SAMPLE_ROWS
-from ..run.loss import TrainersLoss
+from ..run.loss import Loss
 from ..run.probing import SampleCollator, found_by_each, without_autocast
 from .engine import Slicing
 from .kv_slices import Windows
@@ -25,7 +24,7 @@ from .slicing_probe import informative_samples, probe_slicing
 
 
 def find_slicing(
-    loss: TrainersLoss,
+    loss: Loss,
     reduction: LossReduction,
     stack: LayerStack,
     rows: Sequence[Any],
@@ -64,8 +63,7 @@ def find_slicing(
     is_exact = loss.is_exact  # in half precision rounding is larger than an error in a small gradient
 
     def loss_of(part: Batch) -> torch.Tensor:
-        with among_last_stages(job.trainer.accelerator, None):
-            return loss.of_part(reduction, job.model, part, num_items)
+        return loss.of_part(reduction, job.model, part, num_items)
 
     def probe() -> Windows:
         try:
