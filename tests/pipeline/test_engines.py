@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from pkgutil import iter_modules
@@ -43,6 +44,16 @@ def train_without_parts(rank: int, world_size: int, stages: int, run: Run, optio
     trainer.add_callback(Callback())
     outcome_of(trainer)
     trainer.evaluate()
+
+
+def test_the_trainer_is_imported_without_the_parts() -> None:
+    code = "import sys; from hf_pipetransformer.run import run; print([m for m in sys.modules if m.startswith(%r)])"
+    names = tuple(f"hf_pipetransformer.{part}" for part in PARTS)
+    root = Path(hf_pipetransformer.__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", code % (names,)], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
 
 
 RUN = Run(samples=16, epochs=1, evaluated=8)
