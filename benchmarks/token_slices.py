@@ -28,13 +28,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.parts.records.sentences import describe_slices
 from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
+from hf_pipetransformer.pipeline.engines.engine import Ways
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
-from hf_pipetransformer.pipeline.placed import Ways
 from hf_pipetransformer.planning.costs import measure_costs
 from hf_pipetransformer.planning.planner import Planner, Request
+from hf_pipetransformer.token_slices.engine import Slicing
 from hf_pipetransformer.token_slices.slice_timeline import SlicePlan
 from hf_pipetransformer.token_slices.slicing_probe import probe_slicing
-from hf_pipetransformer.token_slices.token_schedule import Slicing
 
 import harness
 from harness import Figures, Ratio
@@ -67,7 +67,7 @@ class Variant:
                 stack, sample, lambda part: _loss(model, part, sample), loss_tolerance=1e-3, gradient_tolerance=1e-3
             )
             slicing = Slicing(token_slices, windows, self._note)
-        self.pipeline.place(layout, lambda model, part: _loss(model, part, batch), Ways(slicing))
+        self.pipeline.place(layout, Ways(slicing))
         self.pipeline.train()
 
     def _note(self, plan: SlicePlan) -> None:
@@ -75,15 +75,31 @@ class Variant:
 
     def step(self, batch: dict[str, torch.Tensor]) -> Figures:
         """Run forward and backward of a batch. Collective over all processes."""
-        self.pipeline.running.prepare(batch)
+        loss = _StepLoss(batch)
+        self.pipeline.running.prepare(batch, loss)
         self.pipeline.zero_grad()
         dist.barrier()
         began = time.perf_counter()
-        self.pipeline.step(batch)
+        self.pipeline.step(batch, loss)
         dist.barrier()
         seconds = time.perf_counter() - began
         predicted = {} if self.plan.seconds is None else {"predicted_ms": 1e3 * self.plan.seconds}
         return {"step_ms": 1e3 * seconds, **predicted}
+
+
+class _StepLoss:
+    """The loss of a batch."""
+
+    unread = ()
+
+    def __init__(self, batch: dict[str, torch.Tensor]) -> None:
+        self._batch = batch
+
+    def of_part(self, model: Any, part: dict[str, Any]) -> torch.Tensor:
+        return _loss(model, part, self._batch)
+
+    def drive(self) -> None:
+        raise NotImplementedError
 
 
 def _config(width: int, tokens: int) -> LlamaConfig:

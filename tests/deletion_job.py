@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, Trainer
 
 PACKAGE = "hf_pipetransformer"
 PARTS = ("driven", "freezing", "front", "preemption", "prefix_cache", "records", "watchdog")
-ALL = tuple(f"parts.{name}" for name in PARTS) + ("token_slices", "forecast", "report")
+ALL = (*(f"parts.{name}" for name in PARTS), "token_slices", "forecast", "report")
 
 ASKS: dict[str, dict[str, Any]] = {
     "parts.driven": {"pipeline_parallel_size": 2},  # with a loss of the user's
@@ -139,8 +139,8 @@ def main(folder: str, parts: list[str]) -> None:
         def place(what: str, name: str = name) -> str:
             return str(Path(folder, f"{name}-{what}"))
 
-        one = forked(1, without(folders, lambda: train(place("one"), {})))  # noqa: B023
-        two = forked(2, without(folders, lambda: train(place("two"), {"pipeline_parallel_size": 2})))  # noqa: B023
+        one = forked(1, without(folders, lambda: train(place("one"), {})))
+        two = forked(2, without(folders, lambda: train(place("two"), {"pipeline_parallel_size": 2})))
         result = {"one": one, "two": two, "asked": []}
         options = ASKS.get(name)
         if options is not None:

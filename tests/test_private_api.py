@@ -90,7 +90,7 @@ SOURCES: list[tuple[Any, str]] = [
         (m, r"self\.gather_function = self\.accelerator\.gather\n")
         for m in (Seq2SeqTrainer.evaluate, Seq2SeqTrainer.predict)
     ),
-    # `TrainersLoss.is_scaled_for_accumulation` decides likewise; older versions have no `loss_is_scaled_for_ga`.
+    # `Loss.is_scaled_for_accumulation` decides likewise; older versions have no `loss_is_scaled_for_ga`.
     (
         Trainer.training_step,
         r"model_accepts_loss_kwargs and num_items_in_batch is not None\s*\)? or self.compute_loss_func is not None"

@@ -6,7 +6,7 @@ plan; the handle, the optimizer and the user's model remain the same objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,12 +24,13 @@ from ..model.micro_batch import Batch
 from ..model.nested import on_device
 from ..planning.layout import Layout
 from ..progress import PROGRESS
+from .engines.engine import StepLoss, Ways
 from .holders import source_of_buffers
 from .mesh import ProcessMesh
 from .moves import Distribution, Transformation, move, timed_phase
 from .optimizer_state import OptimizerState, unwrapped
-from .placed import PlacedPipeline, Ways, WrapReplicas
-from .stage import LossFunction, Shortcut
+from .placed import PlacedPipeline, WrapReplicas
+from .stage import Shortcut
 from .state import Kept, WeightState, synchronise
 from .virtual_stages import VirtualStages
 
@@ -76,7 +77,6 @@ class ElasticPipeline(nn.Module):
         """What runs the plan; None while nothing runs: before `place`, after leaving the plan, and between plans."""
         self.stage = None  # the stage of `placed`, registered as a child
         self._wrap_replicas = wrap_replicas
-        self._loss_of: LossFunction | None = None  # kept until the plan is left
         self._optimizer: OptimizerState | None = None
         self._set_aside: Kept | None = None
         self._gradients_synchronise = True
@@ -128,19 +128,11 @@ class ElasticPipeline(nn.Module):
         return self.current_plan.replica_of(self.mesh.rank)
 
     # ------------------------------------------------------------------------------------ changing the plan
-    def place(
-        self,
-        plan: Layout,
-        loss_of: LossFunction | None = None,
-        ways: Ways | None = None,
-        keep_weights_aside: bool = False,
-    ) -> None:
+    def place(self, plan: Layout, ways: Ways | None = None, keep_weights_aside: bool = False) -> None:
         """Take the role that `plan` has for this process. Collective over all processes.
 
         Args:
             plan: the same on every process.
-            loss_of: computes a micro-batch's part of the loss on the last stage; kept until the model leaves its
-                plans. None for an evaluation, in which nothing is trained.
             ways: how the model is run, under this plan and those that follow it.
             keep_weights_aside: keep the complete weights where they are, for `put_back`. Meant for an evaluation,
                 which does not change them.
@@ -151,7 +143,7 @@ class ElasticPipeline(nn.Module):
         if keep_weights_aside:
             self._set_aside = self.weights.set_aside()
         self._freeze(plan)
-        self.plan, self._loss_of = plan, loss_of
+        self.plan = plan
         self._move(plan, None if keep_weights_aside else self._optimizer)
         names = [name for name, ranks in self.weights.holders.items() if self.mesh.rank in ranks]
         if self.is_lazy and self.device.type == "cpu":  # a device copies them anyway
@@ -259,16 +251,9 @@ class ElasticPipeline(nn.Module):
         if self._optimizer is not None and takes_optimizer:
             self._optimizer.keep_what_is_here()
             self._share_updates(self._optimizer)
-        stage = VirtualStages(self.stack, plan.ranges_of(self.stage_index), self._loss_of, self.device)
+        stage = VirtualStages(self.stack, plan.ranges_of(self.stage_index), self.device)
         stage.use_shortcut(self.shortcut)
-        placed = PlacedPipeline(
-            plan,
-            stage,
-            self.weights.is_trainable,
-            self.mesh,
-            self._wrap_replicas,
-            self.ways,
-        )
+        placed = PlacedPipeline(plan, stage, self.weights.is_trainable, self.mesh, self._wrap_replicas, self.ways)
         self.placed, self.stage = placed, stage
         self.train(self.training)
         return placed
@@ -333,7 +318,7 @@ class ElasticPipeline(nn.Module):
         self.stack.runner.restrict_to(None)
         self.stack.runner.remove()
         self._close()
-        self.plan, self._loss_of = None, None
+        self.plan = None
 
     def synchronise_buffers(self) -> None:
         """Give every process the buffers of the process that runs their module. Collective over all processes.
@@ -369,7 +354,7 @@ class ElasticPipeline(nn.Module):
         """
         is_trained = torch.is_grad_enabled() and self.training
         if self.is_split:
-            if not is_trained and self.running.apart is not None:
+            if not is_trained and self.running.serves_callbacks:
                 return self.model(*positional, **batch)
             if not is_trained:
                 inputs = on_device(dict(named_inputs(self.model, positional, batch)), self.device)
@@ -391,12 +376,12 @@ class ElasticPipeline(nn.Module):
             return self.model(*positional, **batch)
 
     def arrive(self) -> None:
-        """Come to what all processes do next: serve calls that others make in their callbacks before (`CallsApart`).
+        """Come to what all processes do next: serve calls that others make in their callbacks before.
 
         Collective over the pipeline.
         """
-        if self.placed is not None and self.placed.apart is not None:
-            self.placed.apart.arrive()
+        if self.placed is not None:
+            self.placed.arrive()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -408,12 +393,12 @@ class ElasticPipeline(nn.Module):
             self._gradients_synchronise = True
 
     # ------------------------------------------------------------------------------------ training steps
-    def step(self, batch: Batch, code: Callable[[], None] | None = None, unread: Collection[str] = ()) -> None:
+    def step(self, batch: Batch, loss: StepLoss) -> None:
         """Run forward and backward of this pipeline's share of a batch: `PlacedPipeline.step`.
 
         Collective over all processes. Gradients are complete afterwards, unless inside `no_sync`.
         """
-        self.running.step(batch, self._gradients_synchronise, code, unread)
+        self.running.step(batch, loss, self._gradients_synchronise)
         if self._optimizer is not None and self._optimizer.outside and self._gradients_synchronise:
             replicas = self.mesh.groups(self.num_stages).replicas
             self._optimizer.average_outside(replicas if self.computes_loss else None)

@@ -103,25 +103,25 @@ class StageModule(nn.Module):
         stack: the model's units.
         start: first unit of the stage.
         stop: first unit after the stage.
-        loss_of: on the last stage, called with the model and a micro-batch; None if nothing is trained.
         device: the device on which the stage computes.
     """
 
     stack: LayerStack
 
-    def __init__(
-        self, stack: LayerStack, start: int, stop: int, loss_of: LossFunction | None, device: torch.device
-    ) -> None:
+    def __init__(self, stack: LayerStack, start: int, stop: int, device: torch.device) -> None:
         super().__init__()
         self.__dict__["stack"] = stack  # not registered: its modules hold placeholders for other stages' parameters
         self.start, self.stop = start, stop
         self.is_last = stop == stack.num_units
         self.device = device
-        self._loss_of = loss_of
+        self.loss_of: LossFunction | None = None
+        """On the last stage, the loss of the step that runs; None between steps."""
         self.shortcut: Shortcut | None = None
         """The shortcut in use, of which the `ElasticPipeline` decides."""
         self.micro_batches: Sequence[Batch] = ()
         """The micro-batches of the pass that runs; empty between passes."""
+        self.continues = False
+        """Whether the micro-batch that runs has later tokens of the same samples as the one before it."""
         self.counted_elsewhere: Sequence[nn.Module] = ()
         """Normalisation layers that this stage runs again, and whose running statistics another one keeps."""
         self._shapes = StageShapes((), ())
@@ -146,18 +146,22 @@ class StageModule(nn.Module):
         return () if self.is_last else self.stack.boundaries[self.stop]
 
     @contextmanager
-    def holding(self, micro_batches: Sequence[Batch], shapes: StageShapes | None = None) -> Iterator[None]:
+    def holding(
+        self, micro_batches: Sequence[Batch], shapes: StageShapes | None = None, continues: bool = False
+    ) -> Iterator[None]:
         """Inside, `forward` runs these micro-batches.
 
         Args:
             micro_batches: the micro-batches, by index.
             shapes: the tensors of each of them at the stage's boundaries; None if this is the only stage.
+            continues: whether they have later tokens of the same samples as those of the last pass.
         """
         self.micro_batches, self._shapes = micro_batches, shapes or StageShapes((), ())
+        self.continues = continues
         try:
             yield
         finally:
-            self.micro_batches = ()
+            self.micro_batches, self.continues = (), False
 
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run the micro-batch number `index`.
@@ -185,9 +189,9 @@ class StageModule(nn.Module):
             for slot, carried in zip(self.slots_in, self._shapes.incoming, strict=True)
         ]
         if self.is_last:
-            assert self._loss_of is not None, "placed for an evaluation"
+            assert self.loss_of is not None, "no step runs"
             with self.running_to_the_end(values, batch) as inputs:
-                return self._loss_of(self.stack.model, inputs).reshape(1)
+                return self.loss_of(self.stack.model, inputs).reshape(1)
         outputs = self.carry_on(values, batch)
         for slot, tensor, expected in zip(self.slots_out, outputs, self._shapes.outgoing, strict=True):
             if slot.is_used and (tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype):

@@ -8,7 +8,8 @@ process 1              stages[0]              stages[1]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -28,20 +29,17 @@ class VirtualStages(nn.Module):
     Args:
         stack: the model's units.
         ranges: the units of each virtual stage.
-        loss_of: as for `StageModule`.
         device: the device on which they compute.
     """
 
     stack: LayerStack
 
-    def __init__(
-        self, stack: LayerStack, ranges: Sequence[range], loss_of: LossFunction | None, device: torch.device
-    ) -> None:
+    def __init__(self, stack: LayerStack, ranges: Sequence[range], device: torch.device) -> None:
         super().__init__()
         self.__dict__["stack"] = stack  # not registered, as in `StageModule`
         self.device = device
         self.stages: tuple[StageModule, ...] = tuple(
-            StageModule(stack, units.start, units.stop, loss_of, device) for units in ranges
+            StageModule(stack, units.start, units.stop, device) for units in ranges
         )
         for index, stage in enumerate(self.stages):
             self.register_module(f"stage_{index}", stage)
@@ -64,6 +62,20 @@ class VirtualStages(nn.Module):
     def has_last_unit(self) -> bool:
         """Whether this process computes the loss."""
         return self.last.is_last
+
+    @contextmanager
+    def computing(self, loss_of: LossFunction) -> Iterator[None]:
+        """Inside, the last stage computes this loss of its micro-batches."""
+        self.last.loss_of = loss_of
+        try:
+            yield
+        finally:
+            self.last.loss_of = None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the micro-batch that runs has later tokens of the same samples as the one before it."""
+        return self.last.continues
 
     @property
     def micro_batches(self) -> Sequence[Batch]:

@@ -1,17 +1,18 @@
 """The loss of a batch that is split into parts: what each micro-batch contributes to it.
 
 training loop      run/batches.py        `GlobalBatch`: items and samples of an optimizer step, over all replicas
-compute_loss       `TrainersLoss`        the user's loss on a part of a batch, weighted as `LossReduction` says
+compute_loss       `Loss`                the user's loss on a part of a batch, weighted as `LossReduction` says
 last stage         `BatchInFlight`       the micro-batches of one `training_step`, and their losses
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..data.numbered_batches import BatchSlice
@@ -21,13 +22,14 @@ from ..model.micro_batch import Batch, as_the_user_made_it
 from ..model.origins import NOT_OF_STATES
 from ..model.tags import without_tags
 from ..pipeline.elastic_pipeline import ElasticPipeline
-from ..randomness import seeded
-from ..token_slices.kv_slices import slice_cache_in
+from .collectives import among_last_stages
 from .job import TrainingJob
 
 
-class TrainersLoss:
+class Loss:
     """The loss as the trainer computes it, user-defined or not, and its properties, as they are before the first step.
+
+    It alone calls `compute_loss`.
 
     Args:
         job: the training job.
@@ -87,13 +89,38 @@ class TrainersLoss:
             return told
         return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
 
-    def of_batch(self, batch: Batch, num_items: Any, seed: int) -> torch.Tensor:
-        """Return the loss of a prepared batch, 0-dimensional. Another seed gives other random numbers."""
-        trainer = self.job.trainer
-        with seeded(self.job.args.seed + seed), self.job.computing_loss():
-            loss = trainer.compute_loss(self.job.model, as_the_user_made_it(batch), num_items_in_batch=num_items)
-        assert isinstance(loss, torch.Tensor)
-        return loss.mean()
+    def of_batch(self, batch: Batch, **items: Any) -> torch.Tensor:
+        """Return the loss of a prepared batch, 0-dimensional, for a probe.
+
+        Args:
+            batch: the batch.
+            items: `num_items_in_batch`, if the loss is told.
+        """
+        return self._call(self.job.model, batch, **items).mean()
+
+    def of_whole(
+        self, batch: Batch, num_items: int | float, share: float, last_stages: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        """Return what a pipeline's whole slice of a batch contributes; the slices' losses are averaged.
+
+        Accumulated batches count as in the stock Trainer. (For models that ignore `num_items_in_batch` it would add
+        their losses up; a transformers model's are averaged here.)
+
+        Args:
+            batch: the slice.
+            num_items: number of items in the whole batch.
+            share: of the slice in the whole batch.
+            last_stages: the processes whose losses are averaged, if there are several stages.
+        """
+        # a loss that divides by the number of items of all replicas is added up, and one that does not is averaged
+        items: Any = num_items if share == 1 else num_items * share
+        asked = items if self.passes_items(batch) else None
+        if asked is not None and not self.is_stock:
+            asked = torch.tensor(asked)  # a tensor as from the stock Trainer; on the CPU, so that nothing is copied
+        loss = self._call(self.model, batch, last_stages, num_items_in_batch=asked)
+        if not self.is_stock and not self.is_scaled_for_accumulation(asked):
+            loss = loss / self.job.trainer.current_gradient_accumulation_steps
+        return loss.mean() * share
 
     def of_part(
         self,
@@ -120,12 +147,24 @@ class TrainersLoss:
                 for name in {*self.label_names, "shift_labels", reduction.key}
                 if isinstance(value := inputs.get(name), torch.Tensor)
             }
-        trainer = self.job.trainer
         asked: Any = num_items if self.passes_items(batch) else None
-        with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(model, as_the_user_made_it(inputs), num_items_in_batch=asked)
+        return self._call(model, inputs, num_items_in_batch=asked).mean() * weight
+
+    def _call(
+        self, model: nn.Module, batch: Batch, last_stages: dist.ProcessGroup | None = None, **items: Any
+    ) -> torch.Tensor:
+        """Call `compute_loss`: on the batch as the user's collator made it, and in the context that a loss needs.
+
+        Args:
+            model: the model.
+            batch: the inputs.
+            last_stages: as of `TrainingJob.computing_loss`.
+            items: `num_items_in_batch`, if the loss is told.
+        """
+        with self.job.computing_loss(last_stages):
+            loss = self.job.trainer.compute_loss(model, as_the_user_made_it(batch), **items)
         assert isinstance(loss, torch.Tensor)
-        return loss.mean() * weight
+        return loss
 
 
 class BatchInFlight:
@@ -133,6 +172,7 @@ class BatchInFlight:
 
     Args:
         loss: the trainer's loss.
+        pipeline: the placed model.
         reduction: how the losses of parts add up.
         part: numbers of samples and items in the slice, and of samples in the global batch.
         num_items: number of items that the loss counts in the optimizer step's batch, over all replicas.
@@ -142,7 +182,8 @@ class BatchInFlight:
 
     def __init__(
         self,
-        loss: TrainersLoss,
+        loss: Loss,
+        pipeline: ElasticPipeline,
         reduction: LossReduction,
         part: BatchSlice,
         num_items: int | float,
@@ -156,39 +197,48 @@ class BatchInFlight:
         self.exchanges_inputs = False
         """Whether the last stage has called the model on inputs other than those of the earlier stages."""
         self._loss = loss
+        self._pipeline = pipeline
         self._reduction = reduction
         self._num_items = num_items
         self._batch = batch
         self._weighed: Sequence[Batch] | None = None  # the micro-batches that `_weights` are of
         self._weights: list[tuple[torch.Tensor | None, float]] = []  # with what was counted in a micro-batch
 
-    def loss_of(self, pipeline: ElasticPipeline, micro_batch: Batch) -> torch.Tensor:
+    @property
+    def unread(self) -> Collection[str]:
+        """Names of inputs that frozen layers do not read."""
+        return self._loss.job.not_in_keys | self._pipeline.stack.runner.called.kept_back
+
+    def of_part(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
         """Return what this micro-batch contributes to the global batch's loss. Called on the last stage.
 
         The result is multiplied by the number of replicas, since DDP averages over them, and by the gradient scaler's
         factor.
         """
-        with self._noting_exchanged_inputs(pipeline, micro_batch):
-            part = self._of_part(pipeline, micro_batch)
-        cache = slice_cache_in(micro_batch)
-        if self.losses and cache is not None and cache.get_seq_length():
-            self.losses[-1] = self.losses[-1] + part.detach()  # later tokens of the same samples
+        pipeline = self._pipeline
+        assert pipeline.stage is not None
+        with self._noting_exchanged_inputs(micro_batch):
+            part = self._of_part(model, micro_batch)
+        if self.losses and pipeline.stage.continues:
+            self.losses[-1] = self.losses[-1] + part.detach()
         else:
             self.losses.append(part.detach())
+        pipeline.weights.refreeze()
         return part * (pipeline.num_replicas * self._loss.scale)
 
-    def drive(self, pipeline: ElasticPipeline) -> None:
+    def drive(self) -> None:
         """Compute the loss of this pipeline's slice, and its backward, as one process would. Called on the last stage.
 
         The calls of the model in it are served by all stages. The replicas' losses are averaged, by their samples.
         """
-        inputs = without_tags(self._batch)
-        part = self._of_whole(inputs)
-        if not self.part.rows:  # a sample that does not count; the loss may gather something from all replicas
-            return
-        self.losses.append(part.detach())
-        pipeline.weights.refreeze()
-        (part * (pipeline.num_replicas * self._loss.scale)).backward()
+        pipeline = self._pipeline
+        with among_last_stages(self._loss.job.trainer.accelerator, pipeline.last_stages):
+            part = self._of_whole(without_tags(self._batch))
+            if not self.part.rows:  # a sample that does not count; the loss may gather something from all replicas
+                return
+            self.losses.append(part.detach())
+            pipeline.weights.refreeze()
+            (part * (pipeline.num_replicas * self._loss.scale)).backward()
 
     def release(self) -> None:
         """Forget the batch, which would otherwise stay on the device until the next one replaces it."""
@@ -198,44 +248,30 @@ class BatchInFlight:
         """Return the sum of the losses of all micro-batches that this process has computed, 0-dimensional."""
         return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=device)
 
-    def _of_part(self, pipeline: ElasticPipeline, batch: Batch) -> torch.Tensor:
+    def _of_part(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         if self._reduction.kind == "whole" and self.part.rows:
             return self._of_whole(batch)
         items, weight = self._num_items, None if self.part.rows else 0.0
         if self._reduction.kind == "mean" and self.part.rows:
-            weight = self._weight(pipeline, batch)
-        return self._loss.of_part(self._reduction, pipeline.model, batch, items, weight)
+            weight = self._weight(batch)
+        return self._loss.of_part(self._reduction, model, batch, items, weight)
 
     def _of_whole(self, batch: Batch) -> torch.Tensor:
-        """Return what a loss of this pipeline's whole slice contributes; the replicas' are averaged, by their samples.
-
-        Accumulated batches count as in the stock Trainer. (For models that ignore `num_items_in_batch` it would add
-        their losses up; a transformers model's are averaged here.)
-        """
-        trainer = self._loss.job.trainer
+        """Return what the loss of this whole slice contributes; the replicas' are averaged, by their samples."""
         share = self.part.rows / (self.num_rows if self._loss.is_stock else self.part.global_rows or 1)
-        # a loss that divides by the number of items of all replicas is added up, and one that does not is averaged
-        items: Any = self._num_items if share == 1 else self._num_items * share
-        asked = items if self._loss.passes_items(batch) else None
-        if asked is not None and not self._loss.is_stock:
-            asked = torch.tensor(asked)  # a tensor as from the stock Trainer; on the CPU, so that nothing is copied
-        with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(self._loss.model, as_the_user_made_it(batch), num_items_in_batch=asked)
-        assert isinstance(loss, torch.Tensor)
-        if not self._loss.is_stock and not self._loss.is_scaled_for_accumulation(asked):
-            loss = loss / trainer.current_gradient_accumulation_steps
-        return loss.mean() * share
+        return self._loss.of_whole(batch, self._num_items, share, self._pipeline.last_stages)
 
-    def _weight(self, pipeline: ElasticPipeline, batch: Batch) -> float | None:
+    def _weight(self, batch: Batch) -> float | None:
         """Return a part's share of the items of the global batch; None if it is not one of the micro-batches.
 
         All of them are counted when the first one asks, because reading a number from an accelerator waits for it. The
         global batch was counted as it was collated; `_prepare_inputs` may change a number, for example by turning
         class labels into probabilities.
         """
-        assert pipeline.stage is not None
-        if self._weighed is not pipeline.stage.micro_batches:
-            self._weighed = pipeline.stage.micro_batches
+        stage = self._pipeline.stage
+        assert stage is not None
+        if self._weighed is not stage.micro_batches:
+            self._weighed = stage.micro_batches
             prepared, *of_parts = self._reduction.counts([self._batch, *self._weighed])
             items = self._num_items * (prepared / self.part.items if prepared and self.part.items else 1)
             sources = map(self._reduction.source, self._weighed)
@@ -244,12 +280,13 @@ class BatchInFlight:
         return next((weight for known, weight in self._weights if known is source is not None), None)
 
     @contextmanager
-    def _noting_exchanged_inputs(self, pipeline: ElasticPipeline, inputs: Batch) -> Iterator[None]:
+    def _noting_exchanged_inputs(self, inputs: Batch) -> Iterator[None]:
         """Inside the context, record whether the last stage calls the model on other inputs than the earlier stages.
 
         The earlier stages call the model themselves and do not see what a `compute_loss` does to the inputs, whose
         losses of parts the user has declared to add up.
         """
+        pipeline = self._pipeline
         if pipeline.num_stages == 1 or not self._loss.may_exchange_inputs:
             yield
             return

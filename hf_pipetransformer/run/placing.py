@@ -15,19 +15,18 @@ from typing import Any
 
 from ..data.numbered_batches import TrainingBatches
 from ..model.loss_scaling import LossReduction
+from ..pipeline.engines.dispatch import DRIVEN, SLICES
 from ..planning.layout import Layout
 from ..planning.planner import Planner
 from ..planning.unit_times import ModelTimes
 from ..randomness import generators_kept
-from ..token_slices.slice_timeline import SlicePlan
-from ..token_slices.token_schedule import Slicing
 from .consistency import check_same_size
 from .cutting import CutModel, make_planner, time_model
 from .evaluation import FindUnits
 from .job import COST_SAMPLE_ROWS, TrainingJob
-from .loss import TrainersLoss
+from .loss import Loss
 from .probing import SampleCollator
-from .setup import find_reduction, find_windows, is_driven, say_how_loss_adds_up
+from .setup import find_reduction, is_driven, say_how_loss_adds_up
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +39,15 @@ class Examined:
         cut: the model, split into units.
         loss: the trainer's loss.
         reduction: how the losses of a batch's parts add up.
-        slicing: splits sequences along their tokens; None if that is not asked for.
+        slicing: how sequences are split along their tokens (`Ways.slicing`); None if that is not asked for.
         times: of the units, if they were measured.
         planner: decides by all of this.
     """
 
     cut: CutModel
-    loss: TrainersLoss
+    loss: Loss
     reduction: LossReduction
-    slicing: Slicing | None
+    slicing: object | None
     times: ModelTimes | None
     planner: Planner
 
@@ -59,7 +58,7 @@ class Examined:
 
 
 def examine(
-    job: TrainingJob, data: TrainingBatches, find_units: FindUnits, tell_slices: Callable[[SlicePlan], None]
+    job: TrainingJob, data: TrainingBatches, find_units: FindUnits, tell_slices: Callable[[Any], None]
 ) -> Examined:
     """Examine the model and its loss on a few samples. Collective over all processes.
 
@@ -67,7 +66,7 @@ def examine(
         job: the training job.
         data: the training batches.
         find_units: finds the units of the trainer's model.
-        tell_slices: called with the slices of each new shape of batch.
+        tell_slices: called with the slices of each new shape of batch (`SlicePlan`).
     """
     if data.is_shared:
         check_same_size(job.mesh, data.dataset)
@@ -77,13 +76,15 @@ def examine(
         rows, collate = data.sample_rows(COST_SAMPLE_ROWS), SampleCollator(job, data.collate_fn, data.is_shared)
     with generators_kept(job.trainer, job.model):
         cut = find_units(rows, collate)
-        loss, stack = TrainersLoss(job), cut.pipeline.stack
+        loss, stack = Loss(job), cut.pipeline.stack
         reduction = find_reduction(loss, stack, data, collate)
-        slicing: Slicing | None = None
+        if is_driven(job, reduction):
+            DRIVEN.load_everywhere("engine", job.mesh)
+        slicing: object | None = None
         if job.args.slices_tokens:
             assert collate is not None
-            windows = find_windows(loss, reduction, stack, rows, collate)
-            slicing = Slicing(job.args.token_slices, windows, tell_slices)
+            find_slicing = SLICES.load_everywhere("slicing_setup", job.mesh).find_slicing
+            slicing = find_slicing(loss, reduction, stack, rows, collate, tell_slices)
         times = time_model(job, cut, rows, collate)
     planner = make_planner(
         job.args,

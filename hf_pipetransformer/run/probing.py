@@ -28,6 +28,7 @@ from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from .job import TrainingJob
 from .lazy_model import is_lazy
+from .loss import Loss
 
 T = TypeVar("T")
 
@@ -124,6 +125,22 @@ def _threads_of_host(mesh: ProcessMesh) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Inside, `torch.autocast` does nothing.
+
+    Accelerate has wrapped the model's forward in it, once for each trainer that the model has had, and a user may use
+    it in the loss; neither offers a way to switch it off.
+    """
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    torch.autocast.__enter__ = lambda self: self  # type: ignore[method-assign]
+    torch.autocast.__exit__ = lambda self, *_: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
 class _FirstCall(BaseException):
     """Raised to leave a loss at its first call of the model. No `except Exception` in a user's loss catches it."""
 
@@ -154,8 +171,7 @@ def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> t
         try:
             inputs = job.on_models_device(dict(with_name(trainer._prepare_inputs(as_the_user_made_it(dict(batch))))))
             given = RecordedInputs(inputs)
-            with job.computing_loss():
-                trainer.compute_loss(model, as_the_user_made_it(inputs))
+            Loss(job).of_batch(inputs)
         except _FirstCall:
             pass
         except Exception as error:

@@ -23,8 +23,8 @@ from transformers import TrainerCallback, TrainerState
 from ..data.loaders import NumberedLoader
 from ..data.numbered_batches import TrainingBatches
 from ..pipeline.elastic_pipeline import ElasticPipeline
+from ..pipeline.engines.engine import Ways
 from ..pipeline.optimizer_state import unwrapped
-from ..pipeline.placed import Ways
 from ..planning.layout import Layout
 from ..planning.planner import Planner
 from ..progress import PROGRESS, phase
@@ -255,7 +255,7 @@ class PipelineRun(TrainerCallback):
         self._refuse_coupling(coupling, layout)
         calls = any(job.mesh.gather_objects(bool(job.users_callbacks) or job.overrides("prediction_step")))
         self.steps = Steps(job, pipeline, found.loss, found.reduction, data, self.parts, self.watches_steps)
-        pipeline.place(layout, self.steps.loss_of, Ways(found.slicing, found.is_driven, calls))
+        pipeline.place(layout, Ways(found.slicing, found.is_driven, calls))
         data.reslice(layout.data_parallel_size, pipeline.replica_index)
         if kept.get("order") and trainer.state.epoch % 1:
             data.keep_order(int(trainer.state.epoch), **kept["order"])

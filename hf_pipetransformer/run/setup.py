@@ -2,7 +2,7 @@
 
     1. units    cutting.find_units     units into which the model can be split; makes weights equal on all processes
     2. loss     find_reduction         how the losses of a batch's parts combine to the loss of the batch
-    3. slices   find_windows           whether sequences can be split along their tokens, if that is requested
+    3. slices   slicing_setup          whether sequences can be split along their tokens, if that is requested
     4. times    cutting.time_model     seconds of each unit, if a decision depends on them
 
 `placing.examine` calls them in this order.
@@ -11,33 +11,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 
 from ..data.numbered_batches import TrainingBatches
-from ..errors import UnsupportedModelError
 from ..logs import log_once
 from ..model.layer_stack import LayerStack, why_whole
-from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, unexamined, with_unequal_labels
-from ..model.micro_batch import Batch, batch_rows, naming_long_rows
+from ..model.loss_reading import LossReading, read_reduction
+from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, NumItems, unexamined
+from ..model.micro_batch import Batch, naming_long_rows
 from ..model.placeholders import evaluation_mode
-from ..parts.driven.loss_reading import LossReading, read_reduction
 from ..planning.planner import Planner
 from ..planning.tables import MIB
 from ..randomness import seeded
-from ..token_slices.kv_slices import Windows
-from ..token_slices.slices import sequence_length
-from ..token_slices.slicing_probe import informative_samples, probe_slicing, without_autocast
-from .collectives import among_last_stages
-from .cutting import SAMPLE_ROWS
 from .job import TrainingJob
-from .loss import TrainersLoss
-from .probing import SampleCollator, found_by_each
+from .loss import Loss
+from .probing import SampleCollator, found_by_each, without_autocast
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +42,7 @@ LOSS_SAMPLE_ROWS = 4
 
 
 def find_reduction(
-    loss: TrainersLoss, stack: LayerStack, data: TrainingBatches, collate: SampleCollator | None
+    loss: Loss, stack: LayerStack, data: TrainingBatches, collate: SampleCollator | None
 ) -> LossReduction:
     """Find how the losses of a batch's parts add up: by the user's word, or from a transformers model's head.
 
@@ -83,13 +74,17 @@ def find_reduction(
     assert collate is not None
     sample = _sample_for_loss(loss, data, collate)
 
+    def loss_of(rows: Batch, num_items: NumItems) -> torch.Tensor:
+        with seeded(job.args.seed):
+            return loss.of_batch(rows, num_items_in_batch=num_items)
+
     def read() -> LossReading:
         exactly = without_autocast() if loss.is_exact else nullcontext()
         with exactly, naming_long_rows(job.model, sample):
             return read_reduction(
                 stack,
                 sample,
-                partial(loss.of_batch, seed=0),
+                loss_of,
                 shifts_labels=loss.shifts_labels,
                 label_names=loss.label_names,
                 passes_items=loss.passes_items(sample),
@@ -102,7 +97,7 @@ def find_reduction(
     return found[0].reduction
 
 
-def _sample_for_loss(loss: TrainersLoss, data: TrainingBatches, collate: SampleCollator) -> Batch:
+def _sample_for_loss(loss: Loss, data: TrainingBatches, collate: SampleCollator) -> Batch:
     """Return a batch of as many samples as a training batch, at most `LOSS_SAMPLE_ROWS`, prepared as for a step."""
     job, rows = loss.job, min(LOSS_SAMPLE_ROWS, loss.job.rows_at_once)
     samples = data.spread_rows(max(rows, 2))
@@ -117,72 +112,12 @@ def _sample_for_loss(loss: TrainersLoss, data: TrainingBatches, collate: SampleC
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Token slices
-# ---------------------------------------------------------------------------------------------------------
-
-
-def find_windows(
-    loss: TrainersLoss, reduction: LossReduction, stack: LayerStack, rows: Sequence[Any], collate: SampleCollator
-) -> Windows:
-    """Probe whether sequences can be split along their tokens, before the model is split into stages.
-
-    Collective over all processes.
-
-    Raises:
-        UnsupportedModelError: they cannot be split for this model or loss, or the probe has failed.
-    """
-    job = loss.job
-    if reduction.kind not in ("sum", "mean"):
-        raise UnsupportedModelError(
-            job.model,
-            "its loss is not a plain sum or mean over samples or tokens, so token slices would change it.",
-            "Set token_slices='off'.",
-        )
-    batches = collate.apart(rows)
-    # a collator may have packed the samples into fewer sequences
-    were_packed = sum(map(batch_rows, batches)) != len(rows)
-    few = rows[:SAMPLE_ROWS] if were_packed else [rows[i] for i in informative_samples(batches)]
-    plain = collate(few[: job.rows_at_once])
-    sample = with_unequal_labels(plain, ("labels",))
-    num_items = max(reduction.count(sample), 1)
-    is_exact = loss.is_exact  # in half precision rounding is larger than an error in a small gradient
-
-    def loss_of(part: Batch) -> torch.Tensor:
-        with among_last_stages(job.trainer.accelerator, None):
-            return loss.of_part(reduction, job.model, part, num_items)
-
-    def probe() -> Windows:
-        try:
-            with without_autocast() if is_exact else nullcontext():
-                return probe_slicing(
-                    stack,
-                    sample,
-                    loss_of,
-                    loss_tolerance=1e-3 if is_exact else 1e-2,
-                    gradient_tolerance=1e-3 if is_exact else 1e-1,
-                )
-        except (RuntimeError, MemoryError) as error:  # one process may run out of memory
-            raise UnsupportedModelError(
-                job.model,
-                f"the check of token slices failed on process {job.mesh.rank} ({type(error).__name__}: {error}). It"
-                f" needs memory for the gradients of the whole model and for {batch_rows(sample)} samples of"
-                f" {sequence_length(sample)} tokens.",
-                "Use shorter samples, or set token_slices='off'.",
-            ) from error
-
-    found = found_by_each(job.mesh, False, probe)
-    # rounding may make the processes disagree, and if one stage alone refused packed sequences, the others would
-    # hang
-    return replace(found[0], separates_documents=all(theirs.separates_documents for theirs in found))
-
-
-# ---------------------------------------------------------------------------------------------------------
 # What the loss allows of a layout
 # ---------------------------------------------------------------------------------------------------------
 
 
 def is_driven(job: TrainingJob, reduction: LossReduction) -> bool:
-    """Whether the loss drives the pipeline (`pipeline.served_calls`): it is not known to add up over micro-batches."""
+    """Whether the loss drives the pipeline (`StepLoss.drive`): it is not known to add up over micro-batches."""
     return job.args.uses_pipeline and reduction.kind == "whole"
 
 

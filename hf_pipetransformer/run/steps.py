@@ -7,18 +7,15 @@ step     1 batch    2 forward and backward    3 votes
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
-from torch import nn
 
 from ..data.numbered_batches import TrainingBatches
-from ..errors import users_error
 from ..model.frozen_prefix import frozen_modules
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, naming_long_rows
@@ -29,14 +26,11 @@ from ..progress import PROGRESS
 from .batches import GlobalBatch, prepared
 from .collectives import among_last_stages
 from .job import TrainingJob
-from .loss import BatchInFlight, TrainersLoss, raise_for_exchanged_inputs
+from .loss import BatchInFlight, Loss, raise_for_exchanged_inputs
 from .parts import Parts, StepFacts
 from .training_data import refuse_different_numbers
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
 
 OF_CONTROL = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 """What a loss may ask of the Trainer's loop."""
@@ -95,7 +89,7 @@ class Steps:
         self,
         job: TrainingJob,
         pipeline: ElasticPipeline,
-        loss: TrainersLoss,
+        loss: Loss,
         reduction: LossReduction,
         data: TrainingBatches,
         parts: Parts,
@@ -144,13 +138,13 @@ class Steps:
         batch, loses_tags = self._prepare(inputs, blanks_tags)
         # 2
         current = self._in_flight = BatchInFlight(
-            self._loss, self._reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch
+            self._loss, pipeline, self._reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch
         )
         with ExitStack() as around:
             around.enter_context(naming_long_rows(self._model, batch))
             for part in self._parts.having("around_step"):
                 around.enter_context(part.around_step(batch))
-            pipeline.running.prepare(batch)
+            pipeline.running.prepare(batch, current)
             current.losses.clear()  # of the profile that may have been run
             self._run(current, batch)
         current.release()
@@ -171,14 +165,10 @@ class Steps:
 
     def _run(self, current: BatchInFlight, batch: Batch) -> None:
         """Run forward and backward, and compute the loss, of a batch that all stages have."""
-        pipeline = self._pipeline
-        if pipeline.ways.is_driven and pipeline.num_stages > 1:
-            with among_last_stages(self._trainer.accelerator, pipeline.last_stages):
-                unread = self._job.not_in_keys | pipeline.stack.runner.called.kept_back
-                return pipeline.step(batch, partial(current.drive, pipeline), unread)
+        # in the backward as well, which does not run inside of the loss
         apart = among_last_stages(self._trainer.accelerator, None) if self._has_collectives else nullcontext()
         with apart:
-            _as_the_user_raised_it(partial(pipeline.step, batch))
+            self._pipeline.step(batch, current)
 
     def look_for_nan(self, occasion: str) -> None:
         """Say which weights contain NaN, which are distributed and may be saved. Collective over all processes.
@@ -194,13 +184,6 @@ class Steps:
                 occasion,
                 "; ".join(f"on rank {rank} {len(names)}, {names[0]!r} first" for rank, names in found.items()),
             )
-
-    def loss_of(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
-        """Return what a micro-batch contributes to the global batch's loss. Called on the last stage."""
-        assert self._in_flight is not None
-        loss = self._in_flight.loss_of(self._pipeline, micro_batch)
-        self._pipeline.weights.refreeze()
-        return loss
 
     def _switch_to_training(self) -> None:
         self._pipeline.train()
@@ -292,14 +275,3 @@ class Steps:
             has_changed = may_have_changed and self._mesh.any(has_changed)
         self.may_have_other_flags = False
         return has_changed and pipeline.follow_flags(thaws)
-
-
-def _as_the_user_raised_it(step: Callable[[], T]) -> T:
-    """Call `step`, and raise an error that torch's pipeline stage has wrapped in a `RuntimeError` without it."""
-    try:
-        return step()
-    except RuntimeError as error:
-        inner = users_error(error)
-        if inner is error:
-            raise
-    raise inner  # here, where no error is handled, so that its own context stays

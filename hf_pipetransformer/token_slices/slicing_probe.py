@@ -125,22 +125,6 @@ def probe_slicing(
 
 
 @contextmanager
-def without_autocast() -> Iterator[None]:
-    """Inside, `torch.autocast` does nothing.
-
-    Accelerate has wrapped the model's forward in it, once for each trainer that the model has had, and a user may use
-    it in the loss; neither offers a way to switch it off.
-    """
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-    torch.autocast.__enter__ = lambda self: self  # type: ignore[method-assign]
-    torch.autocast.__exit__ = lambda self, *_: False  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
-
-
-@contextmanager
 def _checkpointing(model: nn.Module) -> Iterator[None]:
     """Inside, a model in eval mode uses gradient checkpointing as it does in training.
 

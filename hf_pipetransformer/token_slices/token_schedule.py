@@ -14,7 +14,7 @@ backward on the first forward, whose backward comes last: gradients are reduced 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,12 +25,11 @@ import torch.distributed as dist
 from ..model.micro_batch import Batch, batch_rows, slice_rows
 from ..pipeline.messages import PipelineMessages
 from ..pipeline.stage import FIRST, CarriedTensor, ShapeBook, StageModule, StageShapes
-from ..planning.layout import Layout
 from ..planning.schedules import Work
 from .kv_slices import slice_cache_in
-from .slice_choice import SliceChooser, TokenSlices, shapes_of_slice
+from .slice_choice import SliceChooser, shapes_of_slice
 from .slice_planning import RowSlices
-from .slice_timeline import SlicePlan, work_of
+from .slice_timeline import work_of
 from .slices import SlicedSequence, Windows, check_updates, running_slices
 
 RECEIVES_AHEAD = 2
@@ -155,7 +154,7 @@ class _Step:
             for tensor, carried in zip(self._take(task), self._expected(task), strict=True)
         ]
         batch = one.sequence.slice(one.number)
-        with stage.holding((batch,), one.shapes):
+        with stage.holding((batch,), one.shapes, continues=one.number > 0):
             output = stage(*inputs, index=FIRST)
         cache = slice_cache_in(batch)
         if cache is not None:
@@ -216,46 +215,3 @@ class _Step:
         """Wait until the tensors that a task sends have left; gloo has no way to test this without waiting."""
         for _, work in self._leaving.pop(task, []):
             work.wait()
-
-
-@dataclass(frozen=True)
-class Slicing:
-    """How sequences are split along their tokens if there are several stages (`pipeline.placed.SequenceSlicing`).
-
-    Attributes:
-        token_slices: the user's setting.
-        windows: attention windows of the model's layers, from `probe_slicing`.
-        on_plan: called for each new shape of batch.
-    """
-
-    token_slices: TokenSlices
-    windows: Windows
-    on_plan: Callable[[SlicePlan], None]
-
-    def schedule(
-        self,
-        plan: Layout,
-        stage: StageModule,
-        messages: PipelineMessages,
-        second_group: dist.ProcessGroup | None,
-        shape_book: ShapeBook,
-    ) -> TokenScheduler:
-        """Create what runs the steps of a plan. Collective over the pipeline.
-
-        Args:
-            plan: the plan in force.
-            stage: the stage of this process.
-            messages: sends and receives within this pipeline.
-            second_group: another group of the pipeline's processes, for the backward direction.
-            shape_book: the shapes at the stage's boundaries.
-        """
-        chooser = SliceChooser(
-            self.token_slices,
-            self.windows,
-            plan.num_microbatches_for,
-            messages.of_each_stage,
-            self.on_plan,
-            # the dynamic program also chooses the parts of the batch, unless the user has chosen their number
-            chooses_parts=self.token_slices == "auto" and plan.requested_microbatches is None,
-        )
-        return TokenScheduler(stage, messages, second_group, shape_book, self.windows, chooser)

@@ -71,7 +71,7 @@ class OnTheDevice:
 
     def begin(self, stages: int) -> None:
         """Place the model, and let AdamW make its state."""
-        self.pipeline.place(self.plan(stages), lambda model, rows: model(**rows).loss)
+        self.pipeline.place(self.plan(stages))
         with self.pipeline.weights.as_on_one_process():
             optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.pipeline.attach_optimizer(optimizer)

@@ -10,6 +10,7 @@ from model_zoo import MODELS
 from torch import nn
 
 from hf_pipetransformer.model.layer_stack import LayerStack
+from hf_pipetransformer.model.loss_reading import LossReading, read_reduction
 from hf_pipetransformer.model.loss_scaling import (
     EXACT,
     IGNORED,
@@ -17,7 +18,6 @@ from hf_pipetransformer.model.loss_scaling import (
     NumItems,
 )
 from hf_pipetransformer.model.micro_batch import Batch, slice_rows
-from hf_pipetransformer.parts.driven.loss_reading import LossReading, read_reduction
 
 SHIFTS = ("llama-tied", "gpt2")
 

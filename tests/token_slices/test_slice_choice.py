@@ -30,7 +30,9 @@ def stage() -> StageModule:
     model = build("llama")
     stack = LayerStack.discover(model, {key: value[:1] for key, value in BATCH.items()})
     stack.runner.install()
-    return StageModule(stack, 1, LAYERS, lambda m, part: loss_of(m, part, BATCH), torch.device("cpu"))
+    stage = StageModule(stack, 1, LAYERS, torch.device("cpu"))
+    stage.loss_of = lambda m, part: loss_of(m, part, BATCH)
+    return stage
 
 
 def whole(stage: StageModule, rows: int) -> StageShapes:

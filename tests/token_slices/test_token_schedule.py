@@ -29,8 +29,7 @@ from training_runs import (
 
 from hf_pipetransformer import UnsupportedModelError
 from hf_pipetransformer.data.numbered_batches import NumberedBatches
-from hf_pipetransformer.run import setup
-from hf_pipetransformer.token_slices import slice_choice, slice_timeline
+from hf_pipetransformer.token_slices import slice_choice, slice_timeline, slicing_setup
 
 RUN = Run("causal-lm", epochs=3)
 """Rows of 5 to 24 tokens, so each batch has another length; the last one of an epoch is odd."""
@@ -202,7 +201,7 @@ def short_of_memory(rank: int, world_size: int, folder: str) -> None:
         raise torch.OutOfMemoryError("tried to allocate 4 GiB")
 
     if rank == 1:
-        setup.probe_slicing = fail
+        slicing_setup.probe_slicing = fail
     pipeline_trainer(RUN, 2, folder, token_slices=3).train()
 
 
@@ -215,7 +214,7 @@ def test_all_hear_of_a_check_that_one_process_has_no_memory_for(tmp_path: Path) 
 
 def studied(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     """Tokens of the rows to choose from; of those that the check is made on."""
-    study, sample_rows = setup.probe_slicing, NumberedBatches.sample_rows
+    study, sample_rows = slicing_setup.probe_slicing, NumberedBatches.sample_rows
     rows: list[int] = []
     chosen: list[int] = []
 
@@ -228,7 +227,7 @@ def studied(rank: int, world_size: int) -> tuple[list[int], list[int]]:
         chosen.extend(sample["attention_mask"].sum(dim=1).tolist())
         return study(stack, sample, *rest, **options)
 
-    setup.probe_slicing, NumberedBatches.sample_rows = noting_sample, noting_rows
+    slicing_setup.probe_slicing, NumberedBatches.sample_rows = noting_sample, noting_rows
     pipeline_trainer(RUN.with_options(max_steps=1), "auto", token_slices=3).train()
     return rows, chosen
 
@@ -241,9 +240,9 @@ def test_slices_are_checked_on_the_longest_and_the_shortest_row() -> None:
 
 def told_apart(rank: int, world_size: int, folder: str) -> bool:
     """Whether packed rows will be cut, where one process has found that documents see each other."""
-    study = setup.probe_slicing
+    study = slicing_setup.probe_slicing
     if rank == 1:
-        setup.probe_slicing = lambda *rest, **more: replace(study(*rest, **more), separates_documents=False)
+        slicing_setup.probe_slicing = lambda *rest, **more: replace(study(*rest, **more), separates_documents=False)
     trainer = pipeline_trainer(RUN.with_options(max_steps=1), 2, folder, token_slices=3)
     trainer.train()
     assert trainer.pipeline is not None and trainer.pipeline.ways.slicing is not None

@@ -20,6 +20,7 @@ from ...model.nested import in_new_containers
 from ...model.watched_weights import WatchedWeights
 from ...randomness import seeded, set_torch_states, torch_states
 from ...run.job import TrainingJob
+from ...run.loss import Loss
 from ...training_args import CACHE_DTYPES
 from ..prefix_cache.cache.activation_cache import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
@@ -146,12 +147,9 @@ class FrontCalls:
         return [parameter.requires_grad for parameter in self._parameters]
 
     def _loss_of(self, batch: Batch) -> torch.Tensor:
-        trainer = self._job.trainer
-        kept = left_as_found(trainer, self._model)
-        with torch.no_grad(), kept, seeded(self._job.args.seed), self._job.computing_loss():
-            loss = trainer.compute_loss(self._model, in_new_containers(batch))
-        assert isinstance(loss, torch.Tensor)
-        return loss.mean()
+        kept = left_as_found(self._job.trainer, self._model)
+        with torch.no_grad(), kept, seeded(self._job.args.seed):
+            return Loss(self._job).of_batch(in_new_containers(batch))
 
     # ------------------------------------------------------------------------------------ calls of the model
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,6 +28,7 @@ from ...planning.tables import MIB
 from ...planning.unit_times import ModelTimes
 from ...randomness import seeded
 from ...run.job import TrainingJob
+from ...run.loss import Loss
 from ...run.probing import SampleCollator, calls_of_loss
 from ...training_args import CACHE_DTYPES
 from .cache.activation_cache import ActivationCache
@@ -132,11 +133,7 @@ def make_cache(
     def loss_of_batch(batch: Batch) -> torch.Tensor:
         # methods that the user has overridden may draw random numbers, or collect metrics
         with seeded(args.seed), left_as_found(trainer):
-            inputs = dict(trainer._prepare_inputs(dict(batch)))
-            with job.computing_loss():
-                loss = trainer.compute_loss(job.model, inputs)
-        assert isinstance(loss, torch.Tensor)
-        return loss.mean()
+            return Loss(job).of_batch(dict(trainer._prepare_inputs(dict(batch))))
 
     why_not: str | None = None
     calls_per_sample = 1

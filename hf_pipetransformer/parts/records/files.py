@@ -21,7 +21,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...file_formats import (
     COUNT,
@@ -38,7 +38,9 @@ from ...file_formats import (
 )
 from ...planning.layout import Layout
 from ...planning.predictions import CostModel
-from ...token_slices.slice_timeline import SlicePlan
+
+if TYPE_CHECKING:  # for the types alone: only trainings that split sequences have the package
+    from ...token_slices.slice_timeline import SlicePlan
 
 EVENTS = "pipeline_events.jsonl"
 METRICS = "pipeline_metrics.jsonl"

@@ -26,7 +26,7 @@ from .model_card import add_to_card
 from .recorder import RunRecorder, facts_of_run, frozen_by_user
 from .sentences import describe_frozen, describe_layout, describe_slices, many
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for the types alone: only some trainings have these packages
     from ...token_slices.slice_timeline import SlicePlan
     from ..prefix_cache.cache_control import AutoCache, EpochReport
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from ...planning.layout import Layout
-from ...token_slices.slice_timeline import SlicePlan
+
+if TYPE_CHECKING:  # for the types alone: only trainings that split sequences have the package
+    from ...token_slices.slice_timeline import SlicePlan
 
 
 def describe_layout(plan: Layout) -> str:

@@ -19,10 +19,11 @@ from itertools import pairwise
 
 import torch
 
-from ...errors import is_out_of_memory
-from ...model.layer_range import Carry, Unit
-from ...model.layer_stack import LayerStack, why_whole
-from ...model.loss_scaling import (
+from ..errors import is_out_of_memory
+from ..randomness import global_state_kept, seed_all
+from .layer_range import Carry, Unit
+from .layer_stack import LayerStack, why_whole
+from .loss_scaling import (
     LossReduction,
     NumItems,
     candidates_for,
@@ -31,11 +32,10 @@ from ...model.loss_scaling import (
     why_not,
     with_unequal_labels,
 )
-from ...model.micro_batch import Batch, batch_rows, slice_rows
-from ...model.nested import are_close, tensors_of
-from ...model.placeholders import evaluation_mode, reachable_leaves
-from ...model.refusals import has_router_loss
-from ...randomness import global_state_kept, seed_all
+from .micro_batch import Batch, batch_rows, slice_rows
+from .nested import are_close, tensors_of
+from .placeholders import evaluation_mode, reachable_leaves
+from .refusals import has_router_loss
 
 ComputeLoss = Callable[[Batch, NumItems], torch.Tensor]
 """Computes the loss of a batch, 0-dimensional, for `num_items_in_batch`."""

@@ -1,0 +1,60 @@
+"""The engine of a loss that drives the pipeline, and what serves calls of the model for a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+from ...model.micro_batch import Batch
+from ...pipeline.engines.engine import Engine, StepLoss
+from ...pipeline.messages import PipelineMessages
+from ...pipeline.stage import StageModule
+from .calls_apart import CallsApart
+from .served_calls import ServedCalls
+from .serving import ServingStage
+
+T = TypeVar("T")
+
+
+class StageServer:
+    """Serves calls of the model in steps, in evaluations and in callbacks (`CallServer`).
+
+    Args:
+        stage: this process's stage, one of several with contiguous layers.
+        messages: sends to and receives from the other stages.
+        most_parts: maximum number of micro-batches of a call.
+        serves_callbacks: whether calls outside of the steps are served as well.
+    """
+
+    def __init__(
+        self, stage: StageModule, messages: PipelineMessages, most_parts: int, serves_callbacks: bool
+    ) -> None:
+        self._served: ServedCalls | ServingStage
+        if stage.is_last:
+            self._served = ServedCalls(stage, messages, most_parts)
+        else:
+            self._served = ServingStage(stage, messages)
+        self._apart = CallsApart(self._served) if serves_callbacks else None
+
+    def serve(self, batch: Batch, code: Callable[[], T], unread: Collection[str] = ()) -> T | None:
+        return self._served.run(batch, code, unread)
+
+    def arrive(self) -> None:
+        if self._apart is not None:
+            self._apart.arrive()
+
+    def close(self) -> None:
+        if self._apart is not None:
+            self._apart.close()
+
+
+class DrivenEngine(Engine):
+    """Runs the loss and its backward, whose calls of the model all stages serve. There is no schedule."""
+
+    reduces_at_end = True  # DDP counts a gradient once only, and a loss may call the model several times
+    may_reach_nothing = True  # the loss may call the model on anything, or not at all
+
+    def step(self, batch: Batch, loss: StepLoss, gradients_synchronise: bool) -> None:
+        server = self.position.server()
+        assert server is not None
+        server.serve(batch, loss.drive, loss.unread)

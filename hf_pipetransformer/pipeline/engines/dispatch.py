@@ -1,0 +1,120 @@
+"""Which engine runs a plan: the first of `ENGINES` that fits it.
+
+The core does not know the parts that some trainings need. They are entered by name, and imported when a training asks
+for them; where one is missing, every other training runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from ...planning.layout import Layout
+from ..mesh import ProcessMesh
+from ..messages import PipelineMessages
+from ..virtual_stages import VirtualStages
+from .engine import CallServer, Engine, Ways
+from .one_stage import OneStageEngine
+from .scheduled import ScheduledEngine
+
+
+@dataclass(frozen=True)
+class Part:
+    """A package that only some trainings need.
+
+    Attributes:
+        package: its name.
+        asked_by: what asks for it, as the beginning of a sentence.
+        remedy: what the user can set to do without it.
+    """
+
+    package: str
+    asked_by: str
+    remedy: str
+
+    def load(self, module: str) -> Any:
+        """Import a module of the package.
+
+        Raises:
+            ValueError: it cannot be imported.
+        """
+        try:
+            return import_module(f"{self.package}.{module}")
+        except ImportError as error:
+            raise ValueError(
+                f"{self.asked_by} {self.package}.{module}, which cannot be imported ({error}). Install the whole"
+                f" package, or {self.remedy}."
+            ) from error
+
+    def load_everywhere(self, module: str, mesh: ProcessMesh) -> Any:
+        """Import a module of the package on all processes. Collective over all processes.
+
+        Raises:
+            ValueError: some process cannot import it. Every process raises it.
+        """
+        with mesh.failing_together():
+            found = self.load(module)
+        return found
+
+
+DRIVEN = Part(
+    "hf_pipetransformer.parts.driven",
+    "loss_reduction: the loss is not known to add up over micro-batches. So it runs on whole batches and drives the"
+    " pipeline, which needs",
+    "set loss_reduction='sum' or 'mean' if the losses of a batch's parts add up, or pipeline_parallel_size=1",
+)
+SLICES = Part("hf_pipetransformer.token_slices", "token_slices: splitting sequences needs", "set token_slices='off'")
+
+
+@dataclass(frozen=True)
+class Dispatcher:
+    """An entry of the list of engines.
+
+    Attributes:
+        fits: whether the engine runs such a plan in such ways, if none before it does.
+        engine: returns its class.
+    """
+
+    fits: Callable[[Layout, Ways], bool]
+    engine: Callable[[], type[Engine]]
+
+
+ENGINES = (
+    Dispatcher(lambda plan, ways: _is_cut(plan) and ways.is_driven, lambda: DRIVEN.load("engine").DrivenEngine),
+    Dispatcher(
+        lambda plan, ways: _is_cut(plan) and ways.slicing is not None, lambda: SLICES.load("engine").SlicesEngine
+    ),
+    Dispatcher(lambda plan, _: _is_cut(plan), lambda: ScheduledEngine),
+    Dispatcher(lambda *_: True, lambda: OneStageEngine),
+)
+
+
+def engine_for(plan: Layout, ways: Ways) -> type[Engine]:
+    """Return the class of the engine that runs such a plan in such ways.
+
+    Raises:
+        ValueError: it cannot be imported.
+    """
+    return next(entry for entry in ENGINES if entry.fits(plan, ways)).engine()
+
+
+def server_for(plan: Layout, stage: VirtualStages, messages: PipelineMessages, ways: Ways) -> CallServer | None:
+    """Return what serves calls of the model: with several stages, each of layers that follow one another.
+
+    None if they cannot be served.
+    """
+    if not _is_cut(plan) or plan.num_virtual_stages > 1:
+        return None
+    try:
+        part = DRIVEN.load("engine")
+    except ValueError:
+        return None
+    most_parts = plan.requested_microbatches or plan.num_microbatches
+    server: CallServer = part.StageServer(stage.last, messages, most_parts, ways.serves_callbacks)
+    return server
+
+
+def _is_cut(plan: Layout) -> bool:
+    return plan.pipeline_parallel_size > 1
