@@ -2,7 +2,7 @@
 
     model = load_lazily(AutoModelForCausalLM, "checkpoint")    weights are mapped from the files (`mapped_weights`)
     PipeTransformerTrainer(model, ...)
-    train()    units, loss, cache     probed on the mapped model
+    train()    units, loss, cache     probed on the mapped model, module by module given back
                place                  each process copies the weights of its stage into memory, and forgets the others
                save                   rank 0 writes shard by shard, from a file in which the stages' weights arrive
                end                    the model stays distributed
@@ -19,7 +19,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..file_formats import OBJECT, read_json
 from ..model.checkpoint_files import TensorLike, tensors_in, weight_files
 from ..model.elsewhere import Hidden
-from ..model.mapped_weights import FileMappings, Place, into_memory, is_written, tensors_in_file
+from ..model.mapped_weights import FileMappings, Place, giving_back, into_memory, is_written, tensors_in_file
 from ..model.placeholders import ParameterTable, set_values
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import global_state_kept
@@ -259,6 +259,11 @@ def warn_of_unsaved(args: Any) -> None:
             " the processes end.",
             strategy,
         )
+
+
+def sparing_memory(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, a model that was loaded lazily gives its weights back after each use. No effect on other models."""
+    return giving_back(model) if is_lazy(model) else nullcontext()
 
 
 def weights_in_checkpoint(table: ParameterTable, mesh: ProcessMesh) -> frozenset[str]:
