@@ -21,6 +21,9 @@ import ctypes
 import mmap
 import os
 import tempfile
+import threading
+import time
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +45,8 @@ PAGE = mmap.PAGESIZE
 MAPPINGS = Path("/proc/self/maps")
 PAGES = Path("/proc/self/pagemap")
 WRITTEN_AT_ONCE = 2**24
+GIVE_BACK_S = 0.02
+"""Seconds between two times that pages which are only passed on are given back."""
 IS_PRESENT, IS_SWAPPED, IS_OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 """Bits of the kernel's 8-byte entry for each page. A page in memory that is not a file's was written to."""
 
@@ -185,7 +190,7 @@ def into_memory(parameters: Iterable[torch.Tensor]) -> None:
                     give_back(value)
 
 
-def tensors_in_file(folder: Path, likes: Sequence[TensorLike]) -> list[torch.Tensor]:
+def tensors_in_file(folder: Path, likes: Sequence[TensorLike], are_passed_on: bool = False) -> list[torch.Tensor]:
     """Return empty tensors in a temporary file without a name, which vanishes with the last of them.
 
     Their pages are those of a file: the kernel writes them to the disk and takes them back when memory is needed.
@@ -193,6 +198,8 @@ def tensors_in_file(folder: Path, likes: Sequence[TensorLike]) -> list[torch.Ten
     Args:
         folder: a folder on the disk that the file takes space of; created if it is missing.
         likes: the shapes and dtypes of the tensors.
+        are_passed_on: whether they are only filled and then read in a row, for a save. Then a thread gives their pages
+            back all the time, as long as there is one of the tensors, so that they never add up.
 
     Raises:
         OSError: the disk has no space for them. Without this, writing to them would end the process by a SIGBUS.
@@ -204,12 +211,22 @@ def tensors_in_file(folder: Path, likes: Sequence[TensorLike]) -> list[torch.Ten
     with tempfile.TemporaryFile(dir=folder) as file:
         _allocate(file.fileno(), begins[-1])
         pages = mmap.mmap(file.fileno(), begins[-1])
+    if are_passed_on and hasattr(mmap, "MADV_DONTNEED"):
+        threading.Thread(target=_give_back_again_and_again, args=(weakref.ref(pages),), daemon=True).start()
     return [
         torch.frombuffer(pages, dtype=like.dtype, count=like.shape.numel(), offset=begin).view(like.shape)
         if like.num_bytes
         else torch.empty(like.shape, dtype=like.dtype)
         for like, begin in zip(likes, begins, strict=False)
     ]
+
+
+def _give_back_again_and_again(pages: weakref.ref[mmap.mmap]) -> None:
+    """Give the pages of a mapping back until it is gone. It is shared, so what was written to them is in the file."""
+    while (mapping := pages()) is not None:
+        mapping.madvise(mmap.MADV_DONTNEED)
+        del mapping
+        time.sleep(GIVE_BACK_S)
 
 
 def _allocate(file: int, size: int) -> None:

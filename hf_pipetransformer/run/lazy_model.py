@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 MARK = "_weights_stay_in_checkpoint"
 """Attribute of a model that `load_lazily` has loaded."""
 MAX_SHARD_SIZE = "2GB"
-"""Size of the files in which such a model is saved. Their pages count as memory of the process that writes them."""
+"""Size of the files in which such a model is saved. No more of their pages are in the writing process's memory."""
 SAMPLE_BYTES = 4096
 """Bytes at the beginning and at the end of a mapped weight that are compared between processes."""
 SMALLEST_IN_FILE = 2**16
@@ -362,7 +362,8 @@ def _stored_for(model: PreTrainedModel, checkpoint: Path) -> dict[str, torch.Ten
 def saving_shards(model: Any, lazy: bool) -> Iterator[None]:
     """Inside, `save_pretrained` of a lazily loaded model writes files of `MAX_SHARD_SIZE`. No effect on others.
 
-    The process that writes has the pages of one file in memory at a time, and the stock size is 50 GB.
+    Should safetensors let no other thread run meanwhile, the process that writes has the pages of one file in memory at
+    a time. The stock size is 50 GB.
     """
     if not (lazy and isinstance(model, PreTrainedModel)):
         yield

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +128,26 @@ def test_into_memory(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytes
         file.truncate(100)
     for name, parameter in model.named_parameters():
         assert parameter is parameters[name] and torch.equal(parameter, before[name])
+
+
+def test_what_is_passed_on_does_not_add_up(tmp_path: Path) -> None:
+    """And is not lost; a thread sees to it that ends with the tensors."""
+    before = threading.active_count()
+    tensors = tensors_in_file(tmp_path, [TensorLike(torch.Size([2**20]), torch.float32)] * 4, are_passed_on=True)
+    pages = FileMappings().place_of(tensors[0])
+    assert pages is not None and threading.active_count() == before + 1
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    assert soon(lambda: resident_bytes(pages.file) == 0)
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
+    assert soon(lambda: resident_bytes(pages.file) == 0)
+    del tensor, tensors
+    assert soon(lambda: threading.active_count() == before)
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    """Whether it is true within a minute."""
+    return any(condition() or time.sleep(0.01) for _ in range(6000))
 
 
 def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
