@@ -362,8 +362,8 @@ def _stored_for(model: PreTrainedModel, checkpoint: Path) -> dict[str, torch.Ten
 def saving_shards(model: Any, lazy: bool) -> Iterator[None]:
     """Inside, `save_pretrained` of a lazily loaded model writes files of `MAX_SHARD_SIZE`. No effect on others.
 
-    Should safetensors let no other thread run meanwhile, the process that writes has the pages of one file in memory at
-    a time. The stock size is 50 GB.
+    Should safetensors let no other thread run meanwhile, the process that writes has the pages of one file in memory
+    at a time. The stock size is 50 GB.
     """
     if not (lazy and isinstance(model, PreTrainedModel)):
         yield
