@@ -12,7 +12,8 @@ subtracted. The table has the process with most of it, the file all of them:
 
     own            its parameters (as many bytes as its gradients), gradients and optimizer state
     train, save    the most memory of its own (RssAnon, looked at every 5 ms) until training has ended, while saving
-    resident       the same including pages of files, which processes share and the kernel can take back (VmHWM)
+    files          the most pages of files (RssFile, likewise), which processes share and the kernel can take back
+    resident       the most of both together (VmHWM)
     over_target    the most memory of its own while training, less 1.2 times "own" and the checkpoint's largest file
     start_s        from the call that loads the model to the first step's end
 """
@@ -115,32 +116,34 @@ class RandomTokens(Dataset):
 # ---------------------------------------------------------------------------------------------------------
 
 
-def memory(field: str) -> int:
-    """Bytes that this process has by `/proc/self/status`."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"the kernel does not tell {field}")
+OWN, FILES, RESIDENT, PEAK = "RssAnon", "RssFile", "VmRSS", "VmHWM"
+
+
+def memory() -> dict[str, int]:
+    """Bytes that this process has by `/proc/self/status`: of its own, of files, both, and the most of both so far."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    sizes = {words[0].removesuffix(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
+    return {field: sizes[field] for field in (OWN, FILES, RESIDENT, PEAK)}
 
 
 class Peak:
-    """The most memory of this process since it was last asked, anonymous and resident."""
+    """The most memory of this process since it was last asked, of its own, of files, and both together."""
 
     def __init__(self) -> None:
-        self._anonymous = 0
+        self._most = memory()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
     def _look(self) -> None:
         while not self._ends.wait(LOOK_S):
-            self._anonymous = max(self._anonymous, memory("RssAnon"))
+            self._most = {field: max(size, self._most[field]) for field, size in memory().items()}
 
-    def take(self) -> tuple[int, int]:
-        found = max(self._anonymous, memory("RssAnon")), memory("VmHWM")
+    def take(self) -> tuple[int, int, int]:
+        now, before = memory(), self._most
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        self._anonymous = 0
-        return found
+        self._most = memory()
+        return max(now[OWN], before[OWN]), max(now[FILES], before[FILES]), now[PEAK]
 
     def end(self) -> None:
         self._ends.set()
@@ -153,11 +156,18 @@ class FirstStep(TrainerCallback):
         self.gradient_bytes = 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        gradients = [p.grad for p in options["model"].parameters() if p.grad is not None]
+        held = [p for p in options["model"].parameters() if not getattr(p, "is_elsewhere", False)]
+        gradients = [p.grad for p in held if p.grad is not None]
         self.gradient_bytes = sum(gradient.nbytes for gradient in gradients)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.ended_at = self.ended_at or time.perf_counter()
+
+
+def above(what: str, most: tuple[int, int, int], at_rest: tuple[int, int, int]) -> Figures:
+    """The most memory while something was done, above what there was before loading, in MiB."""
+    names = (what, f"{what}_files", f"{what}_resident")
+    return {name: (size - before) / MIB for name, size, before in zip(names, most, at_rest, strict=True)}
 
 
 def work(how: str, checkpoint: Path, folder: Path, optimizer: str) -> None:
@@ -180,7 +190,8 @@ def work(how: str, checkpoint: Path, folder: Path, optimizer: str) -> None:
     set_seed(0)
     peak, first = Peak(), FirstStep()
     peak.take()
-    anonymous, resident = memory("RssAnon"), memory("VmRSS")
+    before = memory()
+    at_rest = before[OWN], before[FILES], before[RESIDENT]
     began = time.perf_counter()
     if how == LAZY:
         model = load_lazily(AutoModelForCausalLM, checkpoint)
@@ -198,10 +209,8 @@ def work(how: str, checkpoint: Path, folder: Path, optimizer: str) -> None:
     peak.end()
     result = {
         "own": (2 * first.gradient_bytes + sum(state.nbytes for state in states)) / MIB,
-        "train": (training[0] - anonymous) / MIB,
-        "train_resident": (training[1] - resident) / MIB,
-        "save": (saving[0] - anonymous) / MIB,
-        "save_resident": (saving[1] - resident) / MIB,
+        **above("train", training, at_rest),
+        **above("save", saving, at_rest),
         "start_s": first.ended_at - began,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }

@@ -5,26 +5,38 @@ cache that all processes of a host share and that the kernel takes back when mem
 process only for the pages that it writes to. So every process can have the whole model although no process has memory
 for it:
 
-    a module's weights   mapped ──forward──> read from the file
+    a module's weights   mapped ──forward──> read from the file ──`give_back`──> mapped
     its stage's weights  mapped ──`into_memory`──> a copy in this process's memory, and no mapping
 
-A page that this process has written to differs from the file. The kernel knows which pages these are
-(`/proc/self/pagemap`), so no bookkeeping is needed.
+The kernel would take back what was read by itself, but limits of memory (of containers, of batch systems) may count it
+until then.
+
+A page that this process has written to differs from the file, and is never given back. The kernel knows which pages
+these are (`/proc/self/pagemap`), so no bookkeeping is needed. Where it does not tell (not Linux), none is given back.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
+import threading
+import time
+import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from .checkpoint_files import TensorLike
 from .placeholders import set_values, values_of
@@ -33,6 +45,8 @@ PAGE = mmap.PAGESIZE
 MAPPINGS = Path("/proc/self/maps")
 PAGES = Path("/proc/self/pagemap")
 WRITTEN_AT_ONCE = 2**24
+GIVE_BACK_S = 0.02
+"""Seconds between two times that pages which are only passed on are given back."""
 IS_PRESENT, IS_SWAPPED, IS_OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 """Bits of the kernel's 8-byte entry for each page. A page in memory that is not a file's was written to."""
 
@@ -99,6 +113,11 @@ def is_written(tensor: torch.Tensor) -> bool:
 
     False if the kernel does not tell.
     """
+    return bool(_has_own_pages(tensor))
+
+
+def _has_own_pages(tensor: torch.Tensor) -> bool | None:
+    """`is_written`; None if the kernel does not tell."""
     first = tensor.data_ptr() // PAGE
     count = -(-(tensor.data_ptr() + tensor.nbytes) // PAGE) - first
     try:
@@ -106,9 +125,54 @@ def is_written(tensor: torch.Tensor) -> bool:
             file.seek(first * 8)
             entries = np.frombuffer(file.read(count * 8), dtype=np.uint64)
     except (OSError, ValueError):
-        return False
+        return None
+    if len(entries) != count:
+        return None
     own = ((entries & IS_PRESENT) != 0) & ((entries & IS_OF_FILE) == 0) | ((entries & IS_SWAPPED) != 0)
     return bool(own.any())
+
+
+def give_back(tensor: torch.Tensor) -> None:
+    """Give the pages of a mapped tensor back to the kernel; they are read from the file again when they are needed.
+
+    Pages at its ends, which it shares with its neighbours, stay. Does nothing if this process has written to a page of
+    the tensor, or if the kernel does not tell.
+
+    Args:
+        tensor: a tensor that `FileMappings` has found; it must still be mapped.
+    """
+    begin = -(-tensor.data_ptr() // PAGE) * PAGE
+    size = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE - begin
+    if size > 0 and _has_own_pages(tensor) is False:
+        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+@contextmanager
+def giving_back(model: nn.Module) -> Iterator[None]:
+    """Inside, each module gives back what it has read of mapped weights when its forward is over; at the end all do.
+
+    So a model can run in the memory of its largest layer. What autograd has kept of the weights stays valid. No module
+    is touched: the hook is torch's for all modules of the process.
+    """
+    mappings = FileMappings()
+
+    def forward_is_over(module: nn.Module, *_: Any) -> None:
+        for parameter in module.parameters():
+            for value in values_of(parameter):
+                if mappings.place_of(value) is not None:  # not so a placeholder that has taken its place
+                    give_back(value)
+
+    hook = register_module_forward_hook(forward_is_over)
+    try:
+        yield
+    finally:
+        hook.remove()
+        forward_is_over(model)
 
 
 def into_memory(parameters: Iterable[torch.Tensor]) -> None:
@@ -121,9 +185,12 @@ def into_memory(parameters: Iterable[torch.Tensor]) -> None:
         values = values_of(parameter)
         if any(mappings.place_of(value) is not None for value in values):
             set_values(parameter, [value.clone() for value in values])
+            for value in values:
+                if mappings.place_of(value) is not None:
+                    give_back(value)
 
 
-def tensors_in_file(folder: Path, likes: Sequence[TensorLike]) -> list[torch.Tensor]:
+def tensors_in_file(folder: Path, likes: Sequence[TensorLike], are_passed_on: bool = False) -> list[torch.Tensor]:
     """Return empty tensors in a temporary file without a name, which vanishes with the last of them.
 
     Their pages are those of a file: the kernel writes them to the disk and takes them back when memory is needed.
@@ -131,6 +198,8 @@ def tensors_in_file(folder: Path, likes: Sequence[TensorLike]) -> list[torch.Ten
     Args:
         folder: a folder on the disk that the file takes space of; created if it is missing.
         likes: the shapes and dtypes of the tensors.
+        are_passed_on: whether they are only filled and then read in a row, for a save. Then a thread gives their pages
+            back all the time, as long as there is one of the tensors, so that they never add up.
 
     Raises:
         OSError: the disk has no space for them. Without this, writing to them would end the process by a SIGBUS.
@@ -142,12 +211,22 @@ def tensors_in_file(folder: Path, likes: Sequence[TensorLike]) -> list[torch.Ten
     with tempfile.TemporaryFile(dir=folder) as file:
         _allocate(file.fileno(), begins[-1])
         pages = mmap.mmap(file.fileno(), begins[-1])
+    if are_passed_on and hasattr(mmap, "MADV_DONTNEED"):
+        threading.Thread(target=_give_back_again_and_again, args=(weakref.ref(pages),), daemon=True).start()
     return [
         torch.frombuffer(pages, dtype=like.dtype, count=like.shape.numel(), offset=begin).view(like.shape)
         if like.num_bytes
         else torch.empty(like.shape, dtype=like.dtype)
         for like, begin in zip(likes, begins, strict=False)
     ]
+
+
+def _give_back_again_and_again(pages: weakref.ref[mmap.mmap]) -> None:
+    """Give the pages of a mapping back until it is gone. It is shared, so what was written to them is in the file."""
+    while (mapping := pages()) is not None:
+        mapping.madvise(mmap.MADV_DONTNEED)
+        del mapping
+        time.sleep(GIVE_BACK_S)
 
 
 def _allocate(file: int, size: int) -> None:

@@ -304,4 +304,4 @@ def _filled_later(item: Any, values: Values, device: torch.device, in_file: Mapp
 def _space_for(items: Mapping[Any, Values], folder: Path) -> dict[Any, torch.Tensor]:
     """Tensors in a temporary file, by item and key."""
     likes = {(i, key): v for i, values in items.items() for key, v in values.items() if isinstance(v, TensorLike)}
-    return dict(zip(likes, tensors_in_file(folder, list(likes.values())), strict=True))
+    return dict(zip(likes, tensors_in_file(folder, list(likes.values()), are_passed_on=True), strict=True))

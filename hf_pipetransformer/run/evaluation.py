@@ -34,7 +34,7 @@ from .collectives import among_last_stages
 from .consistency import check_same_size
 from .cutting import CutModel, make_planner
 from .job import TrainingJob
-from .lazy_model import is_lazy
+from .lazy_model import is_lazy, sparing_memory
 from .parts import Parts
 from .probing import SampleCollator
 
@@ -80,7 +80,8 @@ def outside_training(
             yield loader
         return
     rows, collate_fn = job.rows_of_loader(dataloader)
-    cut = find_units(rows, SampleCollator(job, collate_fn))
+    with sparing_memory(job.model):
+        cut = find_units(rows, SampleCollator(job, collate_fn))
     cut.pipeline.place(make_planner(job.args, cut.unit_costs, job.mesh).first, keep_weights_aside=True)
     try:
         yield loader

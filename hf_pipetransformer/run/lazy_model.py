@@ -2,7 +2,7 @@
 
     model = load_lazily(AutoModelForCausalLM, "checkpoint")    weights are mapped from the files (`mapped_weights`)
     PipeTransformerTrainer(model, ...)
-    train()    units, loss, cache     probed on the mapped model
+    train()    units, loss, cache     probed on the mapped model, module by module given back
                place                  each process copies the weights of its stage into memory, and forgets the others
                save                   rank 0 writes shard by shard, from a file in which the stages' weights arrive
                end                    the model stays distributed
@@ -19,7 +19,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..file_formats import OBJECT, read_json
 from ..model.checkpoint_files import TensorLike, tensors_in, weight_files
 from ..model.elsewhere import Hidden
-from ..model.mapped_weights import FileMappings, Place, into_memory, is_written, tensors_in_file
+from ..model.mapped_weights import FileMappings, Place, giving_back, into_memory, is_written, tensors_in_file
 from ..model.placeholders import ParameterTable, set_values
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import global_state_kept
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 MARK = "_weights_stay_in_checkpoint"
 """Attribute of a model that `load_lazily` has loaded."""
 MAX_SHARD_SIZE = "2GB"
-"""Size of the files in which such a model is saved. Their pages count as memory of the process that writes them."""
+"""Size of the files in which such a model is saved. No more of their pages are in the writing process's memory."""
 SAMPLE_BYTES = 4096
 """Bytes at the beginning and at the end of a mapped weight that are compared between processes."""
 SMALLEST_IN_FILE = 2**16
@@ -261,6 +261,11 @@ def warn_of_unsaved(args: Any) -> None:
         )
 
 
+def sparing_memory(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, a model that was loaded lazily gives its weights back after each use. No effect on other models."""
+    return giving_back(model) if is_lazy(model) else nullcontext()
+
+
 def weights_in_checkpoint(table: ParameterTable, mesh: ProcessMesh) -> frozenset[str]:
     """The names of the weights that are still mapped, after a check that they are the same on all processes.
 
@@ -357,7 +362,8 @@ def _stored_for(model: PreTrainedModel, checkpoint: Path) -> dict[str, torch.Ten
 def saving_shards(model: Any, lazy: bool) -> Iterator[None]:
     """Inside, `save_pretrained` of a lazily loaded model writes files of `MAX_SHARD_SIZE`. No effect on others.
 
-    The process that writes has the pages of one file in memory at a time, and the stock size is 50 GB.
+    Should safetensors let no other thread run meanwhile, the process that writes has the pages of one file in memory
+    at a time. The stock size is 50 GB.
     """
     if not (lazy and isinstance(model, PreTrainedModel)):
         yield

@@ -24,6 +24,7 @@ from .consistency import check_same_size
 from .cutting import CutModel, make_planner, time_model
 from .evaluation import FindUnits
 from .job import COST_SAMPLE_ROWS, TrainingJob
+from .lazy_model import sparing_memory
 from .loss import Loss
 from .probing import SampleCollator
 from .setup import find_reduction, is_driven, say_how_loss_adds_up
@@ -74,7 +75,7 @@ def examine(
     collate: SampleCollator | None = None
     if job.is_probed:
         rows, collate = data.sample_rows(COST_SAMPLE_ROWS), SampleCollator(job, data.collate_fn, data.is_shared)
-    with generators_kept(job.trainer, job.model):
+    with generators_kept(job.trainer, job.model), sparing_memory(job.model):
         cut = find_units(rows, collate)
         loss, stack = Loss(job), cut.pipeline.stack
         reduction = find_reduction(loss, stack, data, collate)

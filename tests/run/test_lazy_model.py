@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,19 +14,23 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
+from file_pages import resident_bytes
 from model_zoo import LABELS, MODELS
 from one_job import run_each
 from safetensors.torch import load_file
 from selection import slow
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from training_data import Kind, PadCollator, TrainingData
 from training_runs import StopAfter, losses_of
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    TrainerCallback,
     set_seed,
 )
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
 from hf_pipetransformer.model.checkpoint_files import weight_files
@@ -180,6 +185,46 @@ def test_resuming(tmp_path: Path) -> None:
     for number, state in states[1].items():
         for key, value in state.items():
             assert torch.equal(states[0][number][key], value)
+
+
+class Looks(TrainerCallback):
+    """What a process has in its memory of the checkpoint's files: after any layer's forward, and in the first step."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        self.examining: list[int] = []
+        self.training: list[int] = []
+        self._hook = register_module_forward_hook(self._layer_has_run)
+
+    def _layer_has_run(self, module: nn.Module, *_: Any) -> None:
+        if isinstance(module, LlamaDecoderLayer):
+            self.examining.append(resident_bytes(self._checkpoint))
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._hook.remove()
+        self.training.append(resident_bytes(self._checkpoint))
+
+
+def examined(rank: int, world_size: int, folder: Path) -> tuple[list[int], list[int]]:
+    model = load_lazily(AutoModelForCausalLM, folder / "checkpoint")
+    looks = Looks(folder / "checkpoint")
+    trainer = trainer_of(arguments(folder / "run", max_steps=1), model, "causal-lm")
+    trainer.add_callback(looks)
+    trainer.train()
+    return looks.examining, looks.training
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which pages a process has written to")
+def test_the_examination_before_the_first_step_takes_the_memory_of_a_layer(tmp_path: Path) -> None:
+    config = MODELS["llama"].build().config
+    config.hidden_size, config.intermediate_size, config.head_dim = 512, 2048, 512 // config.num_attention_heads
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "checkpoint", max_shard_size="20MB")
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    first, second = run_ranks(examined, WORLD, tmp_path)
+    assert len(first[0]) > config.num_hidden_layers and 0 < max(first[0]) < layer
+    assert not second[0] or max(second[0]) < layer
+    assert first[1] == second[1] == [0]  # nothing is mapped any more
 
 
 class LogsOverAll(PipeTransformerTrainer):

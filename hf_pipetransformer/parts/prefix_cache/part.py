@@ -15,6 +15,7 @@ from ...planning.layout import Layout
 from ...randomness import generators_kept
 from ...resilience.exit import SECONDS
 from ...run.job import TrainingJob
+from ...run.lazy_model import sparing_memory
 from ...run.parts import Ending, LayoutChange, RunPart, StepFacts, Wish
 from ...run.placing import Examined
 from ...run.run import PipelineRun
@@ -74,7 +75,7 @@ class PrefixCache(RunPart):
         trouble = check_folder(job, data, costs, generations)
         if trouble is not None:
             return trouble
-        with generators_kept(job.trainer, job.model):
+        with generators_kept(job.trainer, job.model), sparing_memory(job.model):
             return make_cache(pipeline, found.times, job, data, costs, generations, run.most_frozen)
 
     def placed(self, layout: Layout) -> None:
