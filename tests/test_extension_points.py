@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md: a freeze policy, a schedule, the layers of a model, and a part, each by one object."""
+"""The examples of CONTRIBUTING.md: a freeze policy, a schedule, the layers of a model, a part, each by one object."""
 
 from __future__ import annotations
 
