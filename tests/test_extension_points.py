@@ -1,7 +1,8 @@
-"""The examples of CONTRIBUTING.md: a freeze policy, a schedule, and the layers of a model, each by one object."""
+"""The examples of CONTRIBUTING.md: a freeze policy, a schedule, the layers of a model, a part, each by one object."""
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,12 @@ from training_runs import WORLD, Outcome, Run, assert_same_training, outcome_of,
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import FreezePolicy, PipeTransformerTrainer, PipeTransformerTrainingArguments
+from hf_pipetransformer.parts.entries import ENTRIES
 from hf_pipetransformer.parts.freezing.policies import FreezeDecision
 from hf_pipetransformer.planning.schedules import SCHEDULES, Schedule, Work
 
 PAGE = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
-POLICY, SCHEDULE, LAYERS = re.findall(r"^```python\n(.*?)(?:^args = .*?)?^```", PAGE, re.DOTALL | re.MULTILINE)
+POLICY, SCHEDULE, LAYERS, PART = re.findall(r"^```python\n(.*?)(?:^args = .*?)?^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def example(code: str, **names: Any) -> dict[str, Any]:
@@ -104,3 +106,50 @@ def test_layers_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for weights in run_ranks(train_classifier, 2):
         for name, weight in weights.items():
             torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A part
+# ---------------------------------------------------------------------------------------------------------
+
+
+def train_with_stage_norms(rank: int, world_size: int, run: Run) -> tuple[list[list[float]], list[float], list[str]]:
+    """The norms of the stages in each step, those of the whole gradient, and the sentences about the largest one."""
+    sentences: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: sentences.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hf_pipetransformer")
+    entries, level = list(ENTRIES), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        example(PART)
+        assert len(ENTRIES) == len(entries) + 1
+        trainer = pipeline_trainer(run, world_size)
+        trainer.train()
+    finally:
+        ENTRIES[:] = entries
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    names = [f"grad_norm_stage_{stage}" for stage in range(world_size)]
+    history = trainer.state.log_history  # the parts log before an update, the Trainer after it
+    of_stages = [[entry[name] for name in names] for entry in history if names[0] in entry]
+    of_whole = [float(entry["grad_norm"]) for entry in history if "grad_norm" in entry]
+    return of_stages, of_whole, [line for line in sentences if line.startswith("The largest norm of a stage's")]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_part(num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run(samples=33, epochs=1, accumulation=1, options={"max_grad_norm": 1e6})  # nothing is clipped
+    run = replace(run, per_device=run.per_device * WORLD // num_stages)
+    outcomes = run_ranks(train_with_stage_norms, num_stages, run)
+    assert "stage_norms" not in {entry.name for entry in ENTRIES}
+    for of_stages, of_whole, _ in outcomes:
+        assert len(of_stages) == len(of_whole) == 3
+        for norms, norm in zip(of_stages, of_whole, strict=True):
+            assert len(norms) == num_stages and all(norms)
+            assert sum(one**2 for one in norms) == pytest.approx(norm**2, rel=1e-5)
+    largest = max(max(norms) for norms in outcomes[0][0])
+    assert [len(lines) for *_, lines in outcomes] == [1] + [0] * (num_stages - 1)  # the main process logs
+    assert f" was {largest:.3g} (grad_norm_stage_" in outcomes[0][2][0]
