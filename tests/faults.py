@@ -128,9 +128,9 @@ class FaultInjector:
         if fault.phase == "cache":  # written by a thread of its own
             write = writing.StoreWriting._write
 
-            def looked_at(writer: Any, entries: Any) -> None:
+            def looked_at(writer: Any, *batch: Any) -> None:
                 self.look("cache", PROGRESS.step)
-                write(writer, entries)
+                write(writer, *batch)
 
             writing.StoreWriting._write = looked_at  # type: ignore[method-assign]
 

@@ -39,8 +39,9 @@ FAULTS = {
 
 
 def environment() -> dict[str, str]:
-    """Without what the launcher of these tests may have set."""
+    """Without what the launcher of these tests may have set, and with warnings, which the tests hide."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "ACCELERATE"))}
+    mine["TRANSFORMERS_VERBOSITY"] = "warning"
     return {**mine, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
