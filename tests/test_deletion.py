@@ -1,4 +1,4 @@
-"""A training that asks for no part runs where the parts cannot be imported; the argument that asks is refused by name."""
+"""Where parts cannot be imported, a training that asks for none runs; the argument that asks for one is refused."""
 
 from __future__ import annotations
 
