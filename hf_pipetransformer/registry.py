@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 PARTS = f"{__package__}.parts"
@@ -18,6 +19,14 @@ def find_part(name: str) -> ModuleType | None:
         return None
 
 
+def is_installed(*names: str) -> bool:
+    """Whether modules of parts could be imported. It does not import them."""
+    try:
+        return all(find_spec(f"{PARTS}.{name}") is not None for name in names)
+    except ModuleNotFoundError:
+        return False
+
+
 def require_part(name: str, asked_by: str) -> ModuleType:
     """Return a module of a part that the user has asked for.
 
@@ -30,8 +39,13 @@ def require_part(name: str, asked_by: str) -> ModuleType:
     """
     module = find_part(name)
     if module is None:
-        raise ValueError(
-            f"{asked_by} requires {PARTS}.{name.partition('.')[0]}, which is not installed. Reinstall"
-            f" {__package__}, or leave the argument out."
-        )
+        raise not_installed(name, asked_by)
     return module
+
+
+def not_installed(name: str, asked_by: str) -> ValueError:
+    """Return the error of `require_part`."""
+    return ValueError(
+        f"{asked_by} requires {PARTS}.{name.partition('.')[0]}, which is not installed. Reinstall {__package__}, or"
+        " leave the argument out."
+    )

@@ -32,13 +32,14 @@ class Entry:
         name: of its folder in `parts/`.
         is_wanted: whether a training has it.
         asked_by: the argument with which the user has asked for it; None if it is wanted by default.
-        make: makes the part for a run; None: `make` of `parts/<name>/part.py` does, which is imported for it.
+        make: makes the part for a run, or returns None where what it needs is not installed. By default `make` of
+            `parts/<name>/part.py`, which is imported for it.
     """
 
     name: str
     is_wanted: Callable[[TrainingJob], bool] = lambda job: True
     asked_by: Callable[[TrainingJob], str | None] = lambda job: None
-    make: Callable[[PipelineRun], RunPart] | None = None
+    make: Callable[[PipelineRun], RunPart | None] | None = None
 
 
 def _cache_is_on(job: TrainingJob) -> str | None:

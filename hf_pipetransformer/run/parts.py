@@ -18,7 +18,7 @@ from torch import nn
 from ..model.micro_batch import Batch
 from ..pipeline.moves import Transformation
 from ..planning.layout import Layout
-from ..registry import find_part, require_part
+from ..registry import find_part, not_installed
 
 if TYPE_CHECKING:
     from .placing import Examined
@@ -250,10 +250,13 @@ class Parts:
                 continue
             make, asked_by, name = entry.make, entry.asked_by(run.job), f"{entry.name}.part"
             if make is None:
-                module = find_part(name) if asked_by is None else require_part(name, asked_by)
+                module = find_part(name)
                 make = module.make if module is not None else None
-            if make is not None:
-                self._by_name[entry.name] = make(run)
+            part = make(run) if make is not None else None
+            if part is not None:
+                self._by_name[entry.name] = part
+            elif asked_by is not None:
+                raise not_installed(entry.name, asked_by)
         self._having: dict[str, Sequence[Any]] = {}
 
     def __iter__(self) -> Iterator[RunPart]:

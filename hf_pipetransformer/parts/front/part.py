@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ...model.micro_batch import Batch
+from ...registry import find_part, is_installed
 from ...run.parts import Ending, RunPart
-from ...run.placing import Examined
 from ...run.run import PipelineRun
-from ..prefix_cache.cache.sharing import store_file
-from .front_cache import FrontCache
+
+if TYPE_CHECKING:
+    from .front_cache import FrontCache
 
 
 class Front(RunPart):
-    """Holds the cache of what the user has frozen.
+    """Holds the cache of modules that the user has frozen, from the first epoch on in which a parameter is frozen.
+
+    Before that nothing of the cache is loaded, and a step costs what it costs without this part.
 
     Args:
         run: the run of the training.
@@ -26,30 +29,40 @@ class Front(RunPart):
         self._run, self._job = run, run.job
         self._cache: FrontCache | None = None
 
-    @property
-    def cache(self) -> FrontCache:
-        assert self._cache is not None, "the model has not been examined"
-        return self._cache
+    def train_begins(self) -> None:
+        self._look_for_frozen()  # an evaluation may come before the first step
 
-    def found(self, found: Examined) -> None:
-        self._cache = FrontCache(self._job, self._run.training_batches.dataset, store_file(self._job))
+    def step_begins(self, is_first: bool) -> None:
+        self._look_for_frozen()  # callbacks may have frozen parameters in `on_epoch_begin`
+
+    def _look_for_frozen(self) -> None:
+        """Make the cache in the first step of an epoch in which a parameter is frozen. Collective over all processes."""
+        if self._cache is not None or self._run.is_within_epoch:
+            return
+        if self._job.mesh.any(any(not parameter.requires_grad for parameter in self._job.model.parameters())):
+            front, sharing = find_part("front.front_cache"), find_part("prefix_cache.cache.sharing")
+            assert front is not None and sharing is not None, "make() has asked for them"
+            dataset = self._run.training_batches.dataset
+            self._cache = front.FrontCache(self._job, dataset, sharing.store_file(self._job))
 
     def around_step(self, batch: Batch) -> AbstractContextManager[Any]:
-        return self.cache.step(self._job.trainer.state, batch)
+        return self._cache.step(self._job.trainer.state, batch) if self._cache is not None else nullcontext()
 
     def around_evaluation(self, dataloader: Any, prefix: str) -> AbstractContextManager[Any]:
-        return self.cache.evaluation(self._job.trainer.state, prefix)
+        return self._cache.evaluation(self._job.trainer.state, prefix) if self._cache is not None else nullcontext()
 
     def epoch_ends(self) -> None:
-        report = self.cache.epoch_report()
+        report = self._cache.epoch_report() if self._cache is not None else None
         if report is not None:
             self._run.publish("front_epoch", report)
 
     def train_ends(self) -> None:
-        self._run.publish("not_read", self.cache.why_not_read)
+        if self._cache is not None:
+            self._run.publish("not_read", self._cache.why_not_read)
 
     def release(self) -> None:
-        self.cache.release()  # before what else has replaced the layers' forward
+        if self._cache is not None:
+            self._cache.release()  # before what else has replaced the layers' forward
 
     def close(self, ending: Ending) -> None:
         if self._cache is not None:
@@ -63,5 +76,6 @@ class Front(RunPart):
             self._cache.forget()
 
 
-def make(run: PipelineRun) -> Front:
-    return Front(run)
+def make(run: PipelineRun) -> Front | None:
+    """Return the part; None if what it needs is not installed."""
+    return Front(run) if is_installed("front.front_cache", "prefix_cache.cache.sharing") else None
