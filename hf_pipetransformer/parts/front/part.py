@@ -36,7 +36,7 @@ class Front(RunPart):
         self._look_for_frozen()  # callbacks may have frozen parameters in `on_epoch_begin`
 
     def _look_for_frozen(self) -> None:
-        """Make the cache in the first step of an epoch in which a parameter is frozen. Collective over all processes."""
+        """Make the cache in the first step of an epoch in which a parameter is frozen. Collective, all processes."""
         if self._cache is not None or self._run.is_within_epoch:
             return
         if self._job.mesh.any(any(not parameter.requires_grad for parameter in self._job.model.parameters())):
