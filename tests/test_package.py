@@ -78,16 +78,17 @@ def test_the_wheel_has_the_package_and_nothing_else_is_installed_and_runs(tmp_pa
 
 
 # ------------------------------------------------------------------------------------------ the oldest versions
-TESTED = ("recipes", "report", "test")
+TESTED = ("recipes", "report", "sentence-transformers", "test")
 """The extras that tests need."""
 
 
 def bounds() -> dict[str, Version]:
-    """Of each dependency the oldest version that is admitted."""
+    """Of each dependency that the oldest Python can have the oldest version that is admitted."""
     lines = [*PROJECT["dependencies"], *(line for extra in TESTED for line in PROJECT["optional-dependencies"][extra])]
     found = {}
     for requirement in map(Requirement, lines):
-        if canonicalize_name(requirement.name) != canonicalize_name(PROJECT["name"]):
+        is_for_oldest = requirement.marker is None or requirement.marker.evaluate({"python_version": "3.10"})
+        if is_for_oldest and canonicalize_name(requirement.name) != canonicalize_name(PROJECT["name"]):
             (found[canonicalize_name(requirement.name)],) = [
                 Version(part.version) for part in requirement.specifier if part.operator == ">="
             ]
