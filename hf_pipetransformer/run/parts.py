@@ -243,21 +243,33 @@ class Parts:
     """
 
     def __init__(self, run: PipelineRun) -> None:
+        self._run = run
         self._by_name: dict[str, RunPart] = {}
-        entries = find_part("entries")
+        self._having: dict[str, Sequence[RunPart]] = {}
+        self.choose()
+
+    def choose(self) -> None:
+        """Make the parts that the arguments ask for, and keep those that are there.
+
+        Raises:
+            ValueError: a part that the user has asked for is not installed.
+        """
+        entries, before = find_part("entries"), self._by_name
+        self._by_name, self._having = {}, {}
         for entry in entries.ENTRIES if entries is not None else ():
-            if not entry.is_wanted(run.job):
+            if not entry.is_wanted(self._run.job):
                 continue
-            make, asked_by, name = entry.make, entry.asked_by(run.job), f"{entry.name}.part"
-            if make is None:
-                module = find_part(name)
-                make = module.make if module is not None else None
-            part = make(run) if make is not None else None
+            part, asked_by = before.get(entry.name) or self._made(entry), entry.asked_by(self._run.job)
             if part is not None:
                 self._by_name[entry.name] = part
             elif asked_by is not None:
                 raise not_installed(entry.name, asked_by)
-        self._having: dict[str, Sequence[Any]] = {}
+
+    def _made(self, entry: Any) -> RunPart | None:
+        if entry.make is not None:
+            return entry.make(self._run)
+        module = find_part(f"{entry.name}.part")
+        return module.make(self._run) if module is not None else None
 
     def __iter__(self) -> Iterator[RunPart]:
         return iter(self._by_name.values())

@@ -88,9 +88,9 @@ class PipelineRun(TrainerCallback):
         with ExitStack() as entered:
             entered.push(self._close)
             entered.callback(PROGRESS.enter, PROGRESS.phase, PROGRESS.step)
-            callbacks = self.job.trainer.callback_handler.callbacks
-            callbacks.insert(0, self)
-            entered.callback(lambda: callbacks.remove(self) if self in callbacks else None)
+            handler = self.job.trainer.callback_handler
+            handler.callbacks.insert(0, self)
+            entered.callback(lambda: handler.callbacks.remove(self) if self in handler.callbacks else None)
             for part in self.parts.having("around_train"):
                 entered.enter_context(part.around_train())
             PROGRESS.enter("start", 0)
@@ -113,6 +113,7 @@ class PipelineRun(TrainerCallback):
             part.close(ending)
         if self.data is not None:
             self.data.close()  # otherwise its workers keep waiting for the next epoch
+            self.data = None  # the trainer keeps the parts, which refer to this run
 
     def publish(self, topic: str, value: Any) -> None:
         """Tell all parts something: "sentence", for one, is what the records log."""
@@ -232,6 +233,7 @@ class PipelineRun(TrainerCallback):
         Collective over all processes.
         """
         job, trainer, data = self.job, self.job.trainer, self.training_batches
+        self.parts.choose()  # a trial of a search has changed the arguments since the parts were made
         # 1
         found = examine(job, data, self._find_units, lambda plan: self.publish("slices", plan))
         self._cut, self.planner, pipeline = found.cut, found.planner, found.cut.pipeline
