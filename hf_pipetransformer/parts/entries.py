@@ -1,9 +1,9 @@
 """The parts that a training may have, in the order in which they are called.
 
     part            asked for by                       does
-    preemption      always                             saves and exits on SIGTERM
     freezing        freeze_policy, frozen layers       wishes that more layers be frozen
     records         always                             log lines, metrics, the record for the report
+    preemption      always                             saves and exits on SIGTERM
     prefix_cache    activation_cache                   wishes that frozen layers count as cached
     front           activation_cache, with one stage   reads the outputs of frozen modules
     watchdog        watchdog_timeout                   ends the job when a process dies or hangs
@@ -47,7 +47,10 @@ def _cache_is_on(job: TrainingJob) -> str | None:
 
 
 def _policy(job: TrainingJob) -> str | None:
-    return f"freeze_policy={job.args.freeze_policy!r}" if job.freeze_callback is not None else None
+    name, callback = job.args.freeze_policy, job.freeze_callback
+    if callback is None:
+        return None
+    return f"freeze_policy={name!r}" if name != "none" else type(callback).__name__
 
 
 def _timeout(job: TrainingJob) -> str | None:
@@ -56,9 +59,9 @@ def _timeout(job: TrainingJob) -> str | None:
 
 
 ENTRIES = [
-    Entry("preemption"),
     Entry("freezing", lambda job: job.freeze_callback is not None or job.follows_freezing, _policy),
     Entry("records"),
+    Entry("preemption"),
     Entry("prefix_cache", lambda job: job.may_cache_prefix, _cache_is_on),
     Entry("front", lambda job: job.may_cache_front, _cache_is_on),
     Entry("watchdog", lambda job: job.mesh.world_size > 1 and job.args.watchdog_timeout > 0, _timeout),

@@ -117,7 +117,7 @@ class TrainingJob:
         It is the one that says so of itself (`freezes_layers`).
         """
         callbacks = self.trainer.callback_handler.callbacks
-        return next((c for c in callbacks if getattr(c, "freezes_layers", False)), None)
+        return next((c for c in callbacks if getattr(c, "freezes_layers", None) is True), None)
 
     @property
     def users_callbacks(self) -> list[Any]:

@@ -182,7 +182,7 @@ class RunPart:
         """A step is done; the loss is the global batch's. Not collective."""
 
     def before_update(self, scale: float) -> None:
-        """The gradients of an optimizer step are complete, and not yet clipped. Collective over the pipeline.
+        """The gradients of an optimizer step are complete, and not yet clipped.
 
         Args:
             scale: the gradient scaler's factor, by which the gradients are too large; 1 without a scaler.
@@ -249,21 +249,33 @@ class Parts:
         self.choose()
 
     def choose(self) -> None:
-        """Make the parts that the arguments ask for, and keep those that are there.
+        """Make the parts that the arguments ask for, and keep those that are there. Collective over all processes.
 
         Raises:
-            ValueError: a part that the user has asked for is not installed.
+            ValueError: a part that the user has asked for is not installed, or a part is not installed everywhere.
+                Every process raises it.
         """
         entries, before = find_part("entries"), self._by_name
         self._by_name, self._having = {}, {}
+        missing: ValueError | None = None
         for entry in entries.ENTRIES if entries is not None else ():
             if not entry.is_wanted(self._run.job):
                 continue
             part, asked_by = before.get(entry.name) or self._made(entry), entry.asked_by(self._run.job)
             if part is not None:
                 self._by_name[entry.name] = part
-            elif asked_by is not None:
-                raise not_installed(entry.name, asked_by)
+            elif asked_by is not None and missing is None:
+                missing = not_installed(entry.name, asked_by)
+        everyone = self._run.job.mesh.gather_objects((list(self._by_name), str(missing or "")))
+        found, errors = zip(*everyone, strict=True)
+        if any(errors):
+            raise missing or ValueError(next(filter(None, errors)))
+        other = next((rank for rank, names in enumerate(found) if names != found[0]), None)
+        if other is not None:  # they would reduce other votes
+            raise ValueError(
+                f"Process 0 has the parts {', '.join(found[0])} of {__package__.partition('.')[0]} installed, and"
+                f" process {other} has {', '.join(found[other])}. Install the same version on all nodes."
+            )
 
     def _made(self, entry: Any) -> RunPart | None:
         if entry.make is not None:

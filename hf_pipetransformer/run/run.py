@@ -113,7 +113,9 @@ class PipelineRun(TrainerCallback):
             part.close(ending)
         if self.data is not None:
             self.data.close()  # otherwise its workers keep waiting for the next epoch
-            self.data = None  # the trainer keeps the parts, which refer to this run
+        # the trainer keeps the parts, which refer to this run, for evaluations and the model card
+        self.data = self._cut = None
+        vars(self).pop("steps", None)
 
     def publish(self, topic: str, value: Any) -> None:
         """Tell all parts something: "sentence", for one, is what the records log."""
@@ -149,7 +151,8 @@ class PipelineRun(TrainerCallback):
             ValueError: another process does something else.
         """
         self.arrive()
-        return any(part.meet(doing) for part in self.parts.having("meet"))
+        met = [part.meet(doing) for part in self.parts.having("meet")]  # all of them, as each is collective
+        return any(met)
 
     def arrive(self) -> None:
         """Serve calls of the model in callbacks of other processes, before this one waits for them elsewhere.
@@ -382,9 +385,9 @@ class PipelineRun(TrainerCallback):
         """Prepare for loading the best model, which overwrites the last weights. Collective over all processes."""
         self.arrive()
         PROGRESS.begin_round("loads the best model")
-        refuse_best_model_that_some_lack(self.job)
         for part in self.parts.having("before_best"):
             part.before_best()
+        refuse_best_model_that_some_lack(self.job)
 
     def nothing_left(self) -> None:
         """A resumed training has no step left. Not collective."""

@@ -233,7 +233,9 @@ class Steps:
         votes = [current.exchanges_inputs, pipeline.weights.flags_changed]
         votes += [getattr(control, name) and pipeline.num_stages > 1 for name in OF_CONTROL]
         for part in voting:
-            votes += part.vote(facts)
+            mine = part.vote(facts)
+            assert len(mine) == part.num_votes, type(part)
+            votes += mine
         loss = current.total(pipeline.device)
         if self._mesh.world_size > 1:
             PROGRESS.enter("all-reduce")

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_pipetransformer.argument_values import FREEZE_POLICIES
 from hf_pipetransformer.parts.freezing.policies import (
+    POLICIES,
     AdaptivePolicy,
     AlphaPolicy,
     AutoFreezePolicy,
@@ -181,3 +183,7 @@ def test_a_users_policy_is_kept_within_bounds() -> None:
 
 
 # ------------------------------------------------------------------------------------ names, arguments, ranks
+
+
+def test_the_arguments_name_all_policies() -> None:
+    assert tuple(POLICIES) == FREEZE_POLICIES

@@ -13,7 +13,7 @@ from cached_runs import trainer_of
 from distributed import run_ranks
 from one_job import run_each
 from training_runs import Outcome, Run, assert_same_training, outcome_of, pipeline_trainer, when_it_ends
-from transformers import hyperparameter_search, integrations
+from transformers import TrainerCallback, hyperparameter_search, integrations
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from hf_pipetransformer import PipeTransformerTrainer
@@ -102,19 +102,49 @@ class Trials:
         return BestRun("0", 0.0, trials[0])
 
 
-def searched(rank: int, world_size: int, folder: str, trials: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    writing.PENDING_BATCHES = 1000
+def searching(folder: str, **options: Any) -> tuple[PipeTransformerTrainer, Trials]:
+    """A trainer whose search runs the trials that it is given."""
     search = Trials()
     hyperparameter_search.ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.WANDB] = lambda: search
     integrations.hp_params = dict  # the stock one knows a dictionary only where its backend is installed
     sys.modules["wandb"] = SimpleNamespace(run=SimpleNamespace(id="0"))  # names the folder of a trial
-    made = pipeline_trainer(RUN, 1, folder, freeze_policy="schedule", freeze_schedule=FROM_THE_START)
+    made = pipeline_trainer(RUN, 1, folder, **options)
     trainer = PipeTransformerTrainer(
         args=made.args,
         train_dataset=made.train_dataset,
         data_collator=made.data_collator,
         model_init=RUN.build_model,
     )
+    return trainer, search
+
+
+def parts_of_trials(rank: int, world_size: int, folder: str, trials: list[dict[str, Any]]) -> list[set[str]]:
+    trainer, _ = searching(folder)
+    found: list[set[str]] = []
+
+    class Looks(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            assert trainer._pipeline_run is not None
+            names = ("freezing", "prefix_cache", "front")
+            found.append({name for name in names if trainer._pipeline_run.parts.get(name) is not None})
+
+    trainer.add_callback(Looks())
+    trainer.hyperparameter_search(
+        hp_space=lambda trial: trial, n_trials=len(trials), backend="wandb", compute_objective=sum, trials=trials
+    )
+    return found
+
+
+def test_a_training_has_the_parts_that_its_trial_asks_for(tmp_path: Path) -> None:
+    policy = {"learning_rate": 1e-3, "freeze_policy": "alpha", "activation_cache": "auto"}
+    trials = [policy, {**policy, "activation_cache": "off"}, {**policy, "freeze_policy": "none"}]
+    (found,) = run_ranks(parts_of_trials, 1, str(tmp_path / "out"), trials)
+    assert found == [{"freezing", "prefix_cache"}, {"freezing"}, {"front"}]
+
+
+def searched(rank: int, world_size: int, folder: str, trials: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    writing.PENDING_BATCHES = 1000
+    trainer, search = searching(folder, freeze_policy="schedule", freeze_schedule=FROM_THE_START)
     trainer.args.activation_cache = "on"
     counts = counted(trainer)
     trainer.hyperparameter_search(

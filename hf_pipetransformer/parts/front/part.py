@@ -36,10 +36,14 @@ class Front(RunPart):
         self._look_for_frozen()  # callbacks may have frozen parameters in `on_epoch_begin`
 
     def _look_for_frozen(self) -> None:
-        """Make the cache in the first step of an epoch in which a parameter is frozen. Collective, all processes."""
-        if self._cache is not None or self._run.is_within_epoch:
+        """Make the cache when a parameter is frozen. Collective over all processes.
+
+        Several processes agree on it in the first step of an epoch only, and not in each step.
+        """
+        mesh = self._job.mesh
+        if self._cache is not None or (self._run.is_within_epoch and mesh.world_size > 1):
             return
-        if self._job.mesh.any(any(not parameter.requires_grad for parameter in self._job.model.parameters())):
+        if mesh.any(any(not parameter.requires_grad for parameter in self._job.model.parameters())):
             front, sharing = find_part("front.front_cache"), find_part("prefix_cache.cache.sharing")
             assert front is not None and sharing is not None, "make() has asked for them"
             dataset = self._run.training_batches.dataset

@@ -194,6 +194,7 @@ class PrefixCache(RunPart):
             closing.join(SECONDS)  # its writer waits for the device, where a kernel may wait for other processes
         else:
             close()
+        self.cache = None
 
 
 def make(run: PipelineRun) -> PrefixCache:

@@ -21,7 +21,7 @@ from .scheduled import ScheduledEngine
 
 
 @dataclass(frozen=True)
-class Part:
+class EnginePackage:
     """A package that only some trainings need.
 
     Attributes:
@@ -42,7 +42,9 @@ class Part:
         """
         try:
             return import_module(f"{self.package}.{module}")
-        except ImportError as error:
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith(self.package):
+                raise  # something that the package itself needs
             raise ValueError(
                 f"{self.asked_by} {self.package}.{module}, which cannot be imported ({error}). Install the whole"
                 f" package, or {self.remedy}."
@@ -59,13 +61,15 @@ class Part:
         return found
 
 
-DRIVEN = Part(
+DRIVEN = EnginePackage(
     "hf_pipetransformer.parts.driven",
     "loss_reduction: the loss is not known to add up over micro-batches. So it runs on whole batches and drives the"
     " pipeline, which needs",
     "set loss_reduction='sum' or 'mean' if the losses of a batch's parts add up, or pipeline_parallel_size=1",
 )
-SLICES = Part("hf_pipetransformer.token_slices", "token_slices: splitting sequences needs", "set token_slices='off'")
+SLICES = EnginePackage(
+    "hf_pipetransformer.token_slices", "token_slices: splitting sequences needs", "set token_slices='off'"
+)
 
 
 @dataclass(frozen=True)
