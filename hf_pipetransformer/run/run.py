@@ -87,7 +87,8 @@ class PipelineRun(TrainerCallback):
     def __enter__(self) -> PipelineRun:
         with ExitStack() as entered:
             entered.push(self._close)
-            entered.callback(PROGRESS.enter, PROGRESS.phase, PROGRESS.step)
+            outer = PROGRESS.phase, PROGRESS.step
+            entered.callback(lambda: PROGRESS.enter(*outer) if PROGRESS.phase != outer[0] else None)
             handler = self.job.trainer.callback_handler
             handler.callbacks.insert(0, self)
             entered.callback(lambda: handler.callbacks.remove(self) if self in handler.callbacks else None)

@@ -310,7 +310,7 @@ def make_policy(
     Raises:
         ValueError: the name is unknown, or an argument is out of range.
     """
-    if name not in POLICIES:
+    if name not in tuple(POLICIES):  # the name may be anything that a file holds, also a list
         raise ValueError(f"freeze_policy={name!r} is unknown. Set it to one of {', '.join(map(repr, POLICIES))}.")
     given = {"alpha": alpha, "percentile": percentile, "schedule": {} if schedule is None else schedule, "by": by}
     make = POLICIES[name]

@@ -101,6 +101,7 @@ class Watchdog:
 
     # ------------------------------------------------------------------------------------ main thread
     def __enter__(self) -> Watchdog:
+        self._outer = PROGRESS.phase, PROGRESS.step
         if self._timeout and PROGRESS.phase == LEFT:
             me = (socket.gethostname(), os.getpid(), psutil.Process().create_time(), uuid4().hex)
             self._everyone = self._gather(me)
@@ -150,6 +151,7 @@ class Watchdog:
                 self._leave(error)
         finally:
             self._done.set()
+            PROGRESS.enter(*self._outer)
 
     def _leave(self, error: BaseException | None) -> None:
         if error is not None and not (isinstance(error, SystemExit) and error.code == PREEMPTED):
