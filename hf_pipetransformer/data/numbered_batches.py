@@ -185,7 +185,14 @@ class NumberedBatches(Dataset[Any]):
 
         Args:
             wrap: returns a collator that calls the given one. It can be pickled if that can.
+
+        Raises:
+            ValueError: another part has done so; the tags of a batch are one part's.
         """
+        if self._wrap_collator is not None:
+            raise ValueError(
+                "Two parts of the training add tags to the batches. Set activation_cache='off', or remove the other part."
+            )
         self._wrap_collator = wrap
         if not self.is_iterable:  # those are collated here, batch by batch; a stream may be read only once
             self.use_collator(self.collate_fn)

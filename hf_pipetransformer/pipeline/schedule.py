@@ -144,7 +144,9 @@ class PipelineScheduler:
         placement = self._placement
         run_as = schedule_of_step(self._name, placement.num_stages, num_microbatches, placement.num_virtual_stages)
         stages = [self._stage(part, of_part) for part, of_part in enumerate(shapes)]
-        schedule = get_schedule_class(run_as.torch_name)(
+        name = run_as.torch_name
+        torch_class = get_schedule_class(name) if isinstance(name, str) else name
+        schedule = torch_class(
             stages if run_as.is_interleaved else stages[0], num_microbatches, loss_fn=_first_output, scale_grads=False
         )
         # torch takes the process's rank in the group for the index of its stage

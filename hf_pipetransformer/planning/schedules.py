@@ -75,7 +75,7 @@ class Schedule:
 
     Attributes:
         name: the value of `pipeline_schedule`.
-        torch_name: torch's name of the class that runs it (`get_schedule_class`).
+        torch_name: torch's name of the class that runs it (`get_schedule_class`), or a class of your own.
         order: what a stage does in a step, in the order of torch's schedule. Only plans and forecasts read it: with
             another order they are wrong, and the training is not.
         keeps_all: whether activations of all micro-batches are kept, so that memory grows with their number.
@@ -87,7 +87,7 @@ class Schedule:
     """
 
     name: str
-    torch_name: str
+    torch_name: str | type
     order: Order
     keeps_all: bool
     is_interleaved: bool = False
