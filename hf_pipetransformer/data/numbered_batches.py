@@ -191,7 +191,7 @@ class NumberedBatches(Dataset[Any]):
         """
         if self._wrap_collator is not None:
             raise ValueError(
-                "Two parts of the training add tags to the batches. Set activation_cache='off', or remove the other part."
+                "Two parts of the training add tags to batches. Set activation_cache='off', or remove the other part."
             )
         self._wrap_collator = wrap
         if not self.is_iterable:  # those are collated here, batch by batch; a stream may be read only once
