@@ -7,14 +7,20 @@ from importlib.util import find_spec
 from types import ModuleType
 
 PARTS = f"{__package__}.parts"
+SLICES = f"{__package__}.token_slices"
 
 
 def find_part(name: str) -> ModuleType | None:
     """Return a module of a part, for example "front.part"; None if it is not installed."""
+    return find_module(f"{PARTS}.{name}")
+
+
+def find_module(name: str) -> ModuleType | None:
+    """Return a module of a part or of the token slices, by its full name; None if it is not installed."""
     try:
-        return import_module(f"{PARTS}.{name}")
+        return import_module(name)
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith(PARTS):
+        if not (error.name or "").startswith((PARTS, SLICES)):
             raise  # something that the part itself needs
         return None
 

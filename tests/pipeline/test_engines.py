@@ -77,4 +77,4 @@ ASKING: dict[str, tuple[Run, dict[str, Any]]] = {
 def test_a_training_that_asks_for_a_part_is_told_that_it_is_missing(argument: str) -> None:
     for error in run_ranks_expecting_error(train_without_parts, 2, 2, *ASKING[argument]):
         assert isinstance(error, ValueError), error
-        assert argument in str(error) and "cannot be imported" in str(error)
+        assert argument in str(error) and "is not installed" in str(error)

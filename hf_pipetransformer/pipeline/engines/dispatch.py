@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from ...planning.layout import Layout
+from ...registry import PARTS, find_module
+from ...registry import SLICES as SLICES_PACKAGE
 from ..mesh import ProcessMesh
 from ..messages import PipelineMessages
 from ..virtual_stages import VirtualStages
@@ -40,15 +41,13 @@ class EnginePackage:
         Raises:
             ValueError: it cannot be imported.
         """
-        try:
-            return import_module(f"{self.package}.{module}")
-        except ModuleNotFoundError as error:
-            if not (error.name or "").startswith(self.package):
-                raise  # something that the package itself needs
+        found = find_module(f"{self.package}.{module}")
+        if found is None:
             raise ValueError(
-                f"{self.asked_by} {self.package}.{module}, which cannot be imported ({error}). Install the whole"
-                f" package, or {self.remedy}."
-            ) from error
+                f"{self.asked_by} {self.package}.{module}, which is not installed. Install the whole package, or"
+                f" {self.remedy}."
+            )
+        return found
 
     def load_everywhere(self, module: str, mesh: ProcessMesh) -> Any:
         """Import a module of the package on all processes. Collective over all processes.
@@ -62,14 +61,12 @@ class EnginePackage:
 
 
 DRIVEN = EnginePackage(
-    "hf_pipetransformer.parts.driven",
+    f"{PARTS}.driven",
     "loss_reduction: the loss is not known to add up over micro-batches. So it runs on whole batches and drives the"
     " pipeline, which needs",
     "set loss_reduction='sum' or 'mean' if the losses of a batch's parts add up, or pipeline_parallel_size=1",
 )
-SLICES = EnginePackage(
-    "hf_pipetransformer.token_slices", "token_slices: splitting sequences needs", "set token_slices='off'"
-)
+SLICES = EnginePackage(SLICES_PACKAGE, "token_slices: splitting sequences needs", "set token_slices='off'")
 
 
 @dataclass(frozen=True)
@@ -111,9 +108,8 @@ def server_for(plan: Layout, stage: VirtualStages, messages: PipelineMessages, w
     """
     if not _is_cut(plan) or plan.num_virtual_stages > 1:
         return None
-    try:
-        part = DRIVEN.load("engine")
-    except ValueError:
+    part = find_module(f"{DRIVEN.package}.engine")
+    if part is None:
         return None
     most_parts = plan.requested_microbatches or plan.num_microbatches
     server: CallServer = part.StageServer(stage.last, messages, most_parts, ways.serves_callbacks)
