@@ -50,8 +50,6 @@ UNSEEN_CHANGE = "stored outputs are read after a change of the frozen part that 
 NOT_CARRIED_OVER = "a change that the loss makes to the model does not reach the other stages"
 LOSS_STATE = "callbacks on the other stages do not have the state that the loss has left on the trainer"
 ONE_STAGE_GRADIENTS = "the user's code reads the gradients of one stage only"
-FIRST_TENSOR = "the number of samples is read from the first tensor of a call"
-CAUGHT_ERROR = "an error of a call that the loss catches ends the training on another stage"
 COMPILED_CALL = "torch.compile reads the weights of other stages when it compiles a call of the model"
 EXTRA_RUNS = "the user's code runs more often than in the stock Trainer"
 
