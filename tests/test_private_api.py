@@ -185,6 +185,11 @@ def aborts_without_arguments() -> bool:
     return not any(p.default is p.empty for p in inspect.signature(abort).parameters.values())
 
 
+def exchanges_the_default_group() -> bool:
+    source = inspect.getsource(torch.distributed.distributed_c10d._update_default_pg)
+    return "(pg: " in source and "_world.default_pg = pg" in source
+
+
 def seen_in_a_backward(look: Callable[[Any], Any], backward: Callable[[Tensor, Tensor], Any]) -> Any:
     """What `look` finds in a node's backward; the node has the parameter behind it, as of a micro-batch."""
     seen = []
@@ -255,6 +260,7 @@ GUARDS: dict[str, Callable[[], Any]] = {
         lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     ),
     "_world": lambda: isinstance(torch.distributed.distributed_c10d._world.pg_map, dict),
+    "_update_default_pg": exchanges_the_default_group,
     "_abort_process_group": aborts_without_arguments,
     "_comm_hooks": (
         lambda: "self._comm_hooks.append((hook, state))" in inspect.getsource(nn.parallel.DistributedDataParallel)

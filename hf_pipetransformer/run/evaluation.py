@@ -218,7 +218,8 @@ def predict(
             group = pipeline.last_stages if job.overrides_loss else None
 
             def predict_rows(batch: Batch) -> Prediction:
-                with _handing_on_prepared(job.trainer, batch), among_last_stages(job.trainer.accelerator, group):
+                among = among_last_stages(job.trainer.accelerator, job.mesh, group)
+                with _handing_on_prepared(job.trainer, batch), among:
                     return stock(job.model, batch)
 
             batch = prepared(job, inputs, tags)

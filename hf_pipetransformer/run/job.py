@@ -240,7 +240,7 @@ class TrainingJob:
 
     @contextmanager
     def computing_loss(self, last_stages: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Context in which the user's `compute_loss` is called: the trainer's own, with the accelerator's collectives.
+        """Context in which the user's `compute_loss` is called: the trainer's, among the processes that compute it.
 
         Args:
             last_stages: the processes that compute the loss, one of each pipeline; None for this one alone.
@@ -249,7 +249,7 @@ class TrainingJob:
             if not self.args.uses_pipeline:
                 yield
                 return
-            with among_last_stages(self.trainer.accelerator, last_stages):
+            with among_last_stages(self.trainer.accelerator, self.mesh, last_stages):
                 yield
 
     def rows_of_loader(self, dataloader: Any) -> tuple[list[Any], Any]:

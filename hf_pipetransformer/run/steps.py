@@ -24,7 +24,7 @@ from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh
 from ..progress import PROGRESS
 from .batches import GlobalBatch, prepared
-from .collectives import among_last_stages
+from .collectives import with_collectives_of
 from .job import TrainingJob
 from .loss import BatchInFlight, Loss, raise_for_exchanged_inputs
 from .parts import Parts, StepFacts
@@ -166,7 +166,7 @@ class Steps:
     def _run(self, current: BatchInFlight, batch: Batch) -> None:
         """Run forward and backward, and compute the loss, of a batch that all stages have."""
         # in the backward as well, which does not run inside of the loss
-        apart = among_last_stages(self._trainer.accelerator, None) if self._has_collectives else nullcontext()
+        apart = with_collectives_of(self._trainer.accelerator, None) if self._has_collectives else nullcontext()
         with apart:
             self._pipeline.step(batch, current)
 

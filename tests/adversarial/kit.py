@@ -43,7 +43,6 @@ LAYOUTS = {
 
 TRIAL_IS_LASTING = "the store of frozen outputs takes a trial of the first batch as valid for all later steps"
 INSTRUMENTED_MODEL = "the library's instrumentation is part of the user's model"
-TWO_NUMBERS_OF_PROCESSES = "collectives include the last stages only, but process counts and indices all processes"
 LOG_WITHOUT_LOSS = "the user's log() runs on processes that have not run the user's loss"
 EVALUATION_LAYOUT = "evaluate() plans another layout than the training"
 UNSEEN_CHANGE = "stored outputs are read after a change of the frozen part that is not detected"

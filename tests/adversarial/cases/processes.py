@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed
+import torch.distributed.nn
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..kit import (
     EVALUATION_LAYOUT,
     LOG_WITHOUT_LOSS,
-    TWO_NUMBERS_OF_PROCESSES,
+    Each,
     Inputs,
     LossAndOutputs,
     Script,
     bert,
     case,
     own_loss,
+    plain_loss,
     samples,
+    with_loss,
 )
 
 ADAMW: dict[str, Any] = {
@@ -91,13 +95,13 @@ def in_batch_negatives(
     return Script(model=bert(num_labels=6), data=data, trainer=own_loss(loss), options=options)
 
 
-@case("K2", fails=TWO_NUMBERS_OF_PROCESSES)
+@case("K2")
 def negatives_by_accelerator() -> Script:
     """`accelerator.gather` and `accelerator.num_processes`."""
     return in_batch_negatives()
 
 
-@case("K2", fails=TWO_NUMBERS_OF_PROCESSES)
+@case("K2")
 def negatives_by_world_size() -> Script:
     """`accelerator.gather` and `torch.distributed.get_world_size()`."""
 
@@ -107,22 +111,172 @@ def negatives_by_world_size() -> Script:
     return in_batch_negatives(number)
 
 
-@case("K2", fails=TWO_NUMBERS_OF_PROCESSES)
+@case("K2")
 def negatives_by_arguments() -> Script:
     """`accelerator.gather` and `args.world_size`."""
     return in_batch_negatives(lambda trainer: trainer.args.world_size)
 
 
-@case("K2", fails=TWO_NUMBERS_OF_PROCESSES)
+@case("K2")
 def negatives_by_offset() -> Script:
     """Labels begin at `accelerator.process_index` times the number of rows."""
     return in_batch_negatives(by_offset=True)
 
 
-@case("K2", fails=TWO_NUMBERS_OF_PROCESSES)
+@case("K2")
 def negatives_by_torch() -> Script:
     """`torch.distributed.all_gather` and `accelerator.num_processes`."""
     return in_batch_negatives(gather=by_torch)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Other code that asks for all processes
+# ---------------------------------------------------------------------------------------------------------
+
+
+def mean_of_all(value: Tensor) -> Tensor:
+    """The mean over all processes, by `torch.distributed`."""
+    total = value.detach().clone()
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(total)
+        total /= torch.distributed.get_world_size()
+    return total
+
+
+@case("K2", "K2R2")
+def scaled_by_all_reduce() -> Script:
+    """The loss is multiplied by a mean over all processes, by `torch.distributed.all_reduce`."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        return outputs["loss"] * (1 + mean_of_all(outputs["loss"])), outputs
+
+    return with_loss(loss)
+
+
+@case("K2", "K2R2")
+def negatives_with_gradients() -> Script:
+    """Rows of all processes by `torch.distributed.nn.functional.all_gather`, through which gradients go back."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(input_ids=inputs["input_ids"])
+        rows, labels = outputs["logits"], inputs["labels"]
+        if trainer.accelerator.num_processes > 1:
+            rows = torch.cat(torch.distributed.nn.functional.all_gather(rows))
+            labels = trainer.accelerator.gather(labels)
+        same = (labels[:, None] == labels).float()
+        return F.binary_cross_entropy_with_logits(rows @ rows.T, same), outputs
+
+    return with_loss(loss)
+
+
+@case("K2", "K2R2")
+def waits_for_everyone() -> Script:
+    """Barriers in the loss, and what only the main process or each in its turn does."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        trainer.accelerator.wait_for_everyone()
+        with trainer.accelerator.main_process_first():
+            outputs = model(**inputs)
+        with trainer.args.main_process_first():
+            weights = [torch.ones(()) if trainer.accelerator.is_main_process else torch.zeros(())]
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+            torch.distributed.broadcast(weights[0], src=0)
+        return outputs["loss"] * weights[0], outputs
+
+    return with_loss(loss)
+
+
+@case("K2")
+def noise_by_index() -> Script:
+    """Noise from a generator that is seeded by `args.process_index` and `args.world_size`."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs, step = model(**inputs), trainer.state.global_step
+        seed = 10 * step + 3 * trainer.args.process_index + trainer.args.world_size
+        noise = torch.rand(outputs["logits"].shape, generator=torch.Generator().manual_seed(seed))
+        main = float(trainer.is_world_process_zero() and trainer.args.should_save)
+        return outputs["loss"] + main * (noise * outputs["logits"]).mean(), outputs
+
+    return with_loss(loss)
+
+
+@case("K2")
+def own_part_of_a_list() -> Script:
+    """`split_between_processes`, and a part of the batch that is chosen by the index."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        number, index = trainer.accelerator.num_processes, trainer.accelerator.process_index
+        with trainer.accelerator.split_between_processes([0.5, 1.0, 1.5, 2.0]) as factors:
+            outputs = model(**{name: value[index::number] for name, value in inputs.items()})
+            return outputs["loss"] * sum(factors), outputs
+
+    return with_loss(loss)
+
+
+@case("K2", "K2R2")
+def counts_in_the_backward() -> Script:
+    """A hook on the gradient of the logits, which sums over the processes."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+
+        def scale(gradient: Tensor) -> Tensor:
+            ones = trainer.accelerator.reduce(torch.ones(()), "sum")
+            return gradient * ones / trainer.accelerator.num_processes * mean_of_all(torch.tensor(2.0))
+
+        outputs["logits"].register_hook(scale)
+        return F.cross_entropy(outputs["logits"], inputs["labels"]), outputs
+
+    return with_loss(loss)
+
+
+@case("K2", "K2R2")
+def counts_in_evaluations() -> Script:
+    """The loss is scaled by a sum over the processes and their number, also in evaluations."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        number = trainer.accelerator.gather(torch.ones(1)).sum() / trainer.accelerator.num_processes
+        return outputs["loss"] * number * (1 + mean_of_all(torch.ones(()))), outputs
+
+    return with_loss(loss, options={"eval_strategy": "steps", "eval_steps": 2}, keywords={"eval_dataset": samples(16)})
+
+
+@case("K2", "K2R2")
+def counts_beside_the_loss() -> Script:
+    """A callback and `training_step` see all processes."""
+    seen: list[Any] = []
+
+    def note(trainer: Any) -> None:
+        number = trainer.accelerator.num_processes
+        agree = number == trainer.args.world_size == int(trainer.accelerator.reduce(torch.ones(()), "sum"))
+        seen.append(agree and number == int(os.environ.get("WORLD_SIZE", 1)))
+
+    class Notes:
+        def training_step(self, *args: Any, **keywords: Any) -> Any:
+            note(self)
+            loss = super().training_step(*args, **keywords)  # type: ignore[misc]
+            note(self)
+            return loss
+
+    callback = Each(lambda each, *_, **__: note(each.trainer))
+    return with_loss(trainer=own_loss(plain_loss, Notes), callbacks=[callback], observe=lambda _: {"seen": list(seen)})
+
+
+@case("K2")
+def counts_of_a_declared_loss() -> Script:
+    """A loss that is declared to be a mean: each micro-batch is a process's own."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        number = trainer.accelerator.num_processes * trainer.args.world_size
+        if torch.distributed.is_initialized():
+            number *= torch.distributed.get_world_size()
+        return outputs["loss"] * number, outputs
+
+    return with_loss(loss, product={"loss_reduction": "mean"})
 
 
 # ---------------------------------------------------------------------------------------------------------
