@@ -226,6 +226,10 @@ class ProcessMesh:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.control)
         return bool(flag)
 
+    def differs(self, mine: bool) -> bool:
+        """Whether `mine` is True on some processes only. Collective over all processes."""
+        return 0 < self.sum(int(mine), torch.long) < self.world_size
+
     def sum(self, mine: int | float, dtype: torch.dtype) -> int | float:
         """The sum of all processes' numbers, without waiting for a device. Collective over all processes."""
         total = torch.tensor(mine, dtype=dtype)

@@ -37,6 +37,7 @@ from .job import TrainingJob
 from .lazy_model import is_lazy, sparing_memory
 from .parts import Parts
 from .probing import SampleCollator
+from .users_log import take_over
 
 FindUnits = Callable[[Sequence[Any], SampleCollator | None], CutModel]
 """Finds the units of the trainer's model, or returns those found before. Collective over all processes."""
@@ -83,6 +84,7 @@ def outside_training(
     with sparing_memory(job.model):
         cut = find_units(rows, SampleCollator(job, collate_fn))
     cut.pipeline.place(make_planner(job.args, cut.unit_costs, job.mesh).first, keep_weights_aside=True)
+    take_over(job, cut.pipeline)
     try:
         yield loader
     finally:

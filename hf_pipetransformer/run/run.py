@@ -39,6 +39,7 @@ from .parts import Ending, LayoutChange, Parts, Wish
 from .placing import examine, first_layout
 from .resuming import recall, refuse_best_model_that_some_lack
 from .steps import Steps
+from .users_log import take_over
 
 logger = logging.getLogger(__name__)
 
@@ -262,6 +263,7 @@ class PipelineRun(TrainerCallback):
         calls = any(job.mesh.gather_objects(bool(job.users_callbacks) or job.overrides("prediction_step")))
         self.steps = Steps(job, pipeline, found.loss, found.reduction, data, self.parts, self.watches_steps)
         pipeline.place(layout, Ways(found.slicing, found.is_driven, calls))
+        take_over(job, pipeline)
         data.reslice(layout.data_parallel_size, pipeline.replica_index)
         if kept.get("order") and trainer.state.epoch % 1:
             data.keep_order(int(trainer.state.epoch), **kept["order"])
@@ -396,8 +398,18 @@ class PipelineRun(TrainerCallback):
             part.nothing_left()
 
     def end_step(self, stock: Callable[[], None]) -> None:
-        """Call the Trainer's method that logs, saves and evaluates after a step, or what the parts call instead."""
+        """Call the Trainer's method that logs, saves and evaluates after a step, or what the parts call instead.
+
+        Raises:
+            ValueError: a callback lets only some processes log, which gather the loss.
+        """
         self.arrive()
+        if self.watches_steps and self.job.mesh.differs(self.job.trainer.control.should_log):
+            raise ValueError(
+                "control.should_log is set on some processes only: a callback has set it on them, or has called"
+                " trainer.log(), which unsets it. Do that on all processes, or call trainer.log() in"
+                " compute_loss or on_log."
+            )
         PROGRESS.begin_round(f"is at the end of step {self.job.trainer.state.global_step}")  # stock gathers the loss
         PROGRESS.enter("log")
         for part in self.parts.having("wrap_step_end"):

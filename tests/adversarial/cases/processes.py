@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from ..kit import (
     EVALUATION_LAYOUT,
-    LOG_WITHOUT_LOSS,
     Each,
     Inputs,
     LossAndOutputs,
@@ -305,7 +304,7 @@ class PartsOfTheLoss:
         super().log(logs, *args, **keywords)  # type: ignore[misc]
 
 
-@case("K2", fails=LOG_WITHOUT_LOSS)
+@case("K2")
 def parts_of_the_loss_in_log() -> Script:
     """An override of `log` averages what `compute_loss` has collected."""
 
@@ -315,6 +314,206 @@ def parts_of_the_loss_in_log() -> Script:
 
     data = samples(48, shortest=6, longest=15)
     return Script(model=bert(), data=data, trainer=PartsOfTheLoss, options=ADAMW, observe=observe)
+
+
+def logged(*names: str) -> Any:
+    """Observes what every process has logged under these names."""
+    return lambda trainer: {
+        name: [float(entry[name]) for entry in trainer.state.log_history if name in entry] for name in names
+    }
+
+
+def with_log(log: Any, loss: Any = None, *names: str, **fields: Any) -> Script:
+    """A loss that collects its values in `trainer.parts`; `log(trainer, logs, stock)` overrides the trainer's."""
+
+    def collecting(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        value, outputs = (loss or plain_loss)(trainer, model, inputs)
+        trainer.parts = [*getattr(trainer, "parts", []), value.item()]
+        return value, outputs
+
+    class Logs:
+        def log(self, logs: dict[str, Any], *args: Any, **keywords: Any) -> None:
+            log(self, logs, lambda: super(Logs, self).log(logs, *args, **keywords))  # type: ignore[misc]
+
+    fields = {"observe": logged("mean", *names), **fields}
+    return with_loss(trainer=own_loss(collecting, Logs), **fields)
+
+
+def take_mean(trainer: Any) -> float:
+    """The mean of what was collected, which is emptied."""
+    parts, trainer.parts = trainer.parts, []
+    return sum(parts) / len(parts)
+
+
+def log_mean(trainer: Any, logs: dict[str, Any], stock: Any) -> None:
+    if "loss" in logs or "eval_loss" in logs:
+        logs["mean"] = take_mean(trainer)
+    stock()
+
+
+@case("K2")
+def mean_in_log() -> Script:
+    """The mean of the losses of two steps."""
+    return with_log(log_mean, options={"logging_steps": 2})
+
+
+@case("K2")
+def mean_in_log_of_a_declared_loss() -> Script:
+    """Likewise; the loss is declared to be a mean, and has parts for each micro-batch."""
+    return with_log(log_mean, product={"loss_reduction": "mean"})
+
+
+@case("K2")
+def mean_in_log_of_evaluations() -> Script:
+    """Likewise, of training and evaluation, also outside of the training."""
+
+    def drive(trainer: Any) -> None:
+        trainer.evaluate()
+        trainer.train()
+        trainer.evaluate()
+
+    options = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 8}
+    return with_log(log_mean, None, drive=drive, options=options, keywords={"eval_dataset": samples(16)})
+
+
+@case("K2")
+def mean_in_every_log() -> Script:
+    """Each call of `log` takes the mean, whatever is logged; the last one adds a part."""
+
+    def log(trainer: Any, logs: dict[str, Any], stock: Any) -> None:
+        if "train_runtime" in logs:
+            trainer.parts = [0.0]
+        logs["mean"] = take_mean(trainer)
+        stock()
+
+    return with_log(log)
+
+
+@case("K2", "K2R2")
+def mean_of_all_in_log() -> Script:
+    """The mean over all processes, by the accelerator and by `torch.distributed`."""
+
+    def log(trainer: Any, logs: dict[str, Any], stock: Any) -> None:
+        if "loss" in logs:
+            mean = torch.tensor(take_mean(trainer))
+            logs["mean"] = trainer.accelerator.gather(mean[None]).mean()
+            logs["again"] = mean_of_all(mean)
+        stock()
+        trainer.accelerator.wait_for_everyone()
+
+    return with_log(log, None, "again")
+
+
+@case("K2", "K2R2")
+def callbacks_read_what_is_logged() -> Script:
+    """A callback lowers the learning rate by what an override of `log` has averaged over all processes."""
+
+    def log(trainer: Any, logs: dict[str, Any], stock: Any) -> None:
+        if "loss" in logs:
+            logs["mean"] = float(mean_of_all(torch.tensor(take_mean(trainer))))
+        stock()
+
+    def act(callback: Each, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **_: Any) -> None:
+        for group in optimizer.param_groups if "mean" in logs else ():
+            group["lr"] = 0.05 * logs["mean"]
+
+    return with_log(log, callbacks=[Each(act, "on_log")])
+
+
+@case("K2")
+def callbacks_in_log_see_all_processes() -> Script:
+    """A callback that sums over all processes when something is logged, and logs something itself."""
+    seen: list[Any] = []
+
+    def act(callback: Each, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "mean" in logs:
+            number = int(callback.trainer.accelerator.reduce(torch.ones(()), "sum"))
+            seen.append(number == callback.trainer.args.world_size == int(os.environ.get("WORLD_SIZE", 1)))
+            callback.trainer.log({"inner": logs["mean"] + 1})
+
+    names = ("inner",)
+    observe = lambda trainer: {"seen": list(seen), **logged("mean", *names)(trainer)}  # noqa: E731
+    return with_log(log_mean, callbacks=[Each(act, "on_log")], observe=observe)
+
+
+@case("K2")
+def logs_within_the_loss() -> Script:
+    """The loss calls `log`."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        trainer.log({"inner": outputs["loss"].item()})
+        return outputs["loss"], outputs
+
+    def observe(trainer: Any) -> dict[str, Any]:
+        return logged("mean", "inner")(trainer) if trainer.args.process_index == 0 else {}
+
+    return with_log(log_mean, loss, observe=observe)
+
+
+@case("K2", expect="exact", because="should_log")
+def main_process_logs() -> Script:
+    """A callback of the main process calls `log`."""
+
+    def act(callback: Each, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            callback.trainer.log({"step_number": float(state.global_step)})
+
+    return with_log(log_mean, callbacks=[Each(act)])
+
+
+@case("K2")
+def logs_twice_or_not() -> Script:
+    """`log` calls the stock one twice in one step, and not at all in another."""
+
+    def log(trainer: Any, logs: dict[str, Any], stock: Any) -> None:
+        if "loss" not in logs:
+            return stock()
+        logs["mean"] = take_mean(trainer)
+        for _ in range(trainer.state.global_step % 3):
+            stock()
+
+    return with_log(log)
+
+
+@case("K2")
+def tensors_in_log() -> Script:
+    """`log` adds a tensor, and an object that cannot be sent."""
+
+    def log(trainer: Any, logs: dict[str, Any], stock: Any) -> None:
+        if "loss" in logs:
+            logs["mean"] = torch.tensor(take_mean(trainer))
+            logs["function"] = lambda: None
+        stock()
+
+    return with_log(log)
+
+
+@case("K2")
+def model_in_log() -> Script:
+    """`log` calls the model."""
+
+    def log(trainer: Any, logs: dict[str, Any], stock: Any) -> None:
+        if "loss" in logs:
+            words = torch.arange(8)[None] + 5
+            with torch.no_grad():
+                logs["mean"] = take_mean(trainer) + trainer.model(words)["logits"].sum().item()
+        stock()
+
+    return with_log(log, callbacks=[Each(lambda *_, **__: None)])
+
+
+@case("K2", expect="crash", because="division by zero")
+def log_fails() -> Script:
+    """`log` divides by zero."""
+
+    def log(trainer: Any, logs: dict[str, Any], stock: Any) -> None:
+        stock()
+        if trainer.state.global_step == 2:
+            trainer.parts = []
+        take_mean(trainer)
+
+    return with_log(log)
 
 
 @case("K2", fails=EVALUATION_LAYOUT)
