@@ -126,6 +126,11 @@ class TrainingJob:
         return [c for c in callbacks if type(c).__module__.partition(".")[0] not in STOCK_PACKAGES]
 
     @property
+    def may_call_model(self) -> bool:
+        """Whether the user's code may call the model outside of the steps: in callbacks, or in `prediction_step`."""
+        return bool(self.users_callbacks) or self.overrides("prediction_step")
+
+    @property
     def watches_steps(self) -> bool:
         """Whether one of the user's callbacks may read weights at each step, as a running average does."""
         # looked up on the object, because a method may be set on the instance

@@ -260,7 +260,7 @@ class PipelineRun(TrainerCallback):
             part.chosen(is_resumed)
         refuse_generation_that_does_not_fit(job, self.planner, layout)
         self._refuse_coupling(coupling, layout)
-        calls = any(job.mesh.gather_objects(bool(job.users_callbacks) or job.overrides("prediction_step")))
+        calls = job.mesh.any(job.may_call_model)
         self.steps = Steps(job, pipeline, found.loss, found.reduction, data, self.parts, self.watches_steps)
         pipeline.place(layout, Ways(found.slicing, found.is_driven, calls))
         take_over(job, pipeline)

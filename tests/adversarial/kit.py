@@ -43,7 +43,6 @@ LAYOUTS = {
 
 TRIAL_IS_LASTING = "the store of frozen outputs takes a trial of the first batch as valid for all later steps"
 INSTRUMENTED_MODEL = "the library's instrumentation is part of the user's model"
-EVALUATION_LAYOUT = "evaluate() plans another layout than the training"
 UNSEEN_CHANGE = "stored outputs are read after a change of the frozen part that is not detected"
 NOT_CARRIED_OVER = "a change that the loss makes to the model does not reach the other stages"
 LOSS_STATE = "callbacks on the other stages do not have the state that the loss has left on the trainer"

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kit import (
-    EVALUATION_LAYOUT,
     Each,
     Inputs,
     LossAndOutputs,
+    Network,
     Script,
     bert,
     case,
@@ -516,7 +516,7 @@ def log_fails() -> Script:
     return with_log(log)
 
 
-@case("K2", fails=EVALUATION_LAYOUT)
+@case("K2")
 def evaluations_outside_interleaved() -> Script:
     """Two calls of the model, interleaved stages, and `evaluate()` before and after the training."""
 
@@ -535,3 +535,95 @@ def evaluations_outside_interleaved() -> Script:
     data = samples(48, shortest=6, longest=15)
     product = {"num_microbatches": 4, "pipeline_schedule": "interleaved1f1b"}
     return Script(model=bert(), data=data, trainer=own_loss(loss), options=ADAMW, drive=drive, product=product)
+
+
+INTERLEAVED = {"pipeline_schedule": "interleaved1f1b"}
+
+
+def two_calls(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+    """The distance of two calls of the model, on the batch and on its words in another order."""
+    first, second = model(inputs["input_ids"])["logits"], model(inputs["input_ids"].flip(0))["logits"]
+    return F.cross_entropy(first, inputs["labels"]) + (first - second).pow(2).mean(), {"logits": first}
+
+
+def evaluated_outside(loss: Any = two_calls, **fields: Any) -> Script:
+    """Evaluations before and after the training."""
+
+    def drive(trainer: Any) -> list[float]:
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        return [before, trainer.evaluate()["eval_loss"]]
+
+    fields = {"model": Network(4), "drive": drive, "keywords": {"eval_dataset": samples(16, seed=4)}, **fields}
+    return with_loss(loss, **fields)
+
+
+@case("K2")
+def two_calls_outside_interleaved() -> Script:
+    """`evaluate()` before and after the training with a loss of two calls, interleaved stages."""
+    return evaluated_outside(product=INTERLEAVED)
+
+
+@case("K2")
+def two_calls_outside_zbv() -> Script:
+    """Likewise, ZBV."""
+    return evaluated_outside(product={"pipeline_schedule": "zbv"})
+
+
+@case("K2R2")
+def two_calls_outside_with_replicas() -> Script:
+    """Likewise, interleaved, with replicas; evaluations only, as the replicas' losses are averaged."""
+
+    def drive(trainer: Any) -> list[float]:
+        return [trainer.evaluate()["eval_loss"], trainer.evaluate(samples(32))["eval_loss"]]
+
+    return evaluated_outside(product=INTERLEAVED, drive=drive, options={"per_device_eval_batch_size": 1})
+
+
+@case("K2")
+def declared_outside_interleaved() -> Script:
+    """`evaluate()` outside of a training whose loss is declared to be a mean, interleaved stages."""
+    return evaluated_outside(plain_loss, product={**INTERLEAVED, "loss_reduction": "mean"})
+
+
+@case("K2")
+def predictions_outside_interleaved() -> Script:
+    """`predict()` without a training, with a loss of two calls, and then the stock loss's `evaluate()`."""
+
+    def drive(trainer: Any) -> list[Any]:
+        output = trainer.predict(samples(12))
+        return [output.predictions.tolist(), output.metrics["test_loss"]]
+
+    return evaluated_outside(product=INTERLEAVED, drive=drive)
+
+
+@case("K2")
+def calls_in_prediction_step_outside() -> Script:
+    """`prediction_step` calls the model twice, in evaluations outside of the training, interleaved stages."""
+
+    class Predicts:
+        def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            with torch.no_grad():
+                first, second = model(inputs["input_ids"])["logits"], model(inputs["input_ids"].flip(1))["logits"]
+            return F.cross_entropy(first + second, inputs["labels"]), first, inputs["labels"]
+
+    def drive(trainer: Any) -> list[float]:
+        return [trainer.evaluate()["eval_loss"], trainer.evaluate(samples(8))["eval_loss"]]
+
+    return evaluated_outside(trainer=Predicts, product=INTERLEAVED, drive=drive)
+
+
+@case("K2")
+def calls_in_callbacks_outside() -> Script:
+    """A callback of the main process calls the model at each step of an evaluation outside of the training."""
+    seen: list[float] = []
+
+    def act(callback: Each, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if callback.trainer.args.process_index == 0:
+            with torch.no_grad():
+                seen.append(callback.trainer.model(torch.arange(8)[None] + 5)["logits"].sum().item())
+
+    def drive(trainer: Any) -> Any:
+        return [trainer.evaluate()["eval_loss"], seen[:1]]
+
+    return evaluated_outside(callbacks=[Each(act, "on_prediction_step")], product=INTERLEAVED, drive=drive)
