@@ -303,8 +303,8 @@ class PipelineRun(TrainerCallback):
         PROGRESS.enter("callbacks")
         return loss
 
-    def clip(self, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clip gradients by their norm over all stages. Collective over the pipeline.
+    def clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clip the gradients of parameters by their norm over all stages. Collective over the pipeline.
 
         Parts may look at the gradients before they are clipped.
 
@@ -322,8 +322,9 @@ class PipelineRun(TrainerCallback):
         for part in self.parts.having("before_update"):
             part.before_update(scale)
         with phase("update"):
+            given: Any = [parameters] if isinstance(parameters, torch.Tensor) else parameters
             return self.pipeline.clip_grad_norm(
-                max_norm, accelerator.unscale_gradients if scaler is not None else None, scale
+                given, max_norm, accelerator.unscale_gradients if scaler is not None else None, scale
             )
 
     def follow_flags(self) -> None:
@@ -434,6 +435,9 @@ class PipelineRun(TrainerCallback):
         for part in self.parts.having("step_begins"):
             part.step_begins(is_first)
         self.is_within_epoch = True
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.pipeline.before_update()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         # a callback may have ended the epoch on some processes only

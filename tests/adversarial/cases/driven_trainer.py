@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..kit import (
     LOSS_STATE,
-    ONE_STAGE_GRADIENTS,
     VOCABULARY,
     Each,
     Inputs,
@@ -137,13 +136,13 @@ def clip_all(trainer: Any, model: Any, optimizer: Any) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-@case("K2", expect="exact", because="clip", fails=ONE_STAGE_GRADIENTS)
+@case("K2", expect="exact", because="clip")
 def clips_all_parameters() -> Script:
     """`clip_grad_norm_` of all parameters; a loss of the user's."""
     return with_loss(callbacks=[before_the_step(clip_all)])
 
 
-@case("K2", "R2", expect="exact", because="clip", fails={"K2": ONE_STAGE_GRADIENTS})
+@case("K2", "R2", expect="exact", because="clip")
 def clips_all_parameters_with_stock_loss() -> Script:
     """`clip_grad_norm_` of all parameters; the model's own loss."""
     return with_loss(trainer=None, callbacks=[before_the_step(clip_all)])
@@ -160,7 +159,7 @@ def clips_each_part() -> Script:
     return with_loss(callbacks=[before_the_step(clip)])
 
 
-@case("K2", expect="exact", because="clip", fails=ONE_STAGE_GRADIENTS)
+@case("K2", expect="exact", because="clip")
 def clips_in_training_step() -> Script:
     """`clip_grad_norm_` in an override of `training_step`."""
 
@@ -174,7 +173,7 @@ def clips_in_training_step() -> Script:
     return with_loss(trainer=own_loss(plain_loss, Clips))
 
 
-@case("K2", expect="exact", because="clip", fails=ONE_STAGE_GRADIENTS)
+@case("K2", expect="exact", because="clip")
 def clips_groups_of_the_optimizer() -> Script:
     """`clip_grad_norm_` of each group of the optimizer."""
 
@@ -205,7 +204,7 @@ def reads_total_norm() -> Script:
     return with_loss(callbacks=[before_the_step(read)])
 
 
-@case("K2", expect="exact", because="norm", fails=ONE_STAGE_GRADIENTS)
+@case("K2", expect="exact", because="norm")
 def normalises_gradients() -> Script:
     """All gradients are divided by their norm, by `torch._foreach_norm`."""
 
@@ -215,6 +214,119 @@ def normalises_gradients() -> Script:
         torch._foreach_div_(gradients, torch.stack(torch._foreach_norm(gradients)).norm())
 
     return with_loss(callbacks=[before_the_step(normalise)])
+
+
+@case("K2", "K2R2")
+def clips_values() -> Script:
+    """`clip_grad_value_` of all gradients, by torch and by the accelerator."""
+
+    def clip(trainer: Any, model: Any, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        trainer.accelerator.clip_grad_value_(model.parameters(), 0.01)
+
+    return with_loss(callbacks=[before_the_step(clip)])
+
+
+@case("K2", "K2R2")
+def clips_parts_by_accelerator() -> Script:
+    """`accelerator.clip_grad_norm_` of the head, of two layers on different stages, and of each group."""
+    norms: list[float] = []
+
+    def clip(trainer: Any, model: Any, optimizer: Any) -> None:
+        parts = [model.head, torch.nn.ModuleList([model.layers[0], model.layers[-1]])]
+        lists = [part.parameters() for part in parts] + [group["params"] for group in optimizer.param_groups]
+        norms.extend(trainer.accelerator.clip_grad_norm_(some, 0.05).item() for some in lists)
+
+    return with_loss(callbacks=[before_the_step(clip)], observe=lambda _: {"norms": list(norms)})
+
+
+@case("K2")
+def rate_by_norm() -> Script:
+    """The learning rate follows the norm of all gradients, measured by the accelerator."""
+
+    def act(trainer: Any, model: Any, optimizer: Any) -> None:
+        norm = float(trainer.accelerator.clip_grad_norm_(model.parameters(), float("inf")))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + norm)
+
+    return with_loss(callbacks=[before_the_step(act)])
+
+
+@case("K2", "K2R2")
+def rates_by_members() -> Script:
+    """The rate of each group is set by the parameters that it lists."""
+
+    def act(trainer: Any, model: Any, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            has_embedding = any(p is model.embedding.weight for p in group["params"])
+            group["lr"] = 0.01 * sum(p.numel() for p in group["params"]) ** 0.1 * (2 if has_embedding else 1)
+
+    return with_loss(callbacks=[before_the_step(act)], options={"weight_decay": 0.1})
+
+
+@case("K2", "K2R2")
+def takes_out_of_the_groups() -> Script:
+    """From the third step on, the optimizer no longer lists the embedding, and the head in another group."""
+
+    def act(trainer: Any, model: Any, optimizer: Any) -> None:
+        if trainer.state.global_step == 2:
+            apart = {id(model.embedding.weight), *map(id, model.head.parameters())}
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) not in apart]
+            optimizer.param_groups[-1]["params"] += model.head.parameters()
+
+    options = {"optim": "adamw_torch", "learning_rate": 0.01, "adam_epsilon": 1e-3}
+    return with_loss(callbacks=[before_the_step(act)], options=options)
+
+
+def hooked(register: str, event: str) -> Script:
+    """A hook on the optimizer's step that clips the gradients of each group."""
+
+    def clip(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], 0.05)
+
+    def begin(callback: Each, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        if state.global_step == 0:
+            getattr(getattr(optimizer, "optimizer", optimizer), register)(clip)
+
+    return with_loss(callbacks=[Each(begin, event)])
+
+
+@case("K2", expect="exact", because="clip")
+def clips_in_a_hook_before_the_step() -> Script:
+    """A hook before the optimizer's step clips each group."""
+    return hooked("register_step_pre_hook", "on_train_begin")
+
+
+@case("K2", expect="exact", because="clip")
+def clips_in_a_hook_behind_the_step() -> Script:
+    """A hook behind it."""
+    return hooked("register_step_post_hook", "on_step_begin")
+
+
+@case("K2", expect="exact", because="grad")
+def clamps_each_gradient() -> Script:
+    """Each gradient is clamped in place."""
+
+    def clamp(trainer: Any, model: Any, optimizer: Any) -> None:
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.clamp_(-0.01, 0.01)
+
+    return with_loss(callbacks=[before_the_step(clamp)])
+
+
+@case("K2", expect="exact", because="clip")
+def reads_the_norm_of_a_part() -> Script:
+    """The rate follows the norm of one layer, which `clip_grad_norm_` returns."""
+
+    def act(trainer: Any, model: Any, optimizer: Any) -> None:
+        norm = float(torch.nn.utils.clip_grad_norm_(model.layers[0].parameters(), 0.05))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + norm)
+
+    return with_loss(callbacks=[before_the_step(act)])
 
 
 # ---------------------------------------------------------------------------------------------------------
