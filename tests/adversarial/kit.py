@@ -45,7 +45,6 @@ TRIAL_IS_LASTING = "the store of frozen outputs takes a trial of the first batch
 INSTRUMENTED_MODEL = "the library's instrumentation is part of the user's model"
 UNSEEN_CHANGE = "stored outputs are read after a change of the frozen part that is not detected"
 NOT_CARRIED_OVER = "a change that the loss makes to the model does not reach the other stages"
-LOSS_STATE = "callbacks on the other stages do not have the state that the loss has left on the trainer"
 FIRST_TENSOR = "the number of samples is read from the first tensor of a call"
 CAUGHT_ERROR = "an error of a call that the loss catches ends the training on another stage"
 COMPILED_CALL = "torch.compile reads the weights of other stages when it compiles a call of the model"

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..kit import (
-    LOSS_STATE,
     VOCABULARY,
     Each,
     Inputs,
@@ -42,7 +41,7 @@ def counting(act: Any, **fields: Any) -> Script:
     return with_loss(loss, callbacks=[Each(read)], **fields)
 
 
-@case("K2", expect="exact", because="runs", fails=LOSS_STATE)
+@case("K2", expect="exact", because="runs")
 def callback_sets_rate() -> Script:
     """A callback lowers the learning rate by what the loss has counted."""
 
@@ -53,7 +52,7 @@ def callback_sets_rate() -> Script:
     return counting(act)
 
 
-@case("K2", expect="exact", because="runs", fails=LOSS_STATE)
+@case("K2", expect="exact", because="runs")
 def callback_freezes() -> Script:
     """A callback freezes a layer by what the loss has counted."""
 
@@ -115,6 +114,163 @@ def collator_reads_difficulty() -> Script:
         return outputs["loss"], outputs
 
     return with_loss(loss, collator=Curriculum())
+
+
+def leaving(change: Any, act: Any, **fields: Any) -> Script:
+    """`change(trainer, loss)` in each loss; `act(trainer, optimizer)` after each step, on every process."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        change(trainer, outputs["loss"].detach())
+        return outputs["loss"], outputs
+
+    def read(callback: Each, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        act(callback.trainer, optimizer)
+
+    return with_loss(loss, callbacks=[Each(read)], **fields)
+
+
+def set_rate(optimizer: Any, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+@case("K2", "K2R2")
+def rate_by_step_of_the_loss() -> Script:
+    """The loss binds a rate, a list and a dictionary anew, from which a callback takes the learning rate."""
+
+    def change(trainer: Any, loss: Tensor) -> None:
+        trainer.rate = 0.05 / (1 + trainer.state.global_step)
+        trainer.rates = [*getattr(trainer, "rates", []), trainer.rate]
+        trainer.of_steps = {"last": trainer.rate, "name": ("a", None)}
+
+    def act(trainer: Any, optimizer: Any) -> None:
+        set_rate(optimizer, (trainer.rate + sum(trainer.rates) + trainer.of_steps["last"]) / 3)
+
+    return leaving(change, act)
+
+
+@case("K2")
+def rate_by_the_last_loss() -> Script:
+    """The loss keeps its value as a number; a callback takes the learning rate from it."""
+    return leaving(
+        lambda trainer, loss: setattr(trainer, "latest", loss.item()),
+        lambda trainer, optimizer: set_rate(optimizer, 0.05 * trainer.latest),
+    )
+
+
+@case("K2")
+def rate_by_micro_batches() -> Script:
+    """A loss that is declared to be a mean counts the samples that it has seen, in every micro-batch."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        trainer.seen = getattr(trainer, "seen", 0) + len(inputs["labels"])
+        return outputs["loss"], outputs
+
+    def read(callback: Each, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        set_rate(optimizer, 0.05 / callback.trainer.seen)
+
+    return with_loss(loss, callbacks=[Each(read)], product={"loss_reduction": "mean"})
+
+
+@case("K2", expect="exact", because="latest")
+def rate_by_a_tensor() -> Script:
+    """The loss keeps a running average in a tensor; a callback takes the learning rate from it."""
+
+    def change(trainer: Any, loss: Tensor) -> None:
+        trainer.latest = 0.9 * getattr(trainer, "latest", torch.ones(())) + 0.1 * loss
+
+    return leaving(change, lambda trainer, optimizer: set_rate(optimizer, 0.05 * float(trainer.latest)))
+
+
+@case("K2", expect="exact", because="latest")
+def rate_by_a_tensor_in_place() -> Script:
+    """Likewise, in place; all processes have made the tensor."""
+
+    def change(trainer: Any, loss: Tensor) -> None:
+        trainer.latest.mul_(0.9).add_(0.1 * loss)
+
+    def wire(trainer: Any) -> None:
+        trainer.latest = torch.ones(())
+
+    return leaving(change, lambda trainer, optimizer: set_rate(optimizer, 0.05 * float(trainer.latest)), wire=wire)
+
+
+@case("K2", expect="exact", because="parts")
+def rate_by_a_list_of_tensors() -> Script:
+    """The loss appends its value to a list, of which a callback takes the mean."""
+
+    class Collects:
+        parts: Any = ()
+
+    def change(trainer: Any, loss: Tensor) -> None:
+        trainer.parts = trainer.parts or []
+        trainer.parts.append(loss)
+
+    def act(trainer: Any, optimizer: Any) -> None:
+        set_rate(optimizer, 0.05 * float(sum(trainer.parts)) / max(1, len(trainer.parts)))
+
+    script = leaving(change, act)
+    script.trainer = type("Both", (script.trainer, Collects), {})
+    return script
+
+
+@case("K2")
+def list_in_place() -> Script:
+    """The loss appends numbers to a list that every process has made; a callback takes the mean and empties it."""
+
+    def wire(trainer: Any) -> None:
+        trainer.parts = []
+
+    def act(trainer: Any, optimizer: Any) -> None:
+        set_rate(optimizer, 0.05 * sum(trainer.parts) / len(trainer.parts))
+        trainer.parts.clear()
+
+    return leaving(lambda trainer, loss: trainer.parts.append(loss.item()), act, wire=wire)
+
+
+@case("K2", expect="exact", because="parts")
+def long_list_in_place() -> Script:
+    """A list with more than a hundred numbers, to which the loss appends."""
+
+    def wire(trainer: Any) -> None:
+        trainer.parts = [1.0] * 200
+
+    def act(trainer: Any, optimizer: Any) -> None:
+        set_rate(optimizer, 0.05 * sum(trainer.parts) / len(trainer.parts))
+
+    return leaving(lambda trainer, loss: trainer.parts.append(loss.item()), act, wire=wire)
+
+
+@case("K2")
+def main_process_reads() -> Script:
+    """The loss keeps tensors; a callback of the main process reads them."""
+    seen: list[float] = []
+
+    def act(trainer: Any, optimizer: Any) -> None:
+        if trainer.is_world_process_zero():
+            seen.append(float(trainer.latest))
+
+    change = lambda trainer, loss: setattr(trainer, "latest", loss)  # noqa: E731
+    return leaving(change, act, observe=lambda _: {"seen": list(seen)})
+
+
+@case("K2")
+def logs_in_the_loss_and_counts() -> Script:
+    """The loss calls `log`, which the Trainer keeps in its own objects, and deletes an attribute."""
+
+    def change(trainer: Any, loss: Tensor) -> None:
+        if trainer.state.global_step == 2:
+            trainer.log({"inner": loss.item()})
+            del trainer.doubled
+        elif trainer.state.global_step < 2:
+            trainer.doubled = 2.0
+
+    def act(trainer: Any, optimizer: Any) -> None:
+        set_rate(optimizer, 0.05 * getattr(trainer, "doubled", 1.0))
+
+    return leaving(change, act, options={"logging_steps": 5})
 
 
 # ---------------------------------------------------------------------------------------------------------
