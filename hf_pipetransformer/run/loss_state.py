@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from ..pipeline.mesh import ProcessMesh
+
 MISSING = object()
 """Stands for an attribute that an object does not have."""
 PLAIN = {bool, int, float, complex, str, bytes, type(None)}
@@ -131,6 +133,21 @@ class Snapshot:
             name for name in changed if name not in values and not type(now[name]).__module__.startswith(OF_THE_LOOP)
         )
         return Changes(values, others, tuple(name for name in self._values if name not in now))
+
+
+def share(trainer: Any, mesh: ProcessMesh, replica: int, changes: Changes | None, before: Snapshot) -> None:
+    """Follow what the last stage of this process's pipeline has changed. Collective over all processes.
+
+    Args:
+        trainer: this process's.
+        mesh: all processes of the run.
+        replica: number of the pipeline.
+        changes: what code on the last stage has changed; None on other stages.
+        before: of the trainer, on the other stages.
+    """
+    everyone = mesh.gather_objects((replica, changes) if changes is not None else None)
+    if changes is None:
+        next(theirs[1] for theirs in everyone if theirs is not None and theirs[0] == replica).adopt(trainer, before)
 
 
 def _state_of(value: Any) -> Any:

@@ -27,7 +27,7 @@ from .batches import GlobalBatch, prepared
 from .collectives import with_collectives_of
 from .job import TrainingJob
 from .loss import BatchInFlight, Loss, raise_for_exchanged_inputs
-from .loss_state import Changes, Snapshot, restore
+from .loss_state import Snapshot, restore, share
 from .parts import Parts, StepFacts
 from .training_data import refuse_different_numbers
 
@@ -259,7 +259,7 @@ class Steps:
                     " Change it in a TrainerCallback, for example in on_step_begin."
                 )
             if changed_trainer and before is not None:
-                self._share(changes, before)
+                share(self._trainer, self._mesh, pipeline.replica_index, changes, before)
         for name, is_asked in zip(OF_CONTROL, votes[3:], strict=False):
             if is_asked:
                 setattr(control, name, True)
@@ -268,20 +268,6 @@ class Steps:
             part.heard(tuple(votes[first : first + part.num_votes]))
             first += part.num_votes
         return loss
-
-    def _share(self, changes: Changes | None, before: Snapshot) -> None:
-        """Follow what the loss has changed on the trainer of the last stage. Collective over all processes.
-
-        Args:
-            changes: those of the loss here; None if it has run elsewhere.
-            before: of this process's trainer.
-        """
-        replica = self._pipeline.replica_index
-        everyone = self._mesh.gather_objects((replica, changes) if changes is not None else None)
-        if changes is None:
-            of_pipeline = next(theirs[1] for theirs in everyone if theirs is not None and theirs[0] == replica)
-            assert of_pipeline is not None
-            of_pipeline.adopt(self._trainer, before)
 
     def follow_flags(self, thaws: bool) -> bool:
         """Train exactly the parameters that the user's callbacks have left trainable since the last step.

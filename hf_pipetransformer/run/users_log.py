@@ -27,6 +27,7 @@ from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import can_be_sent
 from .collectives import among_last_stages
 from .job import TrainingJob
+from .loss_state import Snapshot, share
 
 
 class UsersLog:
@@ -41,6 +42,7 @@ class UsersLog:
         self._job, self._users = job, users
         self._follows: Callable[[], ElasticPipeline | None] = lambda: None
         self._is_split = self._has_loss = False
+        self._replica = 0
         self._last_stages: dist.ProcessGroup | None = None
 
     def follow(self, pipeline: ElasticPipeline) -> None:
@@ -54,13 +56,15 @@ class UsersLog:
         if not self._is_split or not caller.startswith("transformers."):
             return self._users(*args, **keywords)
         pipeline = self._follows()
-        point = LogPoint(self._job, pipeline.arrive if pipeline is not None else lambda: None, self._last_stages)
+        arrive = pipeline.arrive if pipeline is not None else lambda: None
+        point = LogPoint(self._job, arrive, self._last_stages, self._replica)
         point.run(self._users if self._has_loss else None, *args, **keywords)
 
     def _look(self) -> None:
         pipeline = self._follows()
         if pipeline is not None and pipeline.is_placed:
             self._is_split, self._has_loss = pipeline.num_stages > 1, pipeline.computes_loss
+            self._replica = pipeline.replica_index
             self._last_stages = pipeline.last_stages if self._has_loss else None
 
 
@@ -82,10 +86,13 @@ class LogPoint(TrainerCallback):
         job: the training or evaluation job.
         arrive: serves calls of the model by the user's `log` on other processes.
         last_stages: on a last stage, those of all pipelines; None if it is the only one.
+        replica: number of this process's pipeline.
     """
 
-    def __init__(self, job: TrainingJob, arrive: Callable[[], None], last_stages: dist.ProcessGroup | None) -> None:
-        self._job, self._arrive, self._last_stages = job, arrive, last_stages
+    def __init__(
+        self, job: TrainingJob, arrive: Callable[[], None], last_stages: dist.ProcessGroup | None, replica: int
+    ) -> None:
+        self._job, self._arrive, self._last_stages, self._replica = job, arrive, last_stages, replica
         self._is_first = job.mesh.rank == 0
         self._among = ExitStack()
         self._depth = 0  # of calls of the stock `log`; a callback may log something itself
@@ -98,7 +105,8 @@ class LogPoint(TrainerCallback):
             users: the user's method; None on a process where the loss has not run.
             args: of the method, as `keywords`.
         """
-        callbacks = self._job.trainer.callback_handler.callbacks
+        trainer, before = self._job.trainer, Snapshot(self._job.trainer)
+        callbacks = trainer.callback_handler.callbacks
         behind = _Behind(self)
         callbacks.insert(0, self)
         callbacks.append(behind)
@@ -111,7 +119,9 @@ class LogPoint(TrainerCallback):
                 logs = self._exchange(None)
                 if logs is not None:
                     self._depth = 1  # what it logs is known
-                    Trainer.log(self._job.trainer, logs)
+                    Trainer.log(trainer, logs)
+            changes = before.changes(trainer) if users is not None else None
+            share(trainer, self._job.mesh, self._replica, changes, before)
         finally:
             callbacks.remove(self)
             callbacks.remove(behind)
