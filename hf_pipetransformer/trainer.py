@@ -325,7 +325,7 @@ class PipeTransformerTrainer(Trainer):
 
     def _clip_grad_norm_over_stages(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         assert self._pipeline_run is not None
-        return self._pipeline_run.clip(max_norm, norm_type)
+        return self._pipeline_run.clip(parameters, max_norm, norm_type)
 
     def _maybe_log_save_evaluate(self, *positional: Any, **keywords: Any) -> None:
         stock: Any = partial(super()._maybe_log_save_evaluate, *positional, **keywords)

@@ -185,6 +185,30 @@ def aborts_without_arguments() -> bool:
     return not any(p.default is p.empty for p in inspect.signature(abort).parameters.values())
 
 
+def exchanges_the_default_group() -> bool:
+    source = inspect.getsource(torch.distributed.distributed_c10d._update_default_pg)
+    return "(pg: " in source and "_world.default_pg = pg" in source
+
+
+def orders_step_hooks() -> bool:
+    """A hook can be moved behind those that were registered later, and before those registered earlier."""
+    optimizer, seen = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1), ""
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            nonlocal seen
+            seen += name
+
+        return hook
+
+    last, _ = (optimizer.register_step_pre_hook(note(name)) for name in "ba")
+    _, first = (optimizer.register_step_post_hook(note(name)) for name in "dc")
+    optimizer._optimizer_step_pre_hooks.move_to_end(last.id)  # type: ignore[attr-defined]
+    optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
+    optimizer.step()
+    return seen == "abcd"
+
+
 def seen_in_a_backward(look: Callable[[Any], Any], backward: Callable[[Tensor, Tensor], Any]) -> Any:
     """What `look` finds in a node's backward; the node has the parameter behind it, as of a micro-batch."""
     seen = []
@@ -255,6 +279,9 @@ GUARDS: dict[str, Callable[[], Any]] = {
         lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     ),
     "_world": lambda: isinstance(torch.distributed.distributed_c10d._world.pg_map, dict),
+    "_update_default_pg": exchanges_the_default_group,
+    "_optimizer_step_pre_hooks": orders_step_hooks,
+    "_optimizer_step_post_hooks": orders_step_hooks,
     "_abort_process_group": aborts_without_arguments,
     "_comm_hooks": (
         lambda: "self._comm_hooks.append((hook, state))" in inspect.getsource(nn.parallel.DistributedDataParallel)

@@ -25,7 +25,16 @@ _state = threading.local()
 
 OURS = "hf_pipetransformer"
 LIBRARIES = frozenset({"accelerate", OURS, "torch", "transformers"})
-"""Packages that may ask a hidden parameter for its gradient, which is None: they go over all parameters."""
+"""Packages that see the `requires_grad` that a hidden parameter has here, which is False."""
+UPDATES = ("accelerate", OURS, "torch.optim", "torch.amp", "torch.nn.modules.module")
+"""Packages for which a hidden parameter has no gradient: they update each parameter on its own."""
+CLIPS = "torch.nn.utils"
+"""The package that gets a hidden gradient, for which see `HiddenGradient`."""
+GRADIENT_REMEDY = (
+    "So are norms of gradients: this process would clip or measure those of its own stage only. Set max_grad_norm, or"
+    " call trainer.accelerator.clip_grad_norm_(parameters, max_norm) on all processes: it clips by the norm over all"
+    " stages, and returns it, with float('inf') as well; or set pipeline_parallel_size=1."
+)
 
 _READ_ONLY = frozenset(
     getattr(torch.Tensor, name).__get__
@@ -85,13 +94,14 @@ class Hidden(torch.Tensor):
             if getattr(_state, "is_inside", False) or function in _READ_ONLY:
                 return function(*args, **kwargs)
             if function == _FLAG:
-                return args[0].is_trained if _caller() not in LIBRARIES else function(*args, **kwargs)
-            if function in _SETS_FLAG and _caller() != OURS:
+                is_library = _caller().partition(".")[0] in LIBRARIES
+                return function(*args, **kwargs) if is_library else args[0].is_trained
+            if function in _SETS_FLAG and not _is_in(_caller(), OURS):
                 args[0].is_trained = bool([*args[1:], *kwargs.values(), True][0])
             if function in _WITHOUT_DISPATCH:
                 _refuse(function, args, kwargs)
-            if function == _GRADIENT and _caller() not in LIBRARIES:
-                _refuse("grad", args, kwargs)
+            if function == _GRADIENT:
+                return _gradient_of(args[0], _caller())
             with _Watching():
                 return function(*args, **kwargs)
 
@@ -109,6 +119,76 @@ class HiddenParameter(Hidden, nn.Parameter):
     """A parameter that another process has."""
 
     is_elsewhere = True
+
+
+class HiddenGradient(Hidden):
+    """The gradient of a parameter that another process has, or what has been computed from it.
+
+    What is computed from it is hidden as well, and what is written into it is dropped, because its owner does the same
+    there. So `torch.nn.utils` may clip what is on one stage, and what is clipped entry by entry; it may not change a
+    gradient that is here by what is elsewhere.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if function in _READ_ONLY:
+                return function(*args, **kwargs)
+            if function in _WITHOUT_DISPATCH:
+                _refuse(function, args, kwargs)
+            with _Following():
+                return function(*args, **kwargs)
+
+
+class _Following(TorchDispatchMode):
+    """Inside, operations on hidden gradients do what `HiddenGradient` says."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        hidden = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Hidden)]
+        if not hidden:
+            return function(*args, **kwargs)
+        name = function.overloadpacket.__name__
+        is_read = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags)
+        if is_read or "out" in kwargs or not all(isinstance(value, HiddenGradient) for value in hidden):
+            _refuse(function.overloadpacket, args, kwargs)
+        if not name.endswith("_"):
+            return pytree.tree_map_only(torch.Tensor, lambda value: _like(value, hidden[0]), function(*args, **kwargs))
+        if not name.startswith("_foreach_"):
+            if not isinstance(args[0], HiddenGradient):
+                _refuse(function.overloadpacket, args, kwargs)
+            return args[0]
+        here = [index for index, target in enumerate(args[0]) if not isinstance(target, Hidden)]
+        args = [[value[index] for index in here] if isinstance(value, (list, tuple)) else value for value in args]
+        if here and any(isinstance(value, Hidden) for value in pytree.tree_leaves((args, kwargs))):
+            _refuse(function.overloadpacket, args, kwargs)
+        return function(*args, **kwargs) if here else None
+
+
+def _like(result: torch.Tensor, source: Hidden) -> HiddenGradient:
+    """Hide what has been computed from a hidden gradient."""
+    hidden: Any = result if type(result) is torch.Tensor else result.as_subclass(torch.Tensor)
+    hidden.__class__ = HiddenGradient
+    hidden.about, hidden.remedy, hidden.is_trained = source.about, source.remedy, False
+    assert isinstance(hidden, HiddenGradient)
+    return hidden
+
+
+def _gradient_of(parameter: Hidden, caller: str) -> HiddenGradient | None:
+    """What a hidden parameter has as gradient for the module that asks for it."""
+    if not isinstance(parameter, HiddenParameter):
+        _refuse("grad", (parameter,), {})
+    if not parameter.is_trained or _is_in(caller, *UPDATES):
+        return None
+    about = f"the gradient of {parameter.about}"
+    if not _is_in(caller, CLIPS):
+        raise ValueError(f"grad: {about}. {GRADIENT_REMEDY}")
+    gradient: Any = placeholder(parameter, float("nan")).detach()
+    gradient.__class__ = HiddenGradient
+    gradient.about, gradient.remedy, gradient.is_trained = about, GRADIENT_REMEDY, False
+    assert isinstance(gradient, HiddenGradient)
+    return gradient
 
 
 class _Watching(TorchDispatchMode):
@@ -162,6 +242,10 @@ def _refuse(function: Any, args: Any, kwargs: Any) -> NoReturn:
 
 
 def _caller() -> str:
-    """The package of the code that has asked a hidden tensor for an attribute."""
-    frame = sys._getframe(2)
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    """The module of the code that has asked a hidden tensor for an attribute."""
+    return str(sys._getframe(2).f_globals.get("__name__", ""))
+
+
+def _is_in(module: str, *packages: str) -> bool:
+    """Whether a module is one of the packages, or inside of one."""
+    return any(module == package or module.startswith(f"{package}.") for package in packages)

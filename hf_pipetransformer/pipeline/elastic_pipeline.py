@@ -6,7 +6,7 @@ plan; the handle, the optimizer and the user's model remain the same objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -404,10 +404,14 @@ class ElasticPipeline(nn.Module):
             self._optimizer.average_outside(replicas if self.computes_loss else None)
 
     def clip_grad_norm(
-        self, max_norm: float, unscale: Callable[[], None] | None = None, loss_scale: float = 1.0
+        self,
+        parameters: Iterable[nn.Parameter],
+        max_norm: float,
+        unscale: Callable[[], None] | None = None,
+        loss_scale: float = 1.0,
     ) -> torch.Tensor:
-        """Clip by the norm of the whole model's gradient: `StageGradients.clip`. Collective over the pipeline."""
-        return self.running.gradients.clip(max_norm, unscale, loss_scale, self._optimizer)
+        """Clip by the norm of the gradient over all stages: `StageGradients.clip`. Collective over the pipeline."""
+        return self.running.gradients.clip(parameters, max_norm, unscale, loss_scale, self._optimizer)
 
     # ------------------------------------------------------------------------------------ the optimizer
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -428,6 +432,11 @@ class ElasticPipeline(nn.Module):
         """
         self.optimizer_state.adopt_added()
         self._share_outside()
+
+    def before_update(self) -> None:
+        """The optimizer's step follows. Not collective."""
+        if self._optimizer is not None:
+            self._optimizer.put_hooks_in_order()
 
     def _share_outside(self) -> None:
         outside = self.optimizer_state.outside

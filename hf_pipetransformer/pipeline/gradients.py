@@ -7,7 +7,7 @@ norm                of the whole model, over all stages
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -93,18 +93,20 @@ class StageGradients:
     # ------------------------------------------------------------------------------------ norms
     def clip(
         self,
+        parameters: Iterable[nn.Parameter],
         max_norm: float,
         unscale: Callable[[], None] | None = None,
         loss_scale: float = 1.0,
         optimizer: OptimizerState | None = None,
     ) -> torch.Tensor:
-        """Clip gradients by the norm of the whole model's gradient, in which shared parameters are counted once.
+        """Clip the gradients of parameters by their norm over all stages, in which shared ones are counted once.
 
         Collective over the pipeline. Under a gradient scaler, a gradient that is not finite on any stage becomes
-        infinite on every stage, so that the step is skipped everywhere. As in the stock Trainer, the norm does not
-        count parameters of the optimizer outside of the model; the scaler inspects them.
+        infinite on every stage, so that the step is skipped everywhere. The scaler also inspects parameters of the
+        optimizer outside of the model.
 
         Args:
+            parameters: the whole model's, those of this stage, or of some modules alike on all stages.
             max_norm: bound on the norm; infinity only computes the norm.
             unscale: the gradient scaler's function that divides the gradients in the optimizer by the loss scale and
                 looks for infinite ones.
@@ -114,16 +116,20 @@ class StageGradients:
         Returns:
             The norm before clipping, 0-dimensional, the same on every process.
         """
-        parameters = list(self._stage.parameters())
+        parameters = list(parameters)
         if unscale is not None and optimizer is not None:
             unscale = partial(optimizer.over_whole_gradients, unscale)
         if self._group is None:
             if unscale is not None:
                 unscale()
             return nn.utils.clip_grad_norm_(parameters, max_norm)
-        gradients = self._stage.gradients()
-        outside = optimizer.outside if unscale is not None and optimizer is not None else ()
-        square = self._square_over_stages(gradients, [p.grad for p in outside if p.grad is not None])
+        gradients, chosen = self._stage.gradients(), {id(parameter) for parameter in parameters}
+        names = {name for name in gradients if id(self._table[name]) in chosen}
+        outside = [p for p in optimizer.outside if p.grad is not None] if optimizer is not None else []
+        chosen_outside = [p for p in outside if id(p) in chosen]
+        square, of_chosen = self._squares_over_stages(
+            gradients, names, outside if unscale is not None else (), chosen_outside
+        )
         if unscale is not None:
             if gradients and not torch.isfinite(square):
                 first = next(iter(gradients.values()))
@@ -131,24 +137,40 @@ class StageGradients:
             if not gradients and optimizer is not None:
                 optimizer.stand_in(0.0 if torch.isfinite(square) else float("inf"))
             unscale()
-        norm = (square.sqrt() / loss_scale).float()
+        norm = (of_chosen.sqrt() / loss_scale).float()
         # also for an infinite bound: if the norm is infinite, too, all gradients become NaN, as on one process
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        clipped = [*(self._table[name] for name in names), *chosen_outside]
+        nn.utils.clip_grads_with_norm_(clipped, max_norm, norm)
         return norm
 
-    def _square_over_stages(self, gradients: dict[str, torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Squared norm of the whole gradient while it is scaled; in float64, as scaled values may be large.
+    def _squares_over_stages(
+        self,
+        gradients: dict[str, torch.Tensor],
+        chosen: Collection[str],
+        inspected: Sequence[nn.Parameter],
+        chosen_outside: Sequence[nn.Parameter],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Squared norms of the whole gradient, and of the chosen parameters' and those outside of the model.
 
-        It is not finite where one of the `others` is not, which do not count otherwise.
+        They are still scaled, in float64, as scaled values may be large, and not finite where one of the inspected
+        gradients is not.
         """
-        square = torch.zeros((), dtype=torch.float64, device=self._stage.device)
+        squares = torch.zeros(2, dtype=torch.float64, device=self._stage.device)
         if gradients:
             norms = torch.stack(torch._foreach_norm(list(gradients.values()))).double()
-            square = (norms.square() / self._copies_of(tuple(gradients))).sum()
-        for gradient in others:
-            square += 0 * gradient.sum()
-        dist.all_reduce(square, group=self._group)
-        return square
+            each = norms.square() / self._copies_of(tuple(gradients))
+            squares += each.sum()
+            if len(chosen) < len(gradients):
+                counts = [float(name in chosen) for name in gradients]
+                squares[1] = (each * torch.tensor(counts, device=each.device)).sum()
+        for parameter in inspected:
+            assert parameter.grad is not None
+            squares += 0 * parameter.grad.sum()
+        for parameter in chosen_outside:
+            assert parameter.grad is not None
+            squares[1] += parameter.grad.norm().double().square()
+        dist.all_reduce(squares, group=self._group)
+        return squares[0], squares[1]
 
     def _copies_of(self, names: tuple[str, ...]) -> torch.Tensor:
         """On how many stages each of these parameters is; on the device, to which it is copied once."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -88,6 +89,13 @@ class ProcessMesh:
     def second_pipeline_group(self, num_stages: int) -> dist.ProcessGroup | None:
         """Another group of the same processes as `groups(num_stages).pipeline`. Collective like `groups`."""
         return self.subgroup(self._pipelines(num_stages), number=1)
+
+    @cached_property
+    def alone(self) -> dist.ProcessGroup:
+        """A group of this process alone. Not collective."""
+        group = dist.new_group([self.rank], timeout=self.timeout, backend="gloo", use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     def _replicas(self, num_stages: int) -> list[range]:
         return [range(stage, self.world_size, num_stages) for stage in range(num_stages)]
@@ -217,6 +225,10 @@ class ProcessMesh:
         flag = torch.tensor([int(mine)])
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.control)
         return bool(flag)
+
+    def differs(self, mine: bool) -> bool:
+        """Whether `mine` is True on some processes only. Collective over all processes."""
+        return 0 < self.sum(int(mine), torch.long) < self.world_size
 
     def sum(self, mine: int | float, dtype: torch.dtype) -> int | float:
         """The sum of all processes' numbers, without waiting for a device. Collective over all processes."""

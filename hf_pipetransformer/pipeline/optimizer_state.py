@@ -1,8 +1,8 @@
 """Optimizer state that is distributed over stages, and over their replicas if these divide it: gather, save and load.
 
 model's parameters          embedding   w   b
-groups of replica 0         embedding
-groups of replica 1                     w   b     after each step each replica gets what the other has updated
+replica 0 updates           embedding
+replica 1 updates                       w   b     after each step each replica gets what the other has updated
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ Member = str | nn.Parameter
 class OptimizerState:
     """An optimizer that was created for the whole model and updates only the parameters that are here.
 
-    The optimizer object and its groups (learning rate, weight decay) stay, and with them the scheduler; only the
-    groups' lists of parameters change. Its `state_dict` is that of a single process: it is complete inside `gathered`,
-    and loading it keeps this process's part.
+    The optimizer object and its groups stay, and with them the scheduler. The groups list all parameters, as in a
+    single process. In `optimizer.step()` alone, inside of the user's own hooks on it, they list those that this
+    process updates. Its `state_dict` has the state of these; it is complete inside `gathered`, and loading it keeps
+    this process's part.
 
-    Replicas of a stage may divide its parameters (`assign`). Then the groups hold those that this process updates, and
-    after each step every replica gets what the others have updated.
+    Replicas of a stage may divide its parameters (`assign`). Then each process updates its own, and after each step
+    every replica gets what the others have updated.
 
     It may also update parameters outside of the model, such as a loss's own. They stay in their groups, at their
     places among the model's, and get their gradients where the loss is computed.
@@ -73,14 +74,22 @@ class OptimizerState:
                 f" {tuple(parameters[0].shape)}). Create the optimizer from the parameters of the model that is passed"
                 " to the trainer."
             )
-        self._members: list[list[Member]] = []
+        self._lists: list[list[nn.Parameter]] | None = None
+        """The groups' lists while the groups have shorter ones."""
+        self._steps_inside = 0  # a step may call the step of its base class, whose hooks run as well
+        self._elsewhere: set[int] = set()  # ids of the model's parameters that this process does not update
+        self._shows_idle = False  # whether it updates none
         self._updaters: Holders = {}  # a parameter that is missing is updated wherever it is
         self._exchange: RemovableHandle | None = None  # after each step, once replicas have divided the parameters
         self._sharing: tuple[dist.ProcessGroup, Sequence[int]] | None = None  # while they do
         self._gathered: dict[str, Any] | None = None
         # stands in for the parameters of a stage that trains nothing
         self._idle_parameter = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
+        self._begins = optimizer.register_step_pre_hook(lambda *_: self._begin_step())
+        self._ends = optimizer.register_step_post_hook(lambda *_: self._end_step())
         self._hooks = [
+            self._begins,
+            self._ends,
             optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered),
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict)),
         ]
@@ -88,22 +97,9 @@ class OptimizerState:
 
     @property
     def _group_members(self) -> list[list[Member]]:
-        """The parameters of each group of the optimizer for the whole model, in the order of the user's lists.
-
-        Includes groups that a callback has appended, and parameters outside of the model that it has added to a group.
-        """
-        groups = self.optimizer.param_groups
-        self._members += [[] for _ in groups[len(self._members) :]]
-        for group, members in zip(groups, self._members, strict=True):
-            is_new = not members
-            known = {id(member) for member in members} | {id(self._idle_parameter)}
-            for parameter in group["params"]:
-                name = self._name_of.get(id(parameter))
-                if name is None and id(parameter) not in known:
-                    members.append(parameter)
-                elif name is not None and is_new:
-                    members.append(name)
-        return self._members
+        """The parameters of each group, in the order of the user's lists."""
+        lists = self._lists or [group["params"] for group in self.optimizer.param_groups]
+        return [[self._name_of.get(id(parameter), parameter) for parameter in parameters] for parameters in lists]
 
     @property
     def _group_names(self) -> list[list[str]]:
@@ -111,16 +107,45 @@ class OptimizerState:
         return [[member for member in members if isinstance(member, str)] for members in self._group_members]
 
     def release(self) -> None:
-        """Restore the optimizer's parameter lists over the whole model and remove the hooks. Not collective.
-
-        The state stays on the processes where it is.
-        """
+        """Remove the hooks. The state stays on the processes where it is. Not collective."""
         self.share_updates(None, ())
+        self._show_all()
         for hook in self._hooks:
             hook.remove()
-        for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
-            group["params"] = [self._parameter(member) for member in members]
         self.optimizer.state.pop(self._idle_parameter, None)
+
+    # ------------------------------------------------------------------------------------ the groups' lists
+    def put_hooks_in_order(self) -> None:
+        """Let the groups list all parameters in the step hooks that the user has registered, whenever that was."""
+        before: Any = self.optimizer._optimizer_step_pre_hooks
+        behind: Any = self.optimizer._optimizer_step_post_hooks
+        before.move_to_end(self._begins.id)
+        behind.move_to_end(self._ends.id, last=False)
+
+    def _begin_step(self) -> None:
+        self._steps_inside += 1
+        if self._lists is None:
+            self._show(lambda parameter: id(parameter) not in self._elsewhere, self._shows_idle)
+
+    def _end_step(self) -> None:
+        self._steps_inside -= 1
+        if not self._steps_inside:
+            self._show_all()
+
+    def _show(self, is_shown: Callable[[nn.Parameter], bool], with_idle: bool) -> None:
+        """Shorten the lists of the groups, until `_show_all`."""
+        groups = self.optimizer.param_groups
+        self._lists = [group["params"] for group in groups]
+        for group, parameters in zip(groups, self._lists, strict=True):
+            group["params"] = list(filter(is_shown, parameters))
+        if with_idle:
+            groups[0]["params"].append(self._idle_parameter)
+
+    def _show_all(self) -> None:
+        self._steps_inside = 0  # a step that has failed does not end
+        lists, self._lists = self._lists, None
+        for group, parameters in zip(self.optimizer.param_groups, lists or (), strict=False):
+            group["params"] = parameters
 
     # ------------------------------------------------------------------------------------ who updates what
     @property
@@ -142,9 +167,6 @@ class OptimizerState:
         Args:
             updaters: the ranks that update each of `names`, and have its state.
         """
-        for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
-            # `keep_what_is_here` puts in those of the model
-            group["params"] = [member for member in members if not isinstance(member, str)]
         self._updaters = updaters
         self.keep_what_is_here()
 
@@ -169,16 +191,15 @@ class OptimizerState:
             exchange_updates(rows, group)
 
     def keep_what_is_here(self) -> None:
-        """Remove parameters, and their state, that this process does not update or that are permanently frozen.
+        """Remove the state of parameters that this process does not update or that are permanently frozen.
 
-        Parameters that the user has frozen temporarily stay, with their state and without a gradient.
+        Parameters that the user has frozen temporarily keep their state.
         """
-        for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
-            group["params"] = [self._parameter(member) for member in members if self._updates(member)]
-        if self._has_idle_parameter:
-            self.optimizer.param_groups[0]["params"].append(self._idle_parameter)
-        kept = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        for parameter in [p for p in self.optimizer.state if id(p) not in kept]:
+        self._show_all()
+        self._elsewhere = {id(self._table[name]) for name in self._table.names if not self._updates(name)}
+        self._shows_idle = self._has_idle_parameter
+        listed = {id(p) for group in self.optimizer.param_groups for p in group["params"]} | {id(self._idle_parameter)}
+        for parameter in [p for p in self.optimizer.state if id(p) in self._elsewhere or id(p) not in listed]:
             del self.optimizer.state[parameter]
 
     def _parameter(self, member: Member) -> nn.Parameter:
@@ -197,18 +218,12 @@ class OptimizerState:
 
         So all replicas find the same: each of them has the same gradients of the whole stage.
         """
-        groups = self.optimizer.param_groups
-        lists = [group["params"] for group in groups]
-        for group, members in zip(groups, self._group_members, strict=True):
-            here = [member for member in members if not isinstance(member, str) or self._weights.is_here(member)]
-            group["params"] = [self._parameter(member) for member in here]
-        if self._is_idle:
-            groups[0]["params"].append(self._idle_parameter)
+        away = {id(self._table[name]) for name in self._table.names if not self._weights.is_here(name)}
+        self._show(lambda parameter: id(parameter) not in away, self._is_idle)
         try:
             act()
         finally:
-            for group, parameters in zip(groups, lists, strict=True):
-                group["params"] = parameters
+            self._show_all()
 
     @property
     def _is_idle(self) -> bool:
@@ -315,23 +330,18 @@ class OptimizerState:
         }
 
     def _keep_mine(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """This process's part of a whole model's state dict, renumbered; None leaves any other state dict as it is."""
+        """This process's part of a whole model's state dict; None leaves any other state dict as it is."""
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
         if [len(numbers) for numbers in saved] != [len(members) for members in self._group_members]:
             return None
-        state: dict[int, Any] = {}
-        groups: list[dict[str, Any]] = []
-        position = 0
-        for group, numbers, members in zip(state_dict["param_groups"], saved, self._group_members, strict=True):
-            mine = [number for number, member in zip(numbers, members, strict=True) if self._updates(member)]
-            for place, number in enumerate(mine, start=position):
-                if number in state_dict["state"]:
-                    # copied, because a memory-mapped file may be damaged or deleted later
-                    state[place] = {k: _own(v) for k, v in state_dict["state"][number].items()}
-            size = len(mine) + (not groups and self._has_idle_parameter)
-            groups.append({**group, "params": list(range(position, position + size))})
-            position += size
-        return {"state": state, "param_groups": groups}
+        numbered = zip(
+            (n for numbers in saved for n in numbers), (m for of in self._group_members for m in of), strict=True
+        )
+        mine = [number for number, member in numbered if self._updates(member)]
+        # copied, because a memory-mapped file may be damaged or deleted later
+        states = {number: state_dict["state"][number] for number in mine if number in state_dict["state"]}
+        state = {number: {key: _own(value) for key, value in values.items()} for number, values in states.items()}
+        return {**state_dict, "state": state}
 
 
 def _own(value: Any) -> Any:

@@ -1,8 +1,11 @@
-"""The accelerator's collectives in code that only the last stages of the pipelines run: `compute_loss`.
+"""What "all processes" means in code that only the last stages of the pipelines run: `compute_loss`.
 
-`gather`, `gather_for_metrics`, `reduce` and `pad_across_processes` mean the last stages of all pipelines there; with
-one pipeline that is this process alone, as in a training on one process. `torch.distributed` is left alone: a
-collective of all processes would wait for the other stages, which never enter it, until the watchdog ends the job.
+It means the last stages of all pipelines; with one pipeline that is this process alone, as in a training on one
+process. This holds for all that code may ask:
+
+collectives of the accelerator     methods of its instance
+counts and indices                 the shared states of Accelerate, which `TrainingArguments` read as well
+`torch.distributed` without group  the default process group, which all processes would never enter together
 """
 
 from __future__ import annotations
@@ -14,23 +17,52 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import concatenate, recursively_apply
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, concatenate, recursively_apply
 
 from ..model.nested import tensors_of
+from ..pipeline.mesh import ProcessMesh
 
 METHODS = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
 """Methods of an `Accelerator` that return their first argument when there is one process."""
 
 
 @contextmanager
-def among_last_stages(accelerator: Accelerator, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside the context, the accelerator's collectives are those of a group.
+def among_last_stages(accelerator: Accelerator, mesh: ProcessMesh, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Inside the context, all processes are those of a group: for collectives, counts and `torch.distributed`.
+
+    The local index stays, because it is the number of a device.
 
     Args:
         accelerator: the trainer's accelerator.
-        group: the last stages of all pipelines; None if they mean this process alone.
+        mesh: all processes of the run.
+        group: the last stages of all pipelines; None if they are this process alone.
     """
+    if mesh.world_size == 1:
+        yield
+        return
+    counts: dict[str, Any] = {"num_processes": 1, "process_index": 0, "distributed_type": DistributedType.NO}
+    if group is not None:
+        counts = {"num_processes": dist.get_world_size(group), "process_index": dist.get_rank(group)}
+    # both have their attributes in dictionaries of their classes, whoever asks for an instance
+    states = vars(PartialState()), vars(accelerator.state)
+    before = [{name: state[name] for name in counts} for state in states]
+    everyone, alone = dist.group.WORLD, mesh.alone  # made while the default group has all processes
+    with with_collectives_of(accelerator, group):
+        for state in states:
+            state.update(counts)
+        dist.distributed_c10d._update_default_pg(group or alone)
+        try:
+            yield
+        finally:
+            dist.distributed_c10d._update_default_pg(everyone)
+            for state, values in zip(states, before, strict=True):
+                state.update(values)
+
+
+@contextmanager
+def with_collectives_of(accelerator: Accelerator, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Inside the context, the accelerator's collectives are those of a group; None stands for this process alone."""
     before = {name: vars(accelerator).get(name) for name in METHODS}
     of_group: dict[str, Callable[..., Any]] = {
         "gather": partial(_gather, group),

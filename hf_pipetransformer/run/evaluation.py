@@ -25,6 +25,7 @@ from ..model.placeholders import num_bytes
 from ..model.tags import TAGS
 from ..pipeline.devices import device_budget, fits, is_on
 from ..pipeline.elastic_pipeline import ElasticPipeline
+from ..pipeline.engines.engine import Ways
 from ..planning.layout import Layout
 from ..planning.predictions import CostModel
 from ..planning.tables import MIB
@@ -37,6 +38,7 @@ from .job import TrainingJob
 from .lazy_model import is_lazy, sparing_memory
 from .parts import Parts
 from .probing import SampleCollator
+from .users_log import take_over
 
 FindUnits = Callable[[Sequence[Any], SampleCollator | None], CutModel]
 """Finds the units of the trainer's model, or returns those found before. Collective over all processes."""
@@ -82,9 +84,15 @@ def outside_training(
     rows, collate_fn = job.rows_of_loader(dataloader)
     with sparing_memory(job.model):
         cut = find_units(rows, SampleCollator(job, collate_fn))
-    cut.pipeline.place(make_planner(job.args, cut.unit_costs, job.mesh).first, keep_weights_aside=True)
+    calls = job.mesh.any(job.may_call_model)
+    # calls of the model in the user's code are served by stages whose layers follow one another
+    is_driven = job.overrides_loss or (calls and job.args.num_virtual_stages > 1)
+    layout = make_planner(job.args, cut.unit_costs, job.mesh, is_driven=is_driven).first
+    cut.pipeline.place(layout, Ways(serves_callbacks=calls), keep_weights_aside=True)
+    take_over(job, cut.pipeline)
     try:
         yield loader
+        cut.pipeline.arrive()  # callbacks of other processes may have called the model after the last batch
     finally:
         cut.pipeline.put_back()
 
@@ -218,7 +226,8 @@ def predict(
             group = pipeline.last_stages if job.overrides_loss else None
 
             def predict_rows(batch: Batch) -> Prediction:
-                with _handing_on_prepared(job.trainer, batch), among_last_stages(job.trainer.accelerator, group):
+                among = among_last_stages(job.trainer.accelerator, job.mesh, group)
+                with _handing_on_prepared(job.trainer, batch), among:
                     return stock(job.model, batch)
 
             batch = prepared(job, inputs, tags)

@@ -126,6 +126,11 @@ class TrainingJob:
         return [c for c in callbacks if type(c).__module__.partition(".")[0] not in STOCK_PACKAGES]
 
     @property
+    def may_call_model(self) -> bool:
+        """Whether the user's code may call the model outside of the steps: in callbacks, or in `prediction_step`."""
+        return bool(self.users_callbacks) or self.overrides("prediction_step")
+
+    @property
     def watches_steps(self) -> bool:
         """Whether one of the user's callbacks may read weights at each step, as a running average does."""
         # looked up on the object, because a method may be set on the instance
@@ -240,7 +245,7 @@ class TrainingJob:
 
     @contextmanager
     def computing_loss(self, last_stages: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Context in which the user's `compute_loss` is called: the trainer's own, with the accelerator's collectives.
+        """Context in which the user's `compute_loss` is called: the trainer's, among the processes that compute it.
 
         Args:
             last_stages: the processes that compute the loss, one of each pipeline; None for this one alone.
@@ -249,7 +254,7 @@ class TrainingJob:
             if not self.args.uses_pipeline:
                 yield
                 return
-            with among_last_stages(self.trainer.accelerator, last_stages):
+            with among_last_stages(self.trainer.accelerator, self.mesh, last_stages):
                 yield
 
     def rows_of_loader(self, dataloader: Any) -> tuple[list[Any], Any]:

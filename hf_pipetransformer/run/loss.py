@@ -231,8 +231,8 @@ class BatchInFlight:
 
         The calls of the model in it are served by all stages. The replicas' losses are averaged, by their samples.
         """
-        pipeline = self._pipeline
-        with among_last_stages(self._loss.job.trainer.accelerator, pipeline.last_stages):
+        pipeline, job = self._pipeline, self._loss.job
+        with among_last_stages(job.trainer.accelerator, job.mesh, pipeline.last_stages):
             part = self._of_whole(without_tags(self._batch))
             if not self.part.rows:  # a sample that does not count; the loss may gather something from all replicas
                 return

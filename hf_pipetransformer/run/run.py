@@ -39,6 +39,7 @@ from .parts import Ending, LayoutChange, Parts, Wish
 from .placing import examine, first_layout
 from .resuming import recall, refuse_best_model_that_some_lack
 from .steps import Steps
+from .users_log import take_over
 
 logger = logging.getLogger(__name__)
 
@@ -259,9 +260,10 @@ class PipelineRun(TrainerCallback):
             part.chosen(is_resumed)
         refuse_generation_that_does_not_fit(job, self.planner, layout)
         self._refuse_coupling(coupling, layout)
-        calls = any(job.mesh.gather_objects(bool(job.users_callbacks) or job.overrides("prediction_step")))
+        calls = job.mesh.any(job.may_call_model)
         self.steps = Steps(job, pipeline, found.loss, found.reduction, data, self.parts, self.watches_steps)
         pipeline.place(layout, Ways(found.slicing, found.is_driven, calls))
+        take_over(job, pipeline)
         data.reslice(layout.data_parallel_size, pipeline.replica_index)
         if kept.get("order") and trainer.state.epoch % 1:
             data.keep_order(int(trainer.state.epoch), **kept["order"])
@@ -301,8 +303,8 @@ class PipelineRun(TrainerCallback):
         PROGRESS.enter("callbacks")
         return loss
 
-    def clip(self, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clip gradients by their norm over all stages. Collective over the pipeline.
+    def clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clip the gradients of parameters by their norm over all stages. Collective over the pipeline.
 
         Parts may look at the gradients before they are clipped.
 
@@ -320,8 +322,9 @@ class PipelineRun(TrainerCallback):
         for part in self.parts.having("before_update"):
             part.before_update(scale)
         with phase("update"):
+            given: Any = [parameters] if isinstance(parameters, torch.Tensor) else parameters
             return self.pipeline.clip_grad_norm(
-                max_norm, accelerator.unscale_gradients if scaler is not None else None, scale
+                given, max_norm, accelerator.unscale_gradients if scaler is not None else None, scale
             )
 
     def follow_flags(self) -> None:
@@ -396,8 +399,18 @@ class PipelineRun(TrainerCallback):
             part.nothing_left()
 
     def end_step(self, stock: Callable[[], None]) -> None:
-        """Call the Trainer's method that logs, saves and evaluates after a step, or what the parts call instead."""
+        """Call the Trainer's method that logs, saves and evaluates after a step, or what the parts call instead.
+
+        Raises:
+            ValueError: a callback lets only some processes log, which gather the loss.
+        """
         self.arrive()
+        if self.watches_steps and self.job.mesh.differs(self.job.trainer.control.should_log):
+            raise ValueError(
+                "control.should_log is set on some processes only: a callback has set it on them, or has called"
+                " trainer.log(), which unsets it. Do that on all processes, or call trainer.log() in"
+                " compute_loss or on_log."
+            )
         PROGRESS.begin_round(f"is at the end of step {self.job.trainer.state.global_step}")  # stock gathers the loss
         PROGRESS.enter("log")
         for part in self.parts.having("wrap_step_end"):
@@ -422,6 +435,9 @@ class PipelineRun(TrainerCallback):
         for part in self.parts.having("step_begins"):
             part.step_begins(is_first)
         self.is_within_epoch = True
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.pipeline.before_update()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         # a callback may have ended the epoch on some processes only

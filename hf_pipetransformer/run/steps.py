@@ -24,9 +24,10 @@ from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh
 from ..progress import PROGRESS
 from .batches import GlobalBatch, prepared
-from .collectives import among_last_stages
+from .collectives import with_collectives_of
 from .job import TrainingJob
 from .loss import BatchInFlight, Loss, raise_for_exchanged_inputs
+from .loss_state import Snapshot, restore, share
 from .parts import Parts, StepFacts
 from .training_data import refuse_different_numbers
 
@@ -36,11 +37,12 @@ OF_CONTROL = ("should_training_stop", "should_epoch_stop", "should_save", "shoul
 """What a loss may ask of the Trainer's loop."""
 
 
-VOTES = ("exchanged_inputs", "other_flags", *OF_CONTROL)
+VOTES = ("exchanged_inputs", "other_flags", "changed_trainer", *OF_CONTROL)
 """What each process votes on in a step, before the parts' votes.
 
 exchanged_inputs: the last stage has called the model on inputs other than those of the earlier stages.
 other_flags: something other than a callback has set `requires_grad`.
+changed_trainer: the loss has changed attributes of the trainer.
 others: as in `TrainerControl`; the loss may have set it, which has run on the last stage only.
 """
 
@@ -103,7 +105,7 @@ class Steps:
         self._data, self._parts, self._watches_steps = data, parts, watches_steps
         self._takes_others = job.takes_any_loader
         # a stock loss calls no collective
-        self._has_collectives = job.args.uses_pipeline and not loss.is_stock
+        self._has_own_loss = job.args.uses_pipeline and not loss.is_stock
         self._in_flight: BatchInFlight | None = None
         self._has_looked_for_nan = False
 
@@ -131,6 +133,10 @@ class Steps:
         """
         pipeline, state = self._pipeline, self._trainer.state
         self._switch_to_training()
+        may_change = self._has_own_loss and pipeline.num_stages > 1
+        if may_change and pipeline.computes_loss:
+            restore(self._trainer)
+        before = Snapshot(self._trainer) if may_change else None
         # 1
         self.batch.begin(inputs, pipeline)
         # each part is asked, as it notes the answer for its votes
@@ -146,6 +152,8 @@ class Steps:
                 around.enter_context(part.around_step(batch))
             pipeline.running.prepare(batch, current)
             current.losses.clear()  # of the profile that may have been run
+            if before is not None and pipeline.computes_loss:
+                before = Snapshot(self._trainer)  # the batch has been prepared, by all processes
             self._run(current, batch)
         current.release()
         empty_every = self._args.torch_empty_cache_steps
@@ -153,7 +161,7 @@ class Steps:
             clear_device_cache()
         # 3
         facts = StepFacts(loses_tags, current.part.global_rows, len(current.losses))
-        loss = self._agree(current, facts)
+        loss = self._agree(current, facts, before)
         # on an accelerator, asking would wait for the whole step
         may_look = pipeline.num_stages > 1 and loss.device.type == "cpu" and not self._has_looked_for_nan
         if may_look and not bool(torch.isfinite(loss)):
@@ -166,7 +174,7 @@ class Steps:
     def _run(self, current: BatchInFlight, batch: Batch) -> None:
         """Run forward and backward, and compute the loss, of a batch that all stages have."""
         # in the backward as well, which does not run inside of the loss
-        apart = among_last_stages(self._trainer.accelerator, None) if self._has_collectives else nullcontext()
+        apart = with_collectives_of(self._trainer.accelerator, None) if self._has_own_loss else nullcontext()
         with apart:
             self._pipeline.step(batch, current)
 
@@ -223,14 +231,15 @@ class Steps:
             pipeline.running.read_ahead(following.tags if following is not None else None)
         return batch, loses_tags
 
-    def _agree(self, current: BatchInFlight, facts: StepFacts) -> torch.Tensor:
+    def _agree(self, current: BatchInFlight, facts: StepFacts, before: Snapshot | None) -> torch.Tensor:
         """Reduce the loss and the votes over all processes. Collective over all processes if there are several.
 
         Raises:
             ValueError: a process reports `exchanged_inputs` or `other_flags`.
         """
         pipeline, control, voting = self._pipeline, self._trainer.control, self._parts.having("vote")
-        votes = [current.exchanges_inputs, pipeline.weights.flags_changed]
+        changes = before.changes(self._trainer) if before is not None and pipeline.computes_loss else None
+        votes = [current.exchanges_inputs, pipeline.weights.flags_changed, bool(changes)]
         votes += [getattr(control, name) and pipeline.num_stages > 1 for name in OF_CONTROL]
         for part in voting:
             mine = part.vote(facts)
@@ -240,7 +249,7 @@ class Steps:
         if self._mesh.world_size > 1:
             PROGRESS.enter("all-reduce")
             loss, votes = agree(loss, votes, self._mesh)
-            exchanged_inputs, other_flags = votes[:2]
+            exchanged_inputs, other_flags, changed_trainer = votes[:3]
             if exchanged_inputs:
                 raise_for_exchanged_inputs(self._model)
             if other_flags:
@@ -249,7 +258,9 @@ class Steps:
                     " training_step). With several processes, all of them must know of the change before the step."
                     " Change it in a TrainerCallback, for example in on_step_begin."
                 )
-        for name, is_asked in zip(OF_CONTROL, votes[2:], strict=False):
+            if changed_trainer and before is not None:
+                share(self._trainer, self._mesh, pipeline.replica_index, changes, before)
+        for name, is_asked in zip(OF_CONTROL, votes[3:], strict=False):
             if is_asked:
                 setattr(control, name, True)
         first = len(VOTES)

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,6 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "copy from it": lambda p: torch.zeros(SHAPE).copy_(p),
     "set": lambda p: setattr(p, "data", torch.ones(SHAPE)),
     "linear": lambda p: nn.functional.linear(torch.ones(2, 4), p),
-    "grad": lambda p: p.grad,
 }
 
 
@@ -79,8 +79,38 @@ def test_every_way_to_read_it_fails_at_the_users_line(make: Callable[[], Tensor]
     assert not silent
 
 
+def test_gradients_are_refused() -> None:
+    module = module_with_hidden()
+    with pytest.raises(ValueError, match=f"grad: the gradient of {ABOUT}.*max_grad_norm.*clip_grad_norm_"):
+        print(module.weight.grad)
+    hide(module.weight, ABOUT, REMEDY, is_trained=False)
+    assert module.weight.grad is None
+    with pytest.raises(ValueError, match=f"grad: {ABOUT}"):
+        print(hidden_like(torch.ones(SHAPE), ABOUT, REMEDY).grad)
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_gradients_are_clipped_where_that_is_exact(foreach: bool | None) -> None:
+    module = module_with_hidden()
+    module.bias.grad = torch.tensor([1.0, 2.0, 2.0])
+    clip = partial(nn.utils.clip_grad_norm_, max_norm=1.0, foreach=foreach)
+    with pytest.raises(ValueError, match=f"the gradient of {ABOUT}"):
+        clip(module.parameters())
+    assert module.bias.grad.tolist() == [1, 2, 2]
+    with pytest.raises(ValueError, match=f"the gradient of {ABOUT}"):
+        clip(module.parameters(), error_if_nonfinite=True)
+    norm = clip([module.weight])  # all of it is elsewhere, where the same is done
+    for read in (float, bool, torch.Tensor.tolist, lambda value: module.bias.grad.mul_(value), pickle.dumps):
+        with pytest.raises(ValueError, match=f"the gradient of {ABOUT}"):
+            read(norm)
+    nn.utils.clip_grad_value_(module.parameters(), 1.5, foreach)
+    assert module.bias.grad.tolist() == [1, 1.5, 1.5]
+    assert float(clip([module.bias])) == pytest.approx(5.5**0.5)
+    assert float(module.bias.grad.norm()) == pytest.approx(1)
+
+
 def test_modules_and_optimizers_go_over_it() -> None:
-    """What an optimizer, a clipping function or a callback does with all parameters skips those without a gradient."""
+    """What an optimizer or a callback does with all parameters skips those without a gradient."""
     module = module_with_hidden()
     weight = module.weight
     weight.register_hook(lambda gradient: gradient)
@@ -88,7 +118,6 @@ def test_modules_and_optimizers_go_over_it() -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     before = module.bias.detach().clone()
     module.bias.grad = torch.ones(3)
-    assert float(nn.utils.clip_grad_norm_(module.parameters(), 1.0)) == pytest.approx(3**0.5)
     optimizer.step()
     optimizer.zero_grad()
     module.zero_grad()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
 from distributed import run_ranks
 from one_job import run_calls
 from test_elastic_pipeline import stages_by_frozen
@@ -14,6 +18,8 @@ from training_runs import WORLD, Run, assert_same_training, outcome_of, pipeline
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
+from hf_pipetransformer.pipeline.mesh import ProcessMesh
+from hf_pipetransformer.run.collectives import among_last_stages
 
 RUN = Run(samples=40, epochs=1, accumulation=1, per_device=4)
 STAGES = 2
@@ -28,7 +34,7 @@ class GathersMetrics:
         count = torch.tensor(len(outputs.logits), device=outputs.logits.device)
         number = self.accelerator.gather_for_metrics(count).sum()
         padded = self.accelerator.pad_across_processes(outputs.logits)
-        assert len(self.accelerator.gather(padded)) == self.args.world_size // STAGES * len(padded)
+        assert len(self.accelerator.gather(padded)) == self.args.world_size * len(padded)
         assert int(number) == int(self.accelerator.reduce(count, reduction="sum"))
         self.rows = [*getattr(self, "rows", []), int(number)]
         return (loss, outputs) if return_outputs else loss
@@ -112,6 +118,31 @@ def test_what_compute_loss_collects_is_on_rank_0() -> None:
 def test_two_replicas_of_two_stages() -> None:
     """Of a loss that gathers metrics; the second replica's last batch is smaller."""
     assert_gathered(run_ranks(gathering, WORLD))
+
+
+def counts_around_an_error(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    """Counts, before, inside and after code among the last stages that fails."""
+    accelerator, mesh = Accelerator(cpu=True), ProcessMesh(timedelta(seconds=60))
+
+    def counts() -> tuple[int, ...]:
+        of_states = accelerator.num_processes, PartialState().num_processes, PartialState().process_index
+        return *of_states, dist.get_world_size(), dist.get_rank()
+
+    found = [counts()]
+    group = mesh.subgroup([(0, 2)])
+    if rank in (0, 2):
+        with suppress(KeyError), among_last_stages(accelerator, mesh, group):
+            found.append(counts())
+            with among_last_stages(accelerator, mesh, None):
+                found.append(counts())
+                raise KeyError
+    return [*found, counts()]
+
+
+def test_counts_are_restored() -> None:
+    for rank, found in enumerate(run_ranks(counts_around_an_error, 3)):
+        inside = [(2, 2, rank // 2, 2, rank // 2), (1, 1, 0, 1, 0)] if rank != 1 else []
+        assert found == [(3, 3, rank, 3, rank), *inside, (3, 3, rank, 3, rank)]
 
 
 # ------------------------------------------------------------------------------------------ classes in the wrong order

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PrinterCallback, ProgressCallback, TrainerState
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState
 
 from ...errors import ONE_LINE
 from ...logs import tell
@@ -431,6 +431,8 @@ class RunLog(RunPart):
     def _log_metrics(self, metrics: dict[str, float]) -> None:
         """Log metrics for `report_to` and callbacks, without printing them: a sentence says the same.
 
+        A `log` of the user's is not called, which may average what their loss has collected since its last call.
+
         The user's `on_log` may call the model, before what follows is collective.
         """
         handler = self._job.trainer.callback_handler
@@ -438,7 +440,7 @@ class RunLog(RunPart):
         for callback in printing:
             callback.on_log = lambda *_, **__: None
         try:
-            self._job.trainer.log(metrics)
+            Trainer.log(self._job.trainer, metrics)
         finally:
             for callback in printing:
                 del callback.on_log

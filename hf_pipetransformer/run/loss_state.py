@@ -1,0 +1,184 @@
+"""What the user's loss leaves on the trainer, where it has run: callbacks of the other stages may ask for it.
+
+last stage     self.rate = 0.1          plain values, bound anew: carried to the other stages after the step
+last stage     self.parts.append(loss)  anything else: the others have something in its place that cannot be read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from ..pipeline.mesh import ProcessMesh
+
+MISSING = object()
+"""Stands for an attribute that an object does not have."""
+PLAIN = {bool, int, float, complex, str, bytes, type(None)}
+MOST_LEAVES = 100
+"""Number of plain values in a container up to which it is carried."""
+MOST_LOOKED_INTO = 1000
+"""Number of members of a container up to which a change is looked for inside of them."""
+OF_THE_LOOP = ("transformers.", "accelerate.", "hf_pipetransformer.")
+"""Modules of objects that the training loop replaces on every process, such as the `TrainerControl`."""
+
+
+class OnLastStage:
+    """Stands in the place of an attribute of the trainer that the loss has changed on another process.
+
+    Any use but binding the name anew is an error.
+
+    Args:
+        name: the attribute.
+        before: what this process had, for when it computes the loss itself.
+    """
+
+    def __init__(self, name: str, before: Any) -> None:
+        self._name, self._before = name, before
+
+    def __repr__(self) -> str:
+        return f"<trainer.{self._name}: {type(self).__name__}>"
+
+    def __getattr__(self, _: str) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ValueError(
+            f"trainer.{self._name} was changed by the loss, which runs on the last pipeline stage only, and this is"
+            " another stage. After each step, all stages get what the loss binds to plain values (numbers, strings,"
+            " short lists of these): assign such a value in the loss (loss.item(), for a tensor), read it on the main"
+            " process only, or set pipeline_parallel_size=1."
+        )
+
+    __bool__ = __len__ = __iter__ = __next__ = __contains__ = __getitem__ = __setitem__ = __call__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = __matmul__ = _refuse
+    __or__ = __ror__ = __and__ = __rand__ = __int__ = __float__ = __index__ = __round__ = __enter__ = _refuse
+    __str__ = __format__ = __reduce_ex__ = _refuse
+
+
+def restore(trainer: Any) -> None:
+    """Give this process back what it had, because it computes the loss from here on."""
+    for name, value in list(vars(trainer).items()):
+        if type(value) is OnLastStage:
+            before = value._before
+            del vars(trainer)[name]
+            if before is not MISSING:
+                vars(trainer)[name] = before
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a loss has changed on the trainer.
+
+    Attributes:
+        values: the new values that can be carried, by name.
+        others: names of those that cannot.
+        removed: names of attributes that are gone.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.values or self.others or self.removed)
+
+    def adopt(self, trainer: Any, since: Snapshot) -> None:
+        """Follow on another stage. What this process has changed itself since a snapshot stays its own.
+
+        Args:
+            trainer: this process's.
+            since: of this process's trainer.
+        """
+        mine = vars(trainer)
+        changed_here = since.changes(trainer)
+        for name in self.removed:
+            mine.pop(name, None)
+        mine.update(self.values)
+        for name in self.others:
+            if name not in changed_here.values and name not in changed_here.others:
+                before = mine.get(name, MISSING)
+                if type(before) is not OnLastStage:
+                    mine[name] = OnLastStage(name, before)
+
+
+class Snapshot:
+    """The attributes of a trainer, at one moment.
+
+    Plain values are compared, long containers by their lengths, tensors by their version, other objects as objects.
+
+    Args:
+        trainer: the trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._values = dict(vars(trainer))  # keeps them, so that no other object gets the id
+        self._states = {name: _state_of(value) for name, value in self._values.items()}
+
+    def changes(self, trainer: Any) -> Changes:
+        """What has changed since."""
+        now = vars(trainer)
+        changed = [
+            name
+            for name, value in now.items()
+            if value is not self._values.get(name, MISSING) or _state_of(value) != self._states[name]
+        ]
+        values = {name: now[name] for name in changed if _num_leaves(now[name]) <= MOST_LEAVES}
+        others = tuple(
+            name for name in changed if name not in values and not type(now[name]).__module__.startswith(OF_THE_LOOP)
+        )
+        return Changes(values, others, tuple(name for name in self._values if name not in now))
+
+
+def share(trainer: Any, mesh: ProcessMesh, replica: int, changes: Changes | None, before: Snapshot) -> None:
+    """Follow what the last stage of this process's pipeline has changed. Collective over all processes.
+
+    Args:
+        trainer: this process's.
+        mesh: all processes of the run.
+        replica: number of the pipeline.
+        changes: what code on the last stage has changed; None on other stages.
+        before: of the trainer, on the other stages.
+    """
+    everyone = mesh.gather_objects((replica, changes) if changes is not None else None)
+    if changes is None:
+        next(theirs[1] for theirs in everyone if theirs is not None and theirs[0] == replica).adopt(trainer, before)
+
+
+def _state_of(value: Any) -> Any:
+    """What a change of an object in place shows in."""
+    if isinstance(value, torch.Tensor):
+        return value._version
+    if isinstance(value, (list, tuple, Mapping, Set)):
+        return repr(value) if _num_leaves(value) <= MOST_LEAVES else _lengths(value)
+    return None
+
+
+def _members(container: Any) -> Collection[Any]:
+    return container.values() if isinstance(container, Mapping) else container
+
+
+def _lengths(value: Any) -> Any:
+    """The lengths of nested containers, and what changes tensors in them."""
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if not isinstance(value, (list, tuple, Mapping, Set)):
+        return None
+    if len(value) > MOST_LOOKED_INTO:
+        return len(value)
+    return len(value), *(inside for inside in map(_lengths, _members(value)) if inside is not None)
+
+
+def _num_leaves(value: Any) -> float:
+    """Number of plain values in nested containers; infinite if there is anything else in them."""
+    if type(value) in PLAIN or isinstance(value, (np.generic, torch.dtype, torch.device)):
+        return 1
+    if type(value) not in (list, tuple, set, frozenset, dict) or len(value) > MOST_LEAVES:
+        return float("inf")
+    children = [*value, *value.values()] if type(value) is dict else value
+    return sum(map(_num_leaves, children))

@@ -1,0 +1,194 @@
+"""An overridden `log` of the user's, over several stages: it runs where the loss has run, and all log the same.
+
+A `log` that averages what `compute_loss` has collected finds something on the last stages only. So where the Trainer
+calls it, it runs on these, and what it hands to the stock `log` on rank 0 is what every process logs:
+
+    rank 0   user's log: ... super().log(logs) ─┐ callbacks ... goes on
+    rank 1   waits                              └ stock log(logs): callbacks
+
+Calls of `log` by the user's own code stay what they are: this process's own.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import recursively_apply
+from transformers import Trainer, TrainerCallback, TrainerState
+
+from ..errors import PeerFailedError, in_one_line
+from ..pipeline.elastic_pipeline import ElasticPipeline
+from ..pipeline.mesh import can_be_sent
+from .collectives import among_last_stages
+from .job import TrainingJob
+from .loss_state import Snapshot, share
+
+
+class UsersLog:
+    """Stands in the place of the trainer's `log`, on the instance.
+
+    Args:
+        job: the training or evaluation job.
+        users: the user's method.
+    """
+
+    def __init__(self, job: TrainingJob, users: Callable[..., None]) -> None:
+        self._job, self._users = job, users
+        self._follows: Callable[[], ElasticPipeline | None] = lambda: None
+        self._is_split = self._has_loss = False
+        self._replica = 0
+        self._last_stages: dist.ProcessGroup | None = None
+
+    def follow(self, pipeline: ElasticPipeline) -> None:
+        """Log from now on as a placed pipeline computes the loss, and after an evaluation as it has computed it."""
+        self._follows = weakref.ref(pipeline)
+        self._look()
+
+    def __call__(self, *args: Any, **keywords: Any) -> None:
+        self._look()
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        if not self._is_split or not caller.startswith("transformers."):
+            return self._users(*args, **keywords)
+        pipeline = self._follows()
+        arrive = pipeline.arrive if pipeline is not None else lambda: None
+        point = LogPoint(self._job, arrive, self._last_stages, self._replica)
+        point.run(self._users if self._has_loss else None, *args, **keywords)
+
+    def _look(self) -> None:
+        pipeline = self._follows()
+        if pipeline is not None and pipeline.is_placed:
+            self._is_split, self._has_loss = pipeline.num_stages > 1, pipeline.computes_loss
+            self._replica = pipeline.replica_index
+            self._last_stages = pipeline.last_stages if self._has_loss else None
+
+
+def take_over(job: TrainingJob, pipeline: ElasticPipeline) -> None:
+    """Let the user's `log` run where a placed pipeline computes the loss. Does nothing if they have none."""
+    trainer: Any = job.trainer
+    log = vars(trainer).get("log")
+    if not isinstance(log, UsersLog):
+        if not job.overrides("log"):
+            return
+        log = trainer.log = UsersLog(job, trainer.log)
+    log.follow(pipeline)
+
+
+class LogPoint(TrainerCallback):
+    """One call of `log` by the Trainer, on all processes. It is the first of the callbacks meanwhile.
+
+    Args:
+        job: the training or evaluation job.
+        arrive: serves calls of the model by the user's `log` on other processes.
+        last_stages: on a last stage, those of all pipelines; None if it is the only one.
+        replica: number of this process's pipeline.
+    """
+
+    def __init__(
+        self, job: TrainingJob, arrive: Callable[[], None], last_stages: dist.ProcessGroup | None, replica: int
+    ) -> None:
+        self._job, self._arrive, self._last_stages, self._replica = job, arrive, last_stages, replica
+        self._is_first = job.mesh.rank == 0
+        self._among = ExitStack()
+        self._depth = 0  # of calls of the stock `log`; a callback may log something itself
+        self._is_over = False
+
+    def run(self, users: Callable[..., None] | None, *args: Any, **keywords: Any) -> None:
+        """Run the user's `log`, or what it hands to the stock one on rank 0. Collective over all processes.
+
+        Args:
+            users: the user's method; None on a process where the loss has not run.
+            args: of the method, as `keywords`.
+        """
+        trainer, before = self._job.trainer, Snapshot(self._job.trainer)
+        callbacks = trainer.callback_handler.callbacks
+        behind = _Behind(self)
+        callbacks.insert(0, self)
+        callbacks.append(behind)
+        try:
+            if users is not None:
+                self._run_users(users, *args, **keywords)
+            if self._is_first:
+                self._exchange(None)
+            while not self._is_over:
+                logs = self._exchange(None)
+                if logs is not None:
+                    self._depth = 1  # what it logs is known
+                    Trainer.log(trainer, logs)
+            changes = before.changes(trainer) if users is not None else None
+            share(trainer, self._job.mesh, self._replica, changes, before)
+        finally:
+            callbacks.remove(self)
+            callbacks.remove(behind)
+
+    def _run_users(self, users: Callable[..., None], *args: Any, **keywords: Any) -> None:
+        with self._among:
+            self._go_among()
+            try:
+                users(*args, **keywords)
+            except Exception as error:
+                self._among.close()
+                if self._is_first and not self._depth:  # otherwise the others are in the stock method, as this one
+                    self._exchange(PeerFailedError(f"rank 0 failed in log(): {in_one_line(error)}"))
+                raise
+
+    def _go_among(self) -> None:
+        among = among_last_stages(self._job.trainer.accelerator, self._job.mesh, self._last_stages)
+        self._among.enter_context(among)
+
+    def _exchange(self, mine: dict[str, Any] | PeerFailedError | None) -> dict[str, Any] | None:
+        """Return what rank 0 logs; None if that was all. Collective over all processes.
+
+        Raises:
+            PeerFailedError: rank 0 has failed.
+        """
+        self._arrive()
+        logs = self._job.mesh.of_first(mine)
+        self._is_over = logs is None
+        if isinstance(logs, PeerFailedError) and not self._is_first:
+            raise logs
+        return logs if isinstance(logs, dict) else None
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
+        """The stock `log` has been called, and the other callbacks follow, which see all processes."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._among.close()
+        if self._is_over:  # rank 0 has logged less often
+            return
+        everywhere = self._exchange(_sendable(logs) if self._is_first else None)
+        if everywhere is not None and not self._is_first:
+            logs.clear()
+            logs.update(everywhere)
+            state.log_history[-1] = {**everywhere, "step": state.global_step}
+
+    def behind_callbacks(self) -> None:
+        """All callbacks have seen what is logged."""
+        self._depth -= 1
+        if not self._depth:
+            self._go_among()
+
+
+class _Behind(TrainerCallback):
+    """The last of the callbacks."""
+
+    def __init__(self, point: LogPoint) -> None:
+        self._point = point
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        self._point.behind_callbacks()
+
+
+def _sendable(logs: dict[str, Any]) -> dict[str, Any]:
+    """The values that other processes can be given, tensors on the CPU."""
+
+    def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().cpu()
+
+    return {name: recursively_apply(on_cpu, value) for name, value in logs.items() if can_be_sent(value)}
