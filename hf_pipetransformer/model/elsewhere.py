@@ -154,6 +154,29 @@ def show(tensor: torch.Tensor) -> None:
         tensor.__class__ = plain
 
 
+class Unreadable:
+    """A value that cannot be read here, and is no tensor. Whatever is done with it fails at the user's line."""
+
+    def __init__(self, about: str, remedy: str) -> None:
+        self.__dict__.update(about=about, remedy=remedy)
+
+    def __repr__(self) -> str:
+        return f"Unreadable({self.__dict__['about']})"
+
+
+def _refuse_all(value: Unreadable, *_: Any, **__: Any) -> NoReturn:
+    raise ValueError("{about}. {remedy}".format(**vars(value)))
+
+
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+_OTHERS = (
+    "neg pos abs invert bool int float complex index round len iter next contains getitem setitem delitem call"
+    " getattr setattr delattr eq ne lt le gt ge hash format str bytes enter exit reduce_ex deepcopy array"
+)
+for _name in (*_OTHERS.split(), *_BINARY.split(), *(f"r{name}" for name in _BINARY.split())):
+    setattr(Unreadable, f"__{_name}__", _refuse_all)
+
+
 def _refuse(function: Any, args: Any, kwargs: Any) -> NoReturn:
     name = function if isinstance(function, str) else getattr(function, "__name__", str(function))
     owner = getattr(getattr(function, "__self__", None), "__name__", None)  # of an attribute

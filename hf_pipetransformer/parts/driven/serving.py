@@ -16,7 +16,8 @@ from ...model.nested import tensors_of
 from ...pipeline.messages import Crossing, PipelineMessages
 from ...pipeline.stage import StageModule
 from ...progress import PROGRESS
-from .orders import Ask, Backward, End, Forward, Modes, Own, StageCalls
+from .left_behind import Note, StateBelow
+from .orders import Ask, Backward, End, Forward, Own, StageCalls
 
 
 @dataclass
@@ -37,6 +38,7 @@ class ServingStage(StageCalls):
 
     def __init__(self, stage: StageModule, messages: PipelineMessages) -> None:
         super().__init__(stage, messages)
+        self._state = StateBelow(stage)
         self._held: dict[tuple[int, int], _Held] = {}  # by call and micro-batch
         self._leaves: dict[int, list[torch.Tensor]] = {}  # by call: inputs whose gradients may be asked for
 
@@ -49,7 +51,7 @@ class ServingStage(StageCalls):
             unread: used on the last stage only.
         """
         tensors = tensors_of(batch)
-        modes = Modes.of(self.model)  # what the user's code changes ends with it here
+        self._state.begin()
         while True:
             order, released, given = self.messages.receive_tree(self.index + 1)
             PROGRESS.tick()
@@ -58,6 +60,7 @@ class ServingStage(StageCalls):
             if not isinstance(order, Backward) and self.index > 0:
                 self.send((order, released, given), self.index - 1)
             if isinstance(order, End):
+                self._state.put(order.changes)
                 break
             if isinstance(order, Ask):
                 self._answer(order)
@@ -71,7 +74,6 @@ class ServingStage(StageCalls):
         self.wait()
         self._held.clear()
         self._leaves.clear()
-        modes.set(self.model)
 
     def _answer(self, order: Ask) -> None:
         """Send the gradients that the inputs of a call have got here."""
@@ -82,8 +84,7 @@ class ServingStage(StageCalls):
         self.send(gradients, self.messages.last)
 
     def _forward(self, order: Forward, inputs: Batch) -> None:
-        if order.modes is not None:
-            order.modes.set(self.model)
+        self._state.put(order.changes)
         module = self.modules[order.module]
         if order.wanted:
             position = itertools.count()
@@ -97,13 +98,16 @@ class ServingStage(StageCalls):
 
             inputs = recursively_apply(leaf_of, inputs)
             self._leaves[order.call] = leaves
-        for number, part in enumerate(self.parts(inputs, order.spans)):
+        parts = self.parts(inputs, order.spans)
+        for number, part in enumerate(parts):
             held = _Held([])
             values: list[torch.Tensor] = []
+            note: Note | None = None
             if self.index > 0:
                 values = self.messages.receive_values(
                     self.index, self.stage.slots_in, with_gradients=order.has_gradients
                 )
+                note = self.messages.note
                 held.received = [value for value in values if value.requires_grad]
             # views, as in `StageModule`: autocast must not take them for weights
             values = [value.view_as(value) if value.requires_grad else value for value in values]
@@ -117,15 +121,15 @@ class ServingStage(StageCalls):
             held.sent = [out for out in outputs if out.requires_grad]
             if held.sent:
                 self._held[order.call, number] = held
-            self.keep(self.messages.send_values(Crossing(self.index, slots, outputs)))
+            if number == len(parts) - 1:
+                note = self._state.after_call(note, bool(order.spans))
+            self.keep(self.messages.send_values(Crossing(self.index, slots, outputs, note)))
 
     def _backward(self, order: Backward, gradients: Sequence[torch.Tensor]) -> None:
         held = self._held[order.call, order.part]
         for leaf in held.received:
             leaf.grad = None
-        of_forward = Modes.of(self.model)
-        if order.modes is not None:
-            order.modes.set(self.model)
+        undo = self._state.put(order.changes)
         if order.only_inputs:
             leaves = [*held.received, *self._leaves.get(order.call, ())]
             found = torch.autograd.grad(
@@ -136,7 +140,7 @@ class ServingStage(StageCalls):
                     leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
         else:
             torch.autograd.backward(held.sent, gradients, retain_graph=order.keeps_graph)
-        of_forward.set(self.model)
+        undo()
         down = [torch.zeros_like(x) if x.grad is None else x.grad for x in held.received]
         if not order.keeps_graph:
             del self._held[order.call, order.part]

@@ -12,7 +12,6 @@ from ..kit import (
     COMPILED_CALL,
     FIRST_TENSOR,
     LABELS,
-    NOT_CARRIED_OVER,
     WIDTH,
     Inputs,
     LossAndOutputs,
@@ -227,7 +226,7 @@ def functional_call_of_the_head() -> Script:
     return with_loss(loss)
 
 
-@case("K2", expect="exact", because="functional_call", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="functional_call")
 def functional_call_of_the_first_layer() -> Script:
     """`torch.func.functional_call` with another weight of the first layer."""
 

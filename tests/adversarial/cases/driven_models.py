@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..kit import (
-    NOT_CARRIED_OVER,
     UNSEEN_CHANGE,
     VOCABULARY,
     WIDTH,
@@ -63,31 +62,31 @@ def with_layers_set(change: Any, model: nn.Module | None = None) -> Script:
 # ---------------------------------------------------------------------------------------------------------
 
 
-@case("K2", expect="exact", because="scale", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="scale")
 def sets_attribute() -> Script:
     """A number on each layer."""
     return with_layers_set(lambda layer, step: setattr(layer, "scale", annealed(step)))
 
 
-@case("K2", expect="exact", because="scale", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="scale")
 def sets_attribute_of_object() -> Script:
     """A number on an object of each layer."""
     return with_layers_set(lambda layer, step: setattr(layer.config, "scale", annealed(step)))
 
 
-@case("K2", expect="exact", because="gate", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="gate")
 def sets_buffer() -> Script:
     """A buffer of each layer is filled."""
     return with_layers_set(lambda layer, step: layer.gate.fill_(annealed(step)))
 
 
-@case("K2", expect="exact", because="gate", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="gate")
 def replaces_buffer() -> Script:
     """A buffer of each layer is replaced."""
     return with_layers_set(lambda layer, step: setattr(layer, "gate", torch.tensor(annealed(step))))
 
 
-@case("K2", expect="exact", because="dropout", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="dropout")
 def sets_dropout_to_zero() -> Script:
     """Dropout is switched off by its rate."""
     model: Any = Network(layer=Adjustable)
@@ -132,7 +131,7 @@ def modes_per_call() -> Script:
     return with_loss(loss, Network(layer=HalvedInEvaluation))
 
 
-@case("K2", expect="exact", because="requires_grad", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="requires_grad")
 def freezes_every_other_step() -> Script:
     """The first layer is frozen in every other step."""
 
@@ -143,7 +142,7 @@ def freezes_every_other_step() -> Script:
     return with_loss(loss)
 
 
-@case("K2", expect="exact", because="requires_grad", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="requires_grad")
 def freezes_for_one_call() -> Script:
     """The first layer is frozen for one call, and trained by the next."""
 
@@ -165,7 +164,7 @@ class Stops(Layer):
         return super().forward(x.detach() if self.stop else x)
 
 
-@case("K2", expect="exact", because="stop", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="stop")
 def flag_that_detaches() -> Script:
     """A flag of a layer stops gradients for one call."""
 
@@ -196,13 +195,13 @@ def with_hook(part: Any) -> Script:
     return with_loss(loss)
 
 
-@case("K2", expect="exact", because="hook", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="hook")
 def hook_on_embeddings() -> Script:
     """A hook on the embeddings during the second call, as adversarial training writes it."""
     return with_hook(lambda model: model.embedding)
 
 
-@case("K2", expect="exact", because="hook", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="hook")
 def hook_on_layer() -> Script:
     """A hook on the first layer during the second call."""
     return with_hook(lambda model: model.layers[0])
@@ -255,13 +254,13 @@ def sum_of_terms(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
     return outputs["loss"] + 0.3 * sum(terms), outputs
 
 
-@case("K2", expect="exact", because="term", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="term")
 def terms_of_layers() -> Script:
     """The loss adds a term that each layer has left in an attribute."""
     return with_loss(sum_of_terms, Network(layer=LeavesTerm))
 
 
-@case("K2", expect="exact", because="term", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="term")
 def terms_of_layers_that_begin_as_none() -> Script:
     """Likewise; layers that have not run yet have None."""
     return with_loss(sum_of_terms, Network(layer=LeavesTermLater))
@@ -298,7 +297,7 @@ class RunningMean(Layer):
         return y - 0.1 * self.mean
 
 
-@case("K2", expect="exact", because="mean", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="mean")
 def running_means_in_the_loss() -> Script:
     """The loss reads a buffer that each layer's forward changes."""
 
