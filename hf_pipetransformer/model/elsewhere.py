@@ -10,6 +10,7 @@ the NaN that a hidden tensor contains.
 
 from __future__ import annotations
 
+import struct
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _state = threading.local()
 
+NAN: float = struct.unpack("d", struct.pack("Q", 0x7FF8_E15E_4000_0000))[0]
+"""What hidden tensors contain. Its bits differ from those of a NaN that is computed, and processors hand them on."""
+_BITS = struct.unpack("I", struct.pack("f", NAN))[0] & 0x7FFFFFFF
 OURS = "hf_pipetransformer"
 LIBRARIES = frozenset({"accelerate", OURS, "torch", "transformers"})
 """Packages that may ask a hidden parameter for its gradient, which is None: they go over all parameters."""
@@ -40,6 +44,7 @@ _WITHOUT_DISPATCH = frozenset(
         torch.Tensor.__deepcopy__,
         torch.Tensor.__dlpack__,
         torch.Tensor.__reduce_ex__,
+        torch.Tensor.as_subclass,
         torch.Tensor.numpy,
         torch.Tensor.set_,
         torch.Tensor.storage,
@@ -104,6 +109,9 @@ class Hidden(torch.Tensor):
     def __reduce_ex__(self, _: Any) -> NoReturn:
         _refuse("pickle", (self,), {})
 
+    def set_(self, *_: Any, **__: Any) -> NoReturn:  # torch does not ask `__torch_function__`
+        _refuse("set_", (self,), {})
+
 
 class HiddenParameter(Hidden, nn.Parameter):
     """A parameter that another process has."""
@@ -141,9 +149,20 @@ def hide(tensor: torch.Tensor, about: str, remedy: str, is_trained: bool | None 
 
 def hidden_like(tensor: torch.Tensor, about: str, remedy: str) -> torch.Tensor:
     """Return a tensor of the same shape that cannot be read."""
-    hidden = placeholder(tensor, float("nan") if tensor.is_floating_point() else 0).detach()
+    hidden = placeholder(tensor, NAN if tensor.is_floating_point() else 0).detach()
     hide(hidden, about, remedy)
     return hidden
+
+
+def is_computed_of_hidden(value: torch.Tensor) -> bool:
+    """Whether a number of 32 bits on the CPU is NaN because a hidden tensor has been read unnoticed.
+
+    Functions of torch that look neither at the class of a tensor nor at modes read it as NaN: `torch.Tensor(p)`,
+    `torch.func`, whatever runs with `DisableTorchFunction`.
+    """
+    if value.device.type != "cpu" or value.dtype != torch.float32 or value.numel() != 1:
+        return False
+    return int(value.detach().reshape(1).view(torch.int32)) & 0x7FFFFFFF == _BITS
 
 
 def show(tensor: torch.Tensor) -> None:

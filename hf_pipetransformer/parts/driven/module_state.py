@@ -167,6 +167,7 @@ class _Reading(NamedTuple):
     values: list[Any]  # of attributes
     entries: list[Any]  # of the tables
     versions: list[int]  # of the buffers
+    numbers: list[Any]  # of each buffer on the CPU the address and one value, as torch counts no write to `.data`
     flags: list[bool]  # of the parameters
     inside: list[Any]  # comparable values of attributes that can change and stay the same object
 
@@ -174,6 +175,7 @@ class _Reading(NamedTuple):
         return (
             self.counts == other.counts
             and self.versions == other.versions
+            and self.numbers == other.numbers
             and self.flags == other.flags
             and all(map(is_, self.values, other.values))
             and all(map(is_, self.entries, other.entries))
@@ -212,7 +214,8 @@ class ModuleState:
         found = list(self._differences(noted, now))
         if keep:
             return found
-        has_other_parts = now.counts != noted.counts or not all(map(is_, now.entries, noted.entries))
+        has_moved = now.numbers[0] != noted.numbers[0]
+        has_other_parts = has_moved or now.counts != noted.counts or not all(map(is_, now.entries, noted.entries))
         if has_other_parts or any(_is_mutable(change.value) for change in found) or self._lost(noted, now):
             self._build()
             self._noted = self._read()
@@ -233,6 +236,8 @@ class ModuleState:
         self._tables: list[dict[Any, Any]] = []
         self._of_tables: list[tuple[int, str, list[Any]]] = []  # module, name and keys
         self._empty: list[dict[Any, Any]] = []
+        self._on_cpu: list[tuple[Place, torch.Tensor]] = []
+        self._middles: dict[torch.dtype, list[torch.Tensor]] = {}
         self._buffer_tables: list[dict[Any, Any]] = []
         self._parameters: tuple[list[tuple[Place, Any]], ...] = ([], [])  # here, hidden
         mutable: dict[int, int] = {}  # by id of a value: the first attribute that has it
@@ -252,12 +257,21 @@ class ModuleState:
                     self._empty.append(value)
             if owner[BUFFERS]:
                 self._buffer_tables.append(owner[BUFFERS])
+                self._look_into(number, owner[BUFFERS])
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
                     place = number, (PARAMETERS, name, FLAG)
                     self._parameters[isinstance(parameter, Hidden)].append((place, parameter))
         self._mutable = list(mutable.values())
+
+    def _look_into(self, number: int, buffers: dict[str, Any]) -> None:
+        for name, buffer in buffers.items():
+            if type(buffer) is torch.Tensor and buffer.device.type == "cpu" and buffer.layout == torch.strided:
+                if buffer.numel() and not buffer.is_complex() and not buffer.is_quantized:
+                    self._on_cpu.append(((number, (BUFFERS, name)), buffer))
+                    middle = buffer.detach()[tuple(size // 2 for size in buffer.shape)].view(1)
+                    self._middles.setdefault(buffer.dtype, []).append(middle)
 
     def _read(self) -> _Reading:
         try:
@@ -270,6 +284,7 @@ class ModuleState:
             values,
             list(chain.from_iterable(map(dict.values, self._tables))),
             [0 if buffer is None else version_of(buffer) for buffer in buffers],
+            [[b.data_ptr() for _, b in self._on_cpu], *map(_values, self._middles.values())],
             [flag(p) for flag, of in zip((_flag, _trained), self._parameters, strict=True) for _, p in of],
             [comparable(values[index]) for index in self._mutable],
         )
@@ -295,6 +310,14 @@ class ModuleState:
                         yield Change((number, (table, key)), entries.get(key, ABSENT))
         if now.versions != noted.versions:
             yield from self._written(noted, now)
+        elif now.numbers != noted.numbers:
+            of_type = {dtype: iter(range(len(middles))) for dtype, middles in self._middles.items()}
+            order = [*self._middles]
+            for index, (place, buffer) in enumerate(self._on_cpu):
+                where = 1 + order.index(buffer.dtype), next(of_type[buffer.dtype])
+                is_elsewhere = now.numbers[0][index] != noted.numbers[0][index]
+                if is_elsewhere or now.numbers[where[0]][where[1]] != noted.numbers[where[0]][where[1]]:
+                    yield Change(place, buffer, is_written=True)
         places = [place for of in self._parameters for place, _ in of]
         for place, flag, flag_now in zip(places, noted.flags, now.flags, strict=True):
             if flag != flag_now:
@@ -324,6 +347,12 @@ class ModuleState:
             buffer = self._modules[number]._buffers.get(key)
             if before != after and id(buffer) in earlier:
                 yield Change((number, (BUFFERS, key)), buffer, is_written=True)
+
+
+def _values(middles: list[torch.Tensor]) -> list[float]:
+    numbers = torch.cat(middles)
+    values: list[float] = (numbers.nan_to_num() if numbers.is_floating_point() else numbers).tolist()
+    return values
 
 
 def _is_mutable(value: Any) -> bool:

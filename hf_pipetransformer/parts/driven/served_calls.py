@@ -16,6 +16,7 @@ Orders go from stage to stage, downwards; activations go upwards, each after its
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -98,7 +99,12 @@ class ServedCalls(StageCalls):
         """Inside, calls of the model, and of modules in it that contain all its layers, are served."""
 
         def serving(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: self._call(name, forward, args, kwargs)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return self._call(name, forward, args, kwargs)
+
+            # a compiled function of the user's calls the model as it is
+            is_compiling = "torch._dynamo" in sys.modules
+            return torch.compiler.disable(call) if is_compiling else call
 
         with ExitStack() as undone:
             undone.callback(setattr, self.runner, "is_served", self.runner.is_served)
