@@ -44,7 +44,6 @@ _WITHOUT_DISPATCH = frozenset(
         torch.Tensor.__deepcopy__,
         torch.Tensor.__dlpack__,
         torch.Tensor.__reduce_ex__,
-        torch.Tensor.as_subclass,
         torch.Tensor.numpy,
         torch.Tensor.set_,
         torch.Tensor.storage,
@@ -109,8 +108,14 @@ class Hidden(torch.Tensor):
     def __reduce_ex__(self, _: Any) -> NoReturn:
         _refuse("pickle", (self,), {})
 
-    def set_(self, *_: Any, **__: Any) -> NoReturn:  # torch does not ask `__torch_function__`
+    # of these torch does not ask `__torch_function__`
+    def set_(self, *_: Any, **__: Any) -> NoReturn:
         _refuse("set_", (self,), {})
+
+    def as_subclass(self, cls: Any) -> Any:
+        if getattr(_state, "is_inside", False):
+            return super().as_subclass(cls)
+        _refuse("as_subclass", (self,), {})
 
 
 class HiddenParameter(Hidden, nn.Parameter):

@@ -294,8 +294,8 @@ class StateOnLast:
         number, path = change.place
         of = f"module {self._groups.names[number]!r}" if self._groups.names[number] else "the model"
         what = {
-            **dict.fromkeys(HOOKS, f"a hook or the forward of {of}"),
-            PARTS: f"a part of {of}",
+            **dict.fromkeys(HOOKS, f"a hook of {of}"),
+            PARTS: f"the module {self._groups.name(change.place)}",
             PARAMETERS: f"the parameter {self._groups.name(change.place)} (torch.func.functional_call replaces it)",
         }.get(path[0], self._groups.name(change.place))
         raise ValueError(

@@ -216,7 +216,11 @@ class ModuleState:
             return found
         has_moved = now.numbers[0] != noted.numbers[0]
         has_other_parts = has_moved or now.counts != noted.counts or not all(map(is_, now.entries, noted.entries))
-        if has_other_parts or any(_is_mutable(change.value) for change in found) or self._lost(noted, now):
+        if (
+            has_other_parts
+            or any(_is_mutable(c.value) for c in found if type(c.value) not in PLAIN)
+            or self._lost(noted, now)
+        ):
             self._build()
             self._noted = self._read()
         else:
@@ -239,7 +243,7 @@ class ModuleState:
         self._on_cpu: list[tuple[Place, torch.Tensor]] = []
         self._middles: dict[torch.dtype, list[torch.Tensor]] = {}
         self._buffer_tables: list[dict[Any, Any]] = []
-        self._parameters: tuple[list[tuple[Place, Any]], ...] = ([], [])  # here, hidden
+        self._parameters: tuple[dict[Place, Any], ...] = ({}, {})  # here, hidden
         mutable: dict[int, int] = {}  # by id of a value: the first attribute that has it
         seen: set[int] = set()
         for (number, module), owner in zip(self._modules.items(), self._owners, strict=True):
@@ -262,16 +266,18 @@ class ModuleState:
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
                     place = number, (PARAMETERS, name, FLAG)
-                    self._parameters[isinstance(parameter, Hidden)].append((place, parameter))
+                    self._parameters[isinstance(parameter, Hidden)][place] = parameter
         self._mutable = list(mutable.values())
 
     def _look_into(self, number: int, buffers: dict[str, Any]) -> None:
+        """Look at one value of each buffer on the CPU."""
         for name, buffer in buffers.items():
-            if type(buffer) is torch.Tensor and buffer.device.type == "cpu" and buffer.layout == torch.strided:
-                if buffer.numel() and not buffer.is_complex() and not buffer.is_quantized:
-                    self._on_cpu.append(((number, (BUFFERS, name)), buffer))
-                    middle = buffer.detach()[tuple(size // 2 for size in buffer.shape)].view(1)
-                    self._middles.setdefault(buffer.dtype, []).append(middle)
+            if type(buffer) is not torch.Tensor or buffer.device.type != "cpu" or buffer.layout != torch.strided:
+                continue
+            if buffer.numel() and not buffer.is_complex() and not buffer.is_quantized:
+                self._on_cpu.append(((number, (BUFFERS, name)), buffer))
+                middle = buffer.detach()[tuple(size // 2 for size in buffer.shape)].view(1)
+                self._middles.setdefault(buffer.dtype, []).append(middle)
 
     def _read(self) -> _Reading:
         try:
@@ -285,16 +291,22 @@ class ModuleState:
             list(chain.from_iterable(map(dict.values, self._tables))),
             [0 if buffer is None else version_of(buffer) for buffer in buffers],
             [[b.data_ptr() for _, b in self._on_cpu], *map(_values, self._middles.values())],
-            [flag(p) for flag, of in zip((_flag, _trained), self._parameters, strict=True) for _, p in of],
+            [*map(_flag, self._parameters[0].values()), *map(_trained, self._parameters[1].values())],
             [comparable(values[index]) for index in self._mutable],
         )
 
     def _differences(self, noted: _Reading, now: _Reading) -> Iterator[Change]:
         inside = dict(zip(self._mutable, noted.inside, strict=True))
         for index, (before, after) in enumerate(zip(noted.values, now.values, strict=True)):
-            if before is not after or index in inside:
-                earlier = inside[index] if index in inside else comparable(before)
-                yield from _differences(self._numbers[index], (self._names[index],), earlier, comparable(after), after)
+            if before is after and index not in inside:
+                continue
+            number, path = self._numbers[index], (self._names[index],)
+            if type(after) in PLAIN and type(before) is type(after):
+                if before != after:
+                    yield Change((number, path), after)
+                continue
+            earlier = inside[index] if index in inside else comparable(before)
+            yield from _differences(number, path, earlier, comparable(after), after)
         known = len(self._owners)
         if now.counts != noted.counts:
             yield from self._added()
@@ -318,8 +330,7 @@ class ModuleState:
                 is_elsewhere = now.numbers[0][index] != noted.numbers[0][index]
                 if is_elsewhere or now.numbers[where[0]][where[1]] != noted.numbers[where[0]][where[1]]:
                     yield Change(place, buffer, is_written=True)
-        places = [place for of in self._parameters for place, _ in of]
-        for place, flag, flag_now in zip(places, noted.flags, now.flags, strict=True):
+        for place, flag, flag_now in zip(chain(*self._parameters), noted.flags, now.flags, strict=True):
             if flag != flag_now:
                 yield Change(place, flag_now)
 
@@ -356,6 +367,8 @@ def _values(middles: list[torch.Tensor]) -> list[float]:
 
 
 def _is_mutable(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return any(map(_is_mutable, value))
     return isinstance(value, (torch.Tensor, *CONTAINERS)) or _has_settings(value)
 
 

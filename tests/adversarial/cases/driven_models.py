@@ -742,7 +742,7 @@ def numbers_of_layers_on_whole_batches() -> Script:
     return reading_terms(lambda model: sum(layer.size for layer in model.layers), product=product)
 
 
-@case("K2", expect="exact", because="term")
+@case("K2", expect="exact", because="micro-batches")
 def term_of_the_last_layer() -> Script:
     """The loss reads the last layer's term, which is on its own stage."""
     return reading_terms(lambda model: model.layers[-1].latest["term"] + model.layers[-1].size)
