@@ -170,6 +170,7 @@ class StateOnLast:
         self._hidden: dict[Place, tuple[Any, Any]] = {}  # in this batch: what stands there, and the value
         self._heard: Note = {}  # in this call
         self._code: dict[int, Any] = {}  # of the served modules, when the batch began
+        self._refusal = ""  # of this batch, which the loss may have caught
         self._is_other = True  # whether the layers may write other things than in the last call
         self._had_gradients: bool | None = None
 
@@ -186,6 +187,7 @@ class StateOnLast:
             if change.place[1][-1] != FLAG and _is_setting(change.value)
         ]
         self._code = {number: _code_of(self._modules[number]) for number in self._served}
+        self._refusal = ""
         for place in self._left:
             self._hide(place)
         self._note()
@@ -268,6 +270,8 @@ class StateOnLast:
 
     # ------------------------------------------------------------------------------------ inside
     def _changes_of_loss(self, called: str | None) -> list[Change]:
+        if self._refusal:
+            raise ValueError(self._refusal)
         changes, self._pending = self._pending, []
         for change in (*self._below.changes(), *self._around.changes()):
             if change.place[0] in self._served and (change.place[1][0] in HOOKS or change.place[1] == ("forward",)):
@@ -298,11 +302,12 @@ class StateOnLast:
             PARTS: f"the module {self._groups.name(change.place)}",
             PARAMETERS: f"the parameter {self._groups.name(change.place)} (torch.func.functional_call replaces it)",
         }.get(path[0], self._groups.name(change.place))
-        raise ValueError(
+        self._refusal = (
             f"The loss has changed {what}, which layers of other pipeline stages may use, on this process alone."
             " Numbers, strings and tensors without a gradient are sent to them, and nothing else. Change it before"
             " train() or, on all processes, in a callback, or set pipeline_parallel_size=1."
         )
+        raise ValueError(self._refusal)
 
     def _take(self, place: Place, left: Any, is_written_here: bool) -> None:
         """Take what a stage below has written to its copy of a module."""

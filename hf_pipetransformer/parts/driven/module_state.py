@@ -320,16 +320,12 @@ class ModuleState:
                 for key in {**earlier, **entries}:
                     if entries.get(key, ABSENT) is not earlier.get(key, ABSENT):
                         yield Change((number, (table, key)), entries.get(key, ABSENT))
+        written: dict[Place, Change] = {}
         if now.versions != noted.versions:
-            yield from self._written(noted, now)
-        elif now.numbers != noted.numbers:
-            of_type = {dtype: iter(range(len(middles))) for dtype, middles in self._middles.items()}
-            order = [*self._middles]
-            for index, (place, buffer) in enumerate(self._on_cpu):
-                where = 1 + order.index(buffer.dtype), next(of_type[buffer.dtype])
-                is_elsewhere = now.numbers[0][index] != noted.numbers[0][index]
-                if is_elsewhere or now.numbers[where[0]][where[1]] != noted.numbers[where[0]][where[1]]:
-                    yield Change(place, buffer, is_written=True)
+            written |= {change.place: change for change in self._written(noted, now)}
+        if now.numbers != noted.numbers:
+            written |= {change.place: change for change in self._written_unnoticed(noted, now)}
+        yield from written.values()
         for place, flag, flag_now in zip(chain(*self._parameters), noted.flags, now.flags, strict=True):
             if flag != flag_now:
                 yield Change(place, flag_now)
@@ -358,6 +354,18 @@ class ModuleState:
             buffer = self._modules[number]._buffers.get(key)
             if before != after and id(buffer) in earlier:
                 yield Change((number, (BUFFERS, key)), buffer, is_written=True)
+
+    def _written_unnoticed(self, noted: _Reading, now: _Reading) -> Iterator[Change]:
+        """Buffers on the CPU that have another address or another value, whether or not torch has counted it."""
+        of_types = zip(noted.numbers[1:], now.numbers[1:], strict=True)
+        have_changed = {
+            dtype: iter([before != after for before, after in zip(*values, strict=True)])
+            for dtype, values in zip(self._middles, of_types, strict=True)
+        }
+        addresses = zip(noted.numbers[0], now.numbers[0], strict=True)
+        for (place, buffer), (before, after) in zip(self._on_cpu, addresses, strict=True):
+            if next(have_changed[buffer.dtype]) or before != after:
+                yield Change(place, buffer, is_written=True)
 
 
 def _values(middles: list[torch.Tensor]) -> list[float]:
