@@ -84,6 +84,11 @@ def batch_rows(batch: Mapping[str, Any], default: int | None = None) -> int:
     )
 
 
+def numbers_of_rows(value: Any) -> set[int]:
+    """The first dimensions of the tensors in a nested value. If there are several, not every row is a sample."""
+    return {int(tensor.shape[0]) for tensor in tensors_of(value) if tensor.dim() > 0}
+
+
 def slice_rows(batch: Mapping[str, Any], start: int, stop: int) -> Batch:
     """Samples [start, stop) of every tensor, list or tuple that has one entry per sample; other values unchanged.
 

@@ -9,6 +9,8 @@ pipeline group   tensors on the device
 
 from __future__ import annotations
 
+import pickle
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,6 +48,36 @@ class _Refused:
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
+
+
+class FailedBelow(Exception):
+    """The layers of a stage below have failed in this micro-batch, and it sends nothing more of the call.
+
+    Attributes:
+        error: what they have raised, caused by the traceback of the other process.
+    """
+
+    def __init__(self, error: Exception, text: str) -> None:
+        super().__init__(error, text)  # what is pickled
+        self.error, self.text = error, text
+        error.__cause__ = _TracebackBelow(text)
+
+    @classmethod
+    def of(cls, error: Exception, rank: int) -> FailedBelow:
+        """Describe an error of this process, which has this rank, in a form that can be sent."""
+        text = f"On rank {rank}:\n" + "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        try:
+            error = pickle.loads(pickle.dumps(error))
+        except Exception:  # an error may hold anything, and its class may expect other arguments
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        return cls(error, text)
+
+
+class _TracebackBelow(Exception):
+    """The traceback of an error of another process."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
 
 
 class PipelineMessages:
@@ -163,6 +195,10 @@ class PipelineMessages:
         """Send the used tensors of a boundary to the next virtual stage."""
         return self.exchange([crossing], [])[0]
 
+    def send_failure(self, virtual_stage: int, failure: FailedBelow) -> Pending:
+        """Send to the next virtual stage, in place of a micro-batch's tensors, that its layers have failed."""
+        return self.send_tree(failure, self.placement.stage_of(virtual_stage + 1))
+
     def receive_values(
         self, virtual_stage: int, slots: Sequence[CarrySlot], with_gradients: bool = False
     ) -> list[torch.Tensor]:
@@ -172,6 +208,9 @@ class PipelineMessages:
             virtual_stage: a virtual stage of this process.
             slots: the slots of the boundary before it.
             with_gradients: whether a tensor requires a gradient here if it did where it comes from.
+
+        Raises:
+            FailedBelow: the stage has sent a failure.
         """
         return self.exchange([], [Crossing(virtual_stage - 1, slots)], with_gradients)[1][0]
 
@@ -215,7 +254,10 @@ class PipelineMessages:
                 received.append(self._kept.pop(crossing.virtual_stage))
                 continue
             received.append([])
-            described, self.note = self.receive_tree(source)
+            came = self.receive_tree(source)
+            if isinstance(came, FailedBelow):
+                raise came
+            described, self.note = came
             for slot, carried in zip(crossing.slots, described, strict=True):
                 if not slot.is_used:
                     received[-1].append(carried.zeros(self.device))

@@ -14,7 +14,7 @@ from ..model.batch_statistics import running_statistics_kept, statistics_set_asi
 from ..model.called_inputs import TagsApart
 from ..model.layer_range import Carry
 from ..model.layer_stack import CarrySlot, LayerStack
-from ..model.micro_batch import Batch, batch_rows, shape_signature, slice_rows
+from ..model.micro_batch import Batch, batch_rows, numbers_of_rows, shape_signature, slice_rows
 from ..model.tags import TAGS, without_tags
 from ..progress import PROGRESS
 from ..randomness import global_state_kept
@@ -300,7 +300,7 @@ class ShapeBook:
         """Shapes for micro-batches of `rows` samples of `batch`. Collective over the pipeline for a new shape."""
         most = batch_rows(batch)
         counts = (1, 2) if most > 1 else (1,)  # a single sample does not show how the sizes grow with more samples
-        if self._stage.stack.fails_on_parts:
+        if self._stage.stack.fails_on_parts or len(numbers_of_rows(batch)) > 1:
             assert rows == most
             counts = (most,)
         key = (shape_signature(batch), counts)

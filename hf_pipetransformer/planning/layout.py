@@ -172,7 +172,8 @@ class Layout:
     def runs_as(self) -> str:
         """Name of the schedule that runs: an interleaved one with one virtual stage is 1F1B."""
         k = self.pipeline_parallel_size
-        return schedule_of_step(self.schedule, k, k, self.num_virtual_stages).name
+        enough = k * schedule_named(self.schedule).microbatches_per_stage
+        return schedule_of_step(self.schedule, k, enough, self.num_virtual_stages).name
 
     @property
     def rows_per_pipeline(self) -> int:

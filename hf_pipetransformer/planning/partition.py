@@ -156,7 +156,7 @@ def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, s
     - Otherwise the largest divisor up to 2 K is taken: a bubble of less than a third if the samples allow it.
       1F1B needs M >= K; if no divisor lies between K and 2 K, the smallest divisor above is taken
       (13 samples in 3 stages: 13 micro-batches instead of 1), because under 1F1B more micro-batches do
-      not need more memory.
+      not need more memory. Other schedules need `microbatches_per_stage` x K.
 
     - An interleaved schedule runs rounds of equal size: with M // K rounds, only divisors that this number divides are
       considered. All multiples of K and all numbers below 2 K are among them.
@@ -182,9 +182,10 @@ def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, s
     divisors = _divisors(rows, num_stages, schedule)
     if requested is not None:
         return max(d for d in divisors if d <= requested)
-    chosen = max(d for d in divisors if d <= MICROBATCHES_PER_STAGE * num_stages)
-    if not schedule_named(schedule).keeps_all and chosen < num_stages:
-        chosen = min((d for d in divisors if d >= num_stages), default=divisors[-1])
+    least = schedule_named(schedule).microbatches_per_stage * num_stages
+    chosen = max(d for d in divisors if d <= max(MICROBATCHES_PER_STAGE * num_stages, least))
+    if not schedule_named(schedule).keeps_all and chosen < least:
+        chosen = min((d for d in divisors if d >= least), default=divisors[-1])
     return chosen
 
 

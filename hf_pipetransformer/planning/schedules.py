@@ -84,6 +84,8 @@ class Schedule:
         has_rounds: whether the micro-batches run in rounds of K or more, which must have equal sizes.
         is_v_shaped: whether virtual stages are laid out in the shape of a V.
         splits_backward: whether gradients of the weights are computed in passes of their own.
+        microbatches_per_stage: smallest number of micro-batches for each of the K stages (2: it needs 2 K). A batch of
+            fewer samples is run by another schedule with the same placement (`schedule_of_step`).
     """
 
     name: str
@@ -95,6 +97,7 @@ class Schedule:
     has_rounds: bool = False
     is_v_shaped: bool = False
     splits_backward: bool = False
+    microbatches_per_stage: int = 1
 
     def divides(self, num_stages: int, num_microbatches: int) -> bool:
         """Whether this number of micro-batches can be run."""
@@ -240,13 +243,16 @@ def schedule_named(name: str) -> Schedule:
 def schedule_of_step(name: str, num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
     """Return the schedule that runs a step of a layout with the schedule `name`.
 
-    An interleaved schedule with one virtual stage is 1F1B. With fewer micro-batches than stages 1F1B has no steady
+    With fewer micro-batches than a schedule of virtual stages needs, another one with the same placement runs. An
+    interleaved schedule with one virtual stage is 1F1B. With fewer micro-batches than stages 1F1B has no steady
     state: the order is that of GPipe, and torch refuses 1F1B. On NCCL it would hang, as one end of some messages would
     be single and the other in a batch.
     """
     schedule = schedule_named(name)
+    is_enough = num_microbatches >= schedule.microbatches_per_stage * num_stages
+    if schedule.is_interleaved and num_virtual_stages > 1:
+        other = ZERO_BUBBLE_V if schedule.is_v_shaped else INTERLEAVED
+        return schedule if is_enough else other
     if schedule.is_interleaved:
-        if num_virtual_stages > 1:
-            return schedule
-        schedule = ONE_F_ONE_B
-    return schedule if num_microbatches >= num_stages else GPIPE
+        schedule, is_enough = ONE_F_ONE_B, num_microbatches >= num_stages
+    return schedule if is_enough else GPIPE

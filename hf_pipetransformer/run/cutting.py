@@ -24,6 +24,7 @@ from ..model.left_as_found import left_as_found
 from ..model.micro_batch import (
     Batch,
     naming_long_rows,
+    numbers_of_rows,
     refuse_unnamed,
     refuse_without_tensors,
     slice_rows,
@@ -260,7 +261,9 @@ def _take_apart(job: TrainingJob, called: CalledWith, sample: Batch, padded: Bat
             freezable = FreezableLayers.of(stack, inputs, job.args.eval_frozen_modules)
         unit_costs = _costs_of_units(job, stack, padded, freezable.never_frozen if freezable else ())
         if job.args.uses_pipeline:
-            stack.fails_on_parts = check_training(stack, inputs) or stack.fails_on_parts
+            stack.fails_on_parts = (
+                check_training(stack, inputs) or stack.fails_on_parts or _why_no_rows(inputs, padded)
+            )
     return _TakenApart(stack.describe(), freezable, unit_costs)
 
 
@@ -280,6 +283,15 @@ def _costs_of_units(
                 f" ({type(error).__name__}: {error})"
             )
         return costs
+
+
+def _why_no_rows(*batches: Batch) -> str:
+    """Why batches cannot be split by sample, if tensors have different numbers of rows; otherwise empty."""
+    for batch in batches:
+        if len(numbers_of_rows(batch)) > 1:
+            rows = ", ".join(f"{name} {sorted(n)[0]}" for name, v in batch.items() if (n := numbers_of_rows(v)))
+            return f"its inputs have different numbers of rows ({rows}), so not each row is a sample"
+    return ""
 
 
 def _make_equal(stack: LayerStack, mesh: ProcessMesh, known_equal: Collection[str]) -> None:

@@ -49,8 +49,6 @@ EVALUATION_LAYOUT = "evaluate() plans another layout than the training"
 UNSEEN_CHANGE = "stored outputs are read after a change of the frozen part that is not detected"
 LOSS_STATE = "callbacks on the other stages do not have the state that the loss has left on the trainer"
 ONE_STAGE_GRADIENTS = "the user's code reads the gradients of one stage only"
-FIRST_TENSOR = "the number of samples is read from the first tensor of a call"
-CAUGHT_ERROR = "an error of a call that the loss catches ends the training on another stage"
 EXTRA_RUNS = "the user's code runs more often than in the stock Trainer"
 
 # ---------------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
+from hf_pipetransformer.planning.partition import choose_num_microbatches
 from hf_pipetransformer.planning.schedules import SCHEDULES, Schedule, schedule_named, schedule_of_step
 
 
@@ -88,3 +90,19 @@ def test_order_is_that_of_torch(name: str) -> None:
                     held = schedule.placement(k, v).held_by(stage)
                     order = [f"{held[part]}{letters[kind]}{i}" for kind, part, i in schedule.order(stage, k, m, v)]
                     assert order == by_torch(schedule, stage, k, m, v), f"stage {stage}, K={k}, M={m}, V={v}"
+
+
+def test_a_schedule_that_needs_more_micro_batches_is_replaced_where_there_are_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needs_more = replace(SCHEDULES["zbv"], name="dualpipev", torch_name="DualPipeV", microbatches_per_stage=2)
+    monkeypatch.setitem(SCHEDULES, "dualpipev", needs_more)
+    assert [schedule_of_step("dualpipev", 2, m, 2).name for m in (2, 3, 4, 5)] == [
+        "zbv",
+        "zbv",
+        "dualpipev",
+        "dualpipev",
+    ]
+    assert schedule_of_step("dualpipev", 2, 4).name == "1f1b"  # with one virtual stage
+    assert [choose_num_microbatches(rows, 2, None, "dualpipev") for rows in (3, 4, 6, 8)] == [3, 4, 6, 4]
+    assert [choose_num_microbatches(rows, 2, None, "zbv") for rows in (3, 4, 6, 8)] == [3, 4, 3, 4]

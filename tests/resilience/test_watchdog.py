@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -103,6 +104,27 @@ def test_processes_that_wait_for_one_another() -> None:
     for outcome in launch_ranks(watched, 2, "wait", 0, timeout=60):
         assert isinstance(outcome.error, PeerFailedError) or outcome.exitcode == EXIT_CODE
         assert "wait for each other: rank 0 in phase 'step' at step 1, in misbehave (test_watchdog" in said(outcome)
+
+
+def dies_beside_a_silent_one(rank: int, world_size: int) -> None:
+    """Rank 1 dies while the thread of rank 2 that reports cannot run, as a C extension holds the GIL."""
+    with watch(rank):
+        PROGRESS.enter("step", 1)
+        dist.all_reduce(torch.zeros(1))
+        time.sleep(0.5)
+        if rank == 1:
+            os._exit(3)
+        if rank == 2:
+            ctypes.PyDLL(None).usleep(3_500_000)
+        dist.all_reduce(torch.zeros(1))
+
+
+@pytest.mark.slow
+def test_a_silent_process_that_runs_is_not_taken_for_a_dead_one() -> None:
+    zero, _, two = launch_ranks(dies_beside_a_silent_one, 3, timeout=60)
+    for outcome in (zero, two):
+        assert "rank 1 (host" in said(outcome) and "it has died" in said(outcome)
+        assert "rank 2 (host" not in said(outcome) and "rank 1, 2" not in said(outcome)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import recursively_apply
 from torch import nn
@@ -22,6 +24,11 @@ from .module_state import Changes
 
 POSITIONAL = "positional argument {}"
 """Name of an argument that a call passes by position, in an order."""
+PLAIN = (
+    *(torch.Tensor, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(bool, int, float, complex, str, bytes, enum.Enum, slice, range, np.ndarray, np.generic),
+)
+"""Classes of the values that an order may contain, besides containers."""
 SEEDS_APART = 104729
 """Difference between the seeds of neighbouring stages."""
 
@@ -93,6 +100,33 @@ class End:
     """
 
     changes: Changes
+
+
+def refuse_objects(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Refuse a call on something of which each stage would have a copy: only values travel, not objects.
+
+    Raises:
+        ValueError: an input is or contains something other than tensors, plain values and containers of them.
+    """
+    for name, value in inputs.items():
+        found = _first_object(value)
+        if found is not None:
+            raise ValueError(
+                f"{type(model).__name__} is called on {name}, which contains a {type(found).__name__}. Each pipeline"
+                " stage would have a copy of it, and changes on one would not reach the others. Call the model on"
+                " tensors and plain values only (without a cache of keys and values, for example), or set"
+                " pipeline_parallel_size=1."
+            )
+
+
+def _first_object(value: Any) -> Any:
+    """The first value that is not plain in a nested value; None if there is none."""
+    if value is None or isinstance(value, PLAIN):
+        return None
+    if isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        entries = value.values() if isinstance(value, Mapping) else value
+        return next((found for entry in entries if (found := _first_object(entry)) is not None), None)
+    return value
 
 
 class StageCalls:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,15 +32,15 @@ from ...model.elsewhere import Hidden, hidden_like
 from ...model.layer_range import HIDDEN, HIDDEN_REMEDY, CalledWith, Carry
 from ...model.layer_stack import why_whole
 from ...model.method_override import MethodOverride
-from ...model.micro_batch import Batch, batch_rows
+from ...model.micro_batch import Batch, numbers_of_rows
 from ...model.nested import tensors_of
 from ...model.tags import TAGS
-from ...pipeline.messages import PipelineMessages
+from ...pipeline.messages import FailedBelow, PipelineMessages
 from ...pipeline.stage import StageModule
 from ...progress import PROGRESS
 from .left_behind import StateOnLast
 from .module_state import Changes
-from .orders import POSITIONAL, Ask, Backward, End, Forward, Own, StageCalls, autocast_state
+from .orders import POSITIONAL, Ask, Backward, End, Forward, Own, StageCalls, autocast_state, refuse_objects
 
 T = TypeVar("T")
 
@@ -64,9 +64,10 @@ class ServedCalls(StageCalls):
         self._state = StateOnLast(stage, self.modules)
         self._drops = self._runs_whole = False  # in these modes: whether dropout is active, and calls are not divided
         self._finds_rows = True  # whether calls are cut unevenly; in all of a batch alike, as one may be made again
+        self._not_of_samples: set[str] = set()  # names of inputs that have no row for each sample
         self._number = 0
         self._released: list[tuple[int, int]] = []  # micro-batches whose graph is gone
-        self._has_failed = False  # a call has, and others would receive what belongs to it
+        self._expected = 0  # micro-batches of the current call that the stages below have yet to send
         self._first_call = 0  # of this batch
         self._below = torch.zeros((), requires_grad=True, device=stage.device)  # the parameters below, for autograd
         self._row_dimensions: dict[int, tuple[int | None, ...]] | None = None
@@ -84,7 +85,7 @@ class ServedCalls(StageCalls):
         self._own = {id(tensor): (index, version_of(tensor)) for index, tensor in enumerate(tensors)}
         self._batch, self._released = batch, []
         self._finds_rows = self._row_dimensions is None
-        self._has_failed, self._first_call = False, self._number + 1
+        self._first_call = self._number + 1
         self._given, self._unread = RecordedInputs(batch), unread
         with self._overriding():
             result = code()
@@ -120,20 +121,27 @@ class ServedCalls(StageCalls):
     def _call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.runner.is_running:  # inside of a call that is being served
             return forward(*args, **kwargs)
-        if self._has_failed:
-            raise ValueError(
-                "A call of the model has failed in this step, so the pipeline's stages cannot serve another one. Let"
-                " the error end the step, or set pipeline_parallel_size=1."
-            )
-        self._has_failed = True
-        output = self._serve_call(name, forward, args, kwargs)
-        self._has_failed = False
-        return output
+        try:
+            return self._serve_call(name, forward, args, kwargs)
+        except FailedBelow as failure:
+            self._expected, error = 0, failure.error
+        except Exception:
+            self._drain()
+            raise
+        raise error  # here, where no error is handled, so that its own cause stays
+
+    def _drain(self) -> None:
+        """Receive what the stages below still send of a call that has failed here. The user's code may go on."""
+        with suppress(FailedBelow):
+            while self._expected:
+                self._expected -= 1
+                self.messages.receive_values(self.index, self.stage.slots_in)
 
     def _serve_call(
         self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         inputs = {**{POSITIONAL.format(i): value for i, value in enumerate(args)}, **kwargs}
+        refuse_objects(self.model, inputs)
         self._number += 1
         has_gradients = torch.is_grad_enabled()
         wanted = {i: v for i, v in enumerate(tensors_of(inputs)) if has_gradients and v.requires_grad}
@@ -152,6 +160,7 @@ class ServedCalls(StageCalls):
             changes,
         )
         self._order(order, recursively_apply(self._by_name, {**inputs, **keys}))
+        self._expected = max(1, len(order.spans))
         origin = torch.zeros((), device=self.stage.device)
         if wanted:
             origin = _Inputs.apply(self, order.call, *wanted.values())
@@ -197,6 +206,7 @@ class ServedCalls(StageCalls):
 
     def _receive(self, order: Forward, number: int, origin: torch.Tensor) -> list[torch.Tensor]:
         """Receive a micro-batch's values from below, whose gradients go down again."""
+        self._expected -= 1
         values = self.messages.receive_values(self.index, self.stage.slots_in, with_gradients=order.has_gradients)
         self._state.hear(self.messages.note)
         through = [index for index, value in enumerate(values) if value.requires_grad]
@@ -244,8 +254,20 @@ class ServedCalls(StageCalls):
                     )
 
     def _spans(self, inputs: Batch) -> tuple[tuple[int, int], ...]:
-        """Rows of each micro-batch of a call; empty if it is not split."""
-        rows = batch_rows(inputs, default=1)
+        """Rows of each micro-batch of a call; empty if it is not split.
+
+        It is split if all tensors have the same number of rows. An input that has had another number once (a prompt,
+        settings) is not taken for samples where the numbers happen to be equal.
+        """
+        rows_of = {name: numbers_of_rows(value) for name, value in inputs.items()}
+        numbers = set[int]().union(*rows_of.values())
+        rows = max(numbers, default=1)
+        if len(numbers) > 1:
+            own = numbers & numbers_of_rows(self._batch) or {rows}
+            self._not_of_samples |= {name for name, theirs in rows_of.items() if theirs - own}
+            return ()
+        if not self._not_of_samples.isdisjoint(name for name, theirs in rows_of.items() if theirs):
+            return ()
         count = min(self._most_parts, rows)
         if count < 2 or self._runs_whole:
             return ()

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
+from torch import nn
 
 from ...model.batch_statistics import statistics_set_aside
 from ...model.micro_batch import Batch
 from ...model.nested import tensors_of
-from ...pipeline.messages import Crossing, PipelineMessages
+from ...pipeline.messages import Crossing, FailedBelow, PipelineMessages
 from ...pipeline.stage import StageModule
 from ...progress import PROGRESS
 from .left_behind import Note, StateBelow
@@ -98,32 +99,55 @@ class ServingStage(StageCalls):
 
             inputs = recursively_apply(leaf_of, inputs)
             self._leaves[order.call] = leaves
+        has_failed = False
         parts = self.parts(inputs, order.spans)
         for number, part in enumerate(parts):
-            held = _Held([])
             values: list[torch.Tensor] = []
             note: Note | None = None
             if self.index > 0:
-                values = self.messages.receive_values(
-                    self.index, self.stage.slots_in, with_gradients=order.has_gradients
-                )
-                note = self.messages.note
-                held.received = [value for value in values if value.requires_grad]
-            # views, as in `StageModule`: autocast must not take them for weights
-            values = [value.view_as(value) if value.requires_grad else value for value in values]
-            with self.running(order, number, module.forward), statistics_set_aside(self.stage.counted_elsewhere):
-                outputs = self.stage.carry_on(values, part)
-            slots = self.stage.slots_out
-            outputs = tuple(
-                out if slot.is_used and slot.needs_gradient else out.detach()
-                for slot, out in zip(slots, outputs, strict=True)
-            )
-            held.sent = [out for out in outputs if out.requires_grad]
-            if held.sent:
-                self._held[order.call, number] = held
-            if number == len(parts) - 1:
-                note = self._state.after_call(note, bool(order.spans))
-            self.keep(self.messages.send_values(Crossing(self.index, slots, outputs, note)))
+                try:
+                    values = self.messages.receive_values(
+                        self.index, self.stage.slots_in, with_gradients=order.has_gradients
+                    )
+                    note = self.messages.note
+                except FailedBelow as failure:
+                    if not has_failed:
+                        self._give_up(failure)
+                    return  # the stages below have left the call
+            if has_failed:
+                continue  # what the stages below still send of this call is not needed
+            try:
+                crossing = self._run(order, number, module, values, part)
+            except Exception as error:
+                has_failed = True
+                self._give_up(FailedBelow.of(error, self.messages.ranks[self.index]))
+            else:
+                if number == len(parts) - 1:
+                    note = self._state.after_call(note, bool(order.spans))
+                self.keep(self.messages.send_values(crossing._replace(note=note)))
+
+    def _give_up(self, failure: FailedBelow) -> None:
+        """Tell the last stage, whose user's code may catch the error, that layers have failed in a call."""
+        self.keep(self.messages.send_failure(self.index, failure))
+
+    def _run(
+        self, order: Forward, number: int, module: nn.Module, values: list[torch.Tensor], part: Batch
+    ) -> Crossing:
+        """Run a micro-batch of a call; returns what the next stage receives."""
+        held = _Held([value for value in values if value.requires_grad])
+        # views, as in `StageModule`: autocast must not take them for weights
+        values = [value.view_as(value) if value.requires_grad else value for value in values]
+        with self.running(order, number, module.forward), statistics_set_aside(self.stage.counted_elsewhere):
+            outputs = self.stage.carry_on(values, part)
+        slots = self.stage.slots_out
+        outputs = tuple(
+            out if slot.is_used and slot.needs_gradient else out.detach()
+            for slot, out in zip(slots, outputs, strict=True)
+        )
+        held.sent = [out for out in outputs if out.requires_grad]
+        if held.sent:
+            self._held[order.call, number] = held
+        return Crossing(self.index, slots, outputs)
 
     def _backward(self, order: Backward, gradients: Sequence[torch.Tensor]) -> None:
         held = self._held[order.call, order.part]

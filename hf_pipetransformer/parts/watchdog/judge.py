@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ...progress import UNKNOWN_PACE, Round
@@ -13,7 +13,8 @@ LEAVING = "leaving"
 SLACK = 1.0
 """Seconds that a process has longer than its patience, where another reason may be found first."""
 SECONDS_OF_SILENCE = 2.0
-"""Seconds without a beat after which a process counts as dead, if another one has lost a connection."""
+"""Seconds without a beat after which a process that is not known to run counts as dead, if another one has lost a
+connection."""
 
 
 class Beat(NamedTuple):
@@ -123,7 +124,11 @@ def _mistake(rank: int, meeting: Beat, other: int, does: str) -> Verdict:
 
 
 def find_silent(
-    beats: Mapping[int, Beat], silence: Mapping[int, float], hosts: Sequence[str], timeout: float
+    beats: Mapping[int, Beat],
+    silence: Mapping[int, float],
+    hosts: Sequence[str],
+    timeout: float,
+    is_running: Callable[[int], bool],
 ) -> Verdict | None:
     """Find processes from which nothing has come for long.
 
@@ -132,19 +137,23 @@ def find_silent(
         silence: seconds for which no new one has come from a process, by rank.
         hosts: names of the hosts of all processes.
         timeout: of the watchdog, in seconds.
+        is_running: whether a process is known to run. It is silent then because it holds the GIL, or the machine is
+            busy, and has not been lost.
     """
     has_lost = seconds_since_lost(beats) > 0
     silent = []
     for rank, seconds in silence.items():
         # in a phase that may hold the GIL for long, a missing beat proves little
         patience = min(max(beats[rank].patience, timeout), UNKNOWN_PACE * timeout) + 2 * SLACK
-        if seconds > (SECONDS_OF_SILENCE if has_lost else patience):
+        is_lost = has_lost and seconds > SECONDS_OF_SILENCE and not is_running(rank)
+        if is_lost or seconds > patience:
             silent.append(rank)
     if not silent:
         return None
     who = f"rank {', '.join(map(str, silent[:8]))} (host {', '.join(sorted({hosts[rank] for rank in silent})[:8])})"
+    has_died = has_lost and not is_running(silent[0])
     why = (
-        "it has died, or lost its network" if has_lost else "it is stopped, holds the Python GIL, or lost its network"
+        "it has died, or lost its network" if has_died else "it is stopped, holds the Python GIL, or lost its network"
     )
     return Verdict(
         f"{who} could not be reached for {silence[silent[0]]:.0f} s, last {beats[silent[0]].doing} ({why})",

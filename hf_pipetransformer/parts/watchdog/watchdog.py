@@ -60,6 +60,7 @@ five seconds for each."""
 SECONDS_FOR_A_VERDICT = 5.0
 """Seconds to wait for a verdict that explains a lost connection."""
 VERDICT = "verdict"
+NOT_RUNNING = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 LIBRARIES = ("torch.", "hf_pipetransformer.", "transformers.", "accelerate.")
 """Modules whose code may be waiting for other processes; in other code, the process itself takes long."""
 LOST_CONNECTION = ("gloo", "ccl", "connection", "socket", "broken pipe", "timed out", "timeout", "remote process")
@@ -296,7 +297,8 @@ class Watchdog:
                 self._heard[rank] = beat, now
         beats = {rank: beat for rank, (beat, _) in self._heard.items() if beat.phase != LEFT}
         silence = {rank: now - at for rank, (_, at) in self._heard.items() if rank in beats}
-        verdict = find_silent(beats, silence, [host for host, *_ in self._everyone], self._timeout)
+        hosts = [host for host, *_ in self._everyone]
+        verdict = find_silent(beats, silence, hosts, self._timeout, self._is_running)
         return verdict or (judge(beats, self._timeout) if self._rank == 0 and not was_asleep else None)
 
     def _without_store(self, seconds: float) -> Verdict:
@@ -368,12 +370,27 @@ class Watchdog:
 
     def _kill_if_stopped(self, rank: int) -> None:
         """Kill a stopped process of this host. It reacts to no other signal, and its launcher would wait for it."""
-        host, pid, created, _ = self._everyone[rank]
         with suppress(psutil.Error):
-            process = psutil.Process(pid)
-            is_it = host == self._everyone[self._rank][0] and process.create_time() == created
-            if is_it and process.status() == psutil.STATUS_STOPPED:
+            process = self._process_of(rank)
+            if process is not None and process.status() == psutil.STATUS_STOPPED:
                 process.kill()
+
+    def _is_running(self, rank: int) -> bool:
+        """Whether a process is on this host and runs."""
+        with suppress(psutil.Error):
+            process = self._process_of(rank)
+            return process is not None and process.status() not in NOT_RUNNING
+        return False
+
+    def _process_of(self, rank: int) -> psutil.Process | None:
+        """A process of this host; None if it is on another one.
+
+        Raises:
+            psutil.Error: it does not exist any more.
+        """
+        host, pid, created, _ = self._everyone[rank]
+        process = psutil.Process(pid) if host == self._everyone[self._rank][0] else None
+        return process if process is not None and process.create_time() == created else None
 
 
 def _module_of(frame: FrameType) -> str:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..kit import (
-    FIRST_TENSOR,
     LABELS,
     WIDTH,
     Inputs,
@@ -119,7 +118,7 @@ class Shifted(Network):
         return classified(self.head(pool(x)), labels)
 
 
-@case("K2", expect="exact", because="prompt", fails=FIRST_TENSOR)
+@case("K2")
 def gradient_of_an_own_input() -> Script:
     """The second call is on a prompt that has been moved along its gradient."""
 
@@ -457,7 +456,7 @@ def with_prompt(call: Any, length: int = 4) -> Script:
     return with_loss(loss, Prompted(), wire=wire)
 
 
-@case("K2", expect="exact", because="prompt", fails=FIRST_TENSOR)
+@case("K2")
 def prompt_first() -> Script:
     """A prompt of as many rows as samples of a process is the first keyword."""
     return with_prompt(lambda model, prompt, inputs: model(prompt=prompt, **inputs))
@@ -482,7 +481,7 @@ def vector_of_settings_first() -> Script:
     return with_prompt(lambda model, prompt, inputs: model(scale=settings, **inputs))
 
 
-@case("K2", expect="exact", because="prompt", fails=FIRST_TENSOR)
+@case("K2")
 def trained_prompt_first() -> Script:
     """The prompt is trained by an optimizer of the loss's own."""
 
@@ -514,7 +513,7 @@ def in_the_batch(is_first: bool, is_driven: bool, **column: Tensor) -> Script:
 PROMPT = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
 
 
-@case("K2", expect="exact", because="prompt", fails=FIRST_TENSOR)
+@case("K2")
 def batch_prompt_first() -> Script:
     """A prompt is the first entry of the batch; the model's own loss."""
     return in_the_batch(True, False, prompt=PROMPT)
@@ -526,7 +525,7 @@ def batch_prompt_last() -> Script:
     return in_the_batch(False, False, prompt=PROMPT)
 
 
-@case("K2", expect="exact", because="prompt", fails=FIRST_TENSOR)
+@case("K2")
 def batch_prompt_first_with_own_loss() -> Script:
     """A prompt is the first entry of the batch; a loss of the user's."""
     return in_the_batch(True, True, prompt=PROMPT)
