@@ -10,6 +10,7 @@ the NaN that a hidden tensor contains.
 
 from __future__ import annotations
 
+import struct
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _state = threading.local()
 
+NAN: float = struct.unpack("d", struct.pack("Q", 0x7FF8_E15E_4000_0000))[0]
+"""What hidden tensors contain. Its bits differ from those of a NaN that is computed, and processors hand them on."""
+_BITS = struct.unpack("I", struct.pack("f", NAN))[0] & 0x7FFFFFFF
 OURS = "hf_pipetransformer"
 LIBRARIES = frozenset({"accelerate", OURS, "torch", "transformers"})
 """Packages that see the `requires_grad` that a hidden parameter has here, which is False."""
@@ -113,6 +117,15 @@ class Hidden(torch.Tensor):
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         _refuse("pickle", (self,), {})
+
+    # of these torch does not ask `__torch_function__`
+    def set_(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("set_", (self,), {})
+
+    def as_subclass(self, cls: Any) -> Any:
+        if getattr(_state, "is_inside", False):
+            return super().as_subclass(cls)
+        _refuse("as_subclass", (self,), {})
 
 
 class HiddenParameter(Hidden, nn.Parameter):
@@ -221,9 +234,20 @@ def hide(tensor: torch.Tensor, about: str, remedy: str, is_trained: bool | None 
 
 def hidden_like(tensor: torch.Tensor, about: str, remedy: str) -> torch.Tensor:
     """Return a tensor of the same shape that cannot be read."""
-    hidden = placeholder(tensor, float("nan") if tensor.is_floating_point() else 0).detach()
+    hidden = placeholder(tensor, NAN if tensor.is_floating_point() else 0).detach()
     hide(hidden, about, remedy)
     return hidden
+
+
+def is_computed_of_hidden(value: torch.Tensor) -> bool:
+    """Whether a number of 32 bits on the CPU is NaN because a hidden tensor has been read unnoticed.
+
+    Functions of torch that look neither at the class of a tensor nor at modes read it as NaN: `torch.Tensor(p)`,
+    `torch.func`, whatever runs with `DisableTorchFunction`.
+    """
+    if value.device.type != "cpu" or value.dtype != torch.float32 or value.numel() != 1:
+        return False
+    return int(value.detach().reshape(1).view(torch.int32)) & 0x7FFFFFFF == _BITS
 
 
 def show(tensor: torch.Tensor) -> None:
@@ -232,6 +256,29 @@ def show(tensor: torch.Tensor) -> None:
         del tensor.about, tensor.remedy, tensor.is_trained
         plain: Any = nn.Parameter if isinstance(tensor, HiddenParameter) else torch.Tensor
         tensor.__class__ = plain
+
+
+class Unreadable:
+    """A value that cannot be read here, and is no tensor. Whatever is done with it fails at the user's line."""
+
+    def __init__(self, about: str, remedy: str) -> None:
+        self.__dict__.update(about=about, remedy=remedy)
+
+    def __repr__(self) -> str:
+        return f"Unreadable({self.__dict__['about']})"
+
+
+def _refuse_all(value: Unreadable, *_: Any, **__: Any) -> NoReturn:
+    raise ValueError("{about}. {remedy}".format(**vars(value)))
+
+
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+_OTHERS = (
+    "neg pos abs invert bool int float complex index round len iter next contains getitem setitem delitem call"
+    " getattr setattr delattr eq ne lt le gt ge hash format str bytes enter exit reduce_ex deepcopy array"
+)
+for _name in (*_OTHERS.split(), *_BINARY.split(), *(f"r{name}" for name in _BINARY.split())):
+    setattr(Unreadable, f"__{_name}__", _refuse_all)
 
 
 def _refuse(function: Any, args: Any, kwargs: Any) -> NoReturn:

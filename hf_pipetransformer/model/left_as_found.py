@@ -45,7 +45,7 @@ Undo = Callable[[], None]
 def left_as_found(*objects: Any) -> Iterator[None]:
     """Inside, objects may change; afterwards their attributes, containers and buffers are restored.
 
-    Parameters need no restoring, because a probe takes no optimizer step.
+    Of parameters only `requires_grad` needs restoring, because a probe takes no optimizer step.
 
     Args:
         objects: modules, with all their submodules, or any other objects. Of one with attributes, the modules (a
@@ -88,6 +88,9 @@ def _restoring(owner: Any) -> Iterator[Undo]:
     if isinstance(owner, nn.Module):
         for buffer in owner._buffers.values():
             yield from _values(buffer)
+        for parameter in owner._parameters.values():
+            if parameter is not None:
+                yield partial(_set_flag, parameter, parameter.requires_grad)
 
 
 def _contents(container: Any, budget: list[int], depth: int) -> Iterator[Undo]:
@@ -123,6 +126,11 @@ def _values(tensor: Any) -> Iterator[Undo]:
     """Yield a function that restores the values of a tensor that is no parameter."""
     if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter) and not tensor.is_inference():
         yield partial(_set_values, tensor, tensor.detach().clone(), tensor._version)
+
+
+def _set_flag(parameter: torch.Tensor, requires_grad: bool) -> None:
+    if parameter.requires_grad != requires_grad:
+        parameter.requires_grad_(requires_grad)
 
 
 def _set_values(tensor: torch.Tensor, values: torch.Tensor, version: int) -> None:

@@ -34,11 +34,13 @@ class Crossing(NamedTuple):
         virtual_stage: the virtual stage that sends them.
         slots: the slots of the boundary.
         values: what crosses it; empty where it is to be received.
+        note: what the engine sends with it.
     """
 
     virtual_stage: int
     slots: Sequence[CarrySlot]
     values: Sequence[torch.Tensor] = ()
+    note: Any = None
 
 
 class _Refused:
@@ -107,6 +109,8 @@ class PipelineMessages:
         self.virtual_stages = placement.held_by(stage_index)
         """The virtual stages of this process, in the model's order."""
         self._kept: dict[int, Any] = {}  # what a virtual stage has sent to the next one on this process
+        self.note: Any = None
+        """What another process has sent with the crossing that was received last."""
         self._shared: Pending = []
         self.group = group
         self.control = control
@@ -236,7 +240,7 @@ class PipelineMessages:
             if to == self.stage_index:
                 self._kept[crossing.virtual_stage] = list(crossing.values)
                 continue
-            pending += self.send_tree([_describe(value) for value in crossing.values], to)
+            pending += self.send_tree(([_describe(value) for value in crossing.values], crossing.note), to)
             operations += [
                 dist.P2POp(dist.isend, value.detach().to(self.device).contiguous(), self.ranks[to], self.group)
                 for slot, value in zip(crossing.slots, crossing.values, strict=True)
@@ -250,10 +254,11 @@ class PipelineMessages:
                 received.append(self._kept.pop(crossing.virtual_stage))
                 continue
             received.append([])
-            carries = self.receive_tree(source)
-            if isinstance(carries, FailedBelow):
-                raise carries
-            for slot, carried in zip(crossing.slots, carries, strict=True):
+            came = self.receive_tree(source)
+            if isinstance(came, FailedBelow):
+                raise came
+            described, self.note = came
+            for slot, carried in zip(crossing.slots, described, strict=True):
                 if not slot.is_used:
                     received[-1].append(carried.zeros(self.device))
                     continue

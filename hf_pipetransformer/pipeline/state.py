@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.elsewhere import computing_with_nan, hide
+from ..model.elsewhere import NAN, Hidden, computing_with_nan, hide
 from ..model.nested import as_bytes
 from ..model.placeholders import ParameterTable, placeholder, set_values, values_of, with_values
 from .mesh import ProcessMesh
@@ -115,8 +115,11 @@ class WeightState:
         PEFT sets it on all parameters of an adapter that it makes active, for one after a loss has used another.
         """
         for name in self._frozen:
-            if self._table[name].requires_grad and self.is_here(name):
-                self._table[name].requires_grad_(False)
+            parameter = self._table[name]
+            if isinstance(parameter, Hidden):
+                parameter.is_trained = False
+            elif parameter.requires_grad and self.is_here(name):
+                parameter.requires_grad_(False)
 
     def read_flags(self) -> None:
         """Record which parameters of the complete model the user wants to train. Not collective."""
@@ -178,7 +181,7 @@ class WeightState:
         if self.is_here(name):
             # code that reads a placeholder (a penalty on all weights) must not get a plausible number
             values = values_of(parameter)
-            nothing = [float("nan") if value.is_floating_point() else 0 for value in values]
+            nothing = [NAN if value.is_floating_point() else 0 for value in values]
             set_values(parameter, [placeholder(v, fill, self.device) for v, fill in zip(values, nothing, strict=True)])
             self._missing.add(name)
         about = f"{name} is held by rank {self.holders[name][0]}"

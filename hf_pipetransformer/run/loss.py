@@ -17,6 +17,7 @@ from torch import nn
 
 from ..data.numbered_batches import BatchSlice
 from ..model.called_inputs import RecordedInputs, added_settings, named_inputs
+from ..model.elsewhere import is_computed_of_hidden
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, as_the_user_made_it
 from ..model.origins import NOT_OF_STATES
@@ -219,6 +220,7 @@ class BatchInFlight:
         assert pipeline.stage is not None
         with self._noting_exchanged_inputs(micro_batch):
             part = self._of_part(model, micro_batch)
+        _refuse_hidden(part)
         if self.losses and pipeline.stage.continues:
             self.losses[-1] = self.losses[-1] + part.detach()
         else:
@@ -234,6 +236,7 @@ class BatchInFlight:
         pipeline, job = self._pipeline, self._loss.job
         with among_last_stages(job.trainer.accelerator, job.mesh, pipeline.last_stages):
             part = self._of_whole(without_tags(self._batch))
+            _refuse_hidden(part)
             if not self.part.rows:  # a sample that does not count; the loss may gather something from all replicas
                 return
             self.losses.append(part.detach())
@@ -306,6 +309,16 @@ class BatchInFlight:
             yield
         finally:
             hook.remove()
+
+
+def _refuse_hidden(loss: torch.Tensor) -> None:
+    """Raise a `ValueError` if a loss is NaN because it reads what other processes have."""
+    if is_computed_of_hidden(loss):
+        raise ValueError(
+            "The loss is computed from weights or outputs of layers of other pipeline stages, in a way that hides it"
+            " (torch.Tensor(p), torch.func, torch.vmap or DisableTorchFunction). Leave out parameters p for which"
+            " getattr(p, 'is_elsewhere', False), or set pipeline_parallel_size=1."
+        )
 
 
 def raise_for_exchanged_inputs(model: nn.Module) -> NoReturn:

@@ -19,7 +19,7 @@ import torch
 
 from ...model.method_override import MethodOverride
 from ...progress import phase
-from .orders import Modes
+from .module_state import Changes, plain_state, put_all
 from .served_calls import ServedCalls
 from .serving import ServingStage
 
@@ -32,14 +32,14 @@ class _Call:
         module: name of the module that is called; empty for the model.
         args, kwargs: what it is called on.
         has_gradients: whether autograd is on.
-        modes: of the model's modules.
+        state: plain attributes of the model's modules.
     """
 
     module: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     has_gradients: bool
-    modes: Modes
+    state: Changes
 
 
 class CallsApart:
@@ -52,7 +52,7 @@ class CallsApart:
     def __init__(self, served: ServedCalls | ServingStage) -> None:
         self._messages, self._served = served.messages, served
         self._has_failed = False
-        self._model, self._runner = served.model, served.runner
+        self._modules, self._runner = list(served.model.modules()), served.runner
         self._runner.is_served = True
         self._overrides = [
             MethodOverride(module, "forward", partial(self._forward, name, module.forward))
@@ -74,7 +74,7 @@ class CallsApart:
         if self._served.is_driving or self._runner.is_running or not self._runner.is_restricted:
             return forward(*args, **kwargs)
         self._is_asked(by_me=True)
-        return self._serve_all(_Call(module, args, kwargs, torch.is_grad_enabled(), Modes.of(self._model)))
+        return self._serve_all(_Call(module, args, kwargs, torch.is_grad_enabled(), plain_state(self._modules)))
 
     def _is_asked(self, by_me: bool) -> bool:
         """Whether some process asks for a call; much cheaper than calls. Collective over the pipeline.
@@ -100,17 +100,14 @@ class CallsApart:
                 else:
                     if mine is not None and len(results) == self._messages.stage_index:
                         call = mine  # as it was made: what requires a gradient has not been sent
+                    undo = put_all(self._modules, call.state)
                     results.append(self._served.run({}, partial(self._run, call)))
+                    undo()
             mine_back = self._messages.scatter(results)
         self._has_failed = False
         return mine_back
 
     def _run(self, call: _Call) -> Any:
         """Run a call on the last stage. `forward` alone: hooks run where the call was made."""
-        before = Modes.of(self._model)
-        call.modes.set(self._model)
-        try:
-            with torch.set_grad_enabled(call.has_gradients):
-                return self._served.modules[call.module].forward(*call.args, **call.kwargs)
-        finally:
-            before.set(self._model)
+        with torch.set_grad_enabled(call.has_gradients):
+            return self._served.modules[call.module].forward(*call.args, **call.kwargs)

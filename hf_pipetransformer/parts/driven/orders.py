@@ -20,6 +20,7 @@ from ...pipeline.messages import Pending, PipelineMessages, wait_for
 from ...pipeline.stage import StageModule
 from ...progress import PROGRESS
 from ...randomness import seeded
+from .module_state import Changes
 
 POSITIONAL = "positional argument {}"
 """Name of an argument that a call passes by position, in an order."""
@@ -40,39 +41,6 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Modes:
-    """What the user's code may have changed in the model's modules, in the order of `model.modules()`.
-
-    Attributes:
-        training: the modes.
-        adapters: whether PEFT's layers are disabled, and which of their adapters are active.
-    """
-
-    training: tuple[bool, ...]
-    adapters: tuple[tuple[bool, Any], ...]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Modes:
-        modules = list(model.modules())
-        adapters: list[tuple[Any, Any]] = [
-            (m._disable_adapters, m._active_adapter) for m in modules if _has_adapters(m)
-        ]
-        return cls(tuple(module.training for module in modules), tuple(adapters))
-
-    def set(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        for module, training in zip(modules, self.training, strict=True):
-            module.training = training
-        with_adapters = [module for module in modules if _has_adapters(module)]
-        for layer, (is_disabled, active) in zip(with_adapters, self.adapters, strict=True):
-            layer._disable_adapters, layer._active_adapter = is_disabled, active  # type: ignore[assignment]
-
-
-def _has_adapters(module: nn.Module) -> bool:
-    return hasattr(module, "_disable_adapters") and hasattr(module, "_active_adapter")
-
-
-@dataclass(frozen=True)
 class Forward:
     """Run a call's micro-batches.
 
@@ -84,7 +52,7 @@ class Forward:
         wanted: which of the inputs' tensors, by their order, the user's code may ask a gradient of.
         seed: seed of the random numbers in the layers; None if they draw none.
         autocast: whether autocast is on, and its dtype.
-        modes: of the model's modules, if they have changed since the last order.
+        changes: of the model's modules, by the loss since the last order.
     """
 
     call: int
@@ -94,7 +62,7 @@ class Forward:
     wanted: tuple[int, ...]
     seed: int | None
     autocast: tuple[bool, torch.dtype]
-    modes: Modes | None
+    changes: Changes
 
 
 @dataclass(frozen=True)
@@ -106,14 +74,14 @@ class Backward:
         part: index of the micro-batch.
         only_inputs: whether only the gradients of the call's inputs are asked for (`torch.autograd.grad`).
         keeps_graph: whether another backward may follow (`retain_graph`).
-        modes: of the model's modules, if they are not those of the last forward; checkpointed layers run again.
+        changes: of the model's modules since the last forward; checkpointed layers run again, as things are now.
     """
 
     call: int
     part: int
     only_inputs: bool
     keeps_graph: bool
-    modes: Modes | None
+    changes: Changes
 
 
 @dataclass(frozen=True)
@@ -125,7 +93,13 @@ class Ask:
 
 @dataclass(frozen=True)
 class End:
-    """The user's code has returned."""
+    """The user's code has returned.
+
+    Attributes:
+        changes: of the model's modules since the last forward, which stay.
+    """
+
+    changes: Changes
 
 
 def refuse_objects(model: nn.Module, inputs: Mapping[str, Any]) -> None:

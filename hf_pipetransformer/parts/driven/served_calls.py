@@ -16,6 +16,7 @@ Orders go from stage to stage, downwards; activations go upwards, each after its
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -37,7 +38,9 @@ from ...model.tags import TAGS
 from ...pipeline.messages import FailedBelow, PipelineMessages
 from ...pipeline.stage import StageModule
 from ...progress import PROGRESS
-from .orders import POSITIONAL, Ask, Backward, End, Forward, Modes, Own, StageCalls, autocast_state, refuse_objects
+from .left_behind import StateOnLast
+from .module_state import Changes
+from .orders import POSITIONAL, Ask, Backward, End, Forward, Own, StageCalls, autocast_state, refuse_objects
 
 T = TypeVar("T")
 
@@ -58,7 +61,7 @@ class ServedCalls(StageCalls):
         self._given = RecordedInputs({})
         self._unread: Collection[str] = ()
         self._own: dict[int, tuple[int, int]] = {}  # by id of a tensor of the batch: its index and version
-        self._modes: Modes | None = None  # what the stages below know
+        self._state = StateOnLast(stage, self.modules)
         self._drops = self._runs_whole = False  # in these modes: whether dropout is active, and calls are not divided
         self._finds_rows = True  # whether calls are cut unevenly; in all of a batch alike, as one may be made again
         self._not_of_samples: set[str] = set()  # names of inputs that have no row for each sample
@@ -80,13 +83,13 @@ class ServedCalls(StageCalls):
         """
         tensors = tensors_of(batch)
         self._own = {id(tensor): (index, version_of(tensor)) for index, tensor in enumerate(tensors)}
-        self._batch, self._modes, self._released = batch, None, []
+        self._batch, self._released = batch, []
         self._finds_rows = self._row_dimensions is None
         self._first_call = self._number + 1
         self._given, self._unread = RecordedInputs(batch), unread
         with self._overriding():
             result = code()
-        self._order(End())
+            self._order(End(self._state.end()))
         self.wait()
         self._batch, self._own = {}, {}
         self._first_call = self._number + 1  # the stages below have no graphs any more
@@ -97,7 +100,12 @@ class ServedCalls(StageCalls):
         """Inside, calls of the model, and of modules in it that contain all its layers, are served."""
 
         def serving(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: self._call(name, forward, args, kwargs)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return self._call(name, forward, args, kwargs)
+
+            # a compiled function of the user's calls the model as it is
+            is_compiling = "torch._dynamo" in sys.modules
+            return torch.compiler.disable(call) if is_compiling else call
 
         with ExitStack() as undone:
             undone.callback(setattr, self.runner, "is_served", self.runner.is_served)
@@ -106,6 +114,8 @@ class ServedCalls(StageCalls):
             for name, module in self.modules.items():
                 override = MethodOverride(module, "forward", serving(name, module.forward))
                 undone.callback(override.remove)
+            self._state.begin()
+            undone.callback(self._state.abandon)
             yield
 
     def _call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -136,8 +146,8 @@ class ServedCalls(StageCalls):
         has_gradients = torch.is_grad_enabled()
         wanted = {i: v for i, v in enumerate(tensors_of(inputs)) if has_gradients and v.requires_grad}
         keys = {} if name else self._tags_of(args, kwargs)
-        modes = self._changed_modes()
-        if modes is not None:
+        changes = self._state.for_call(name)
+        if changes or self._number == self._first_call:
             self._drops, self._runs_whole = may_drop(self.model), bool(why_whole(self.stage.stack))
         order = Forward(
             self._number,
@@ -147,25 +157,35 @@ class ServedCalls(StageCalls):
             tuple(wanted),
             int(torch.randint(2**62, ())) if self._drops else None,
             autocast_state(self.stage.device.type),
-            modes,
+            changes,
         )
         self._order(order, recursively_apply(self._by_name, {**inputs, **keys}))
         self._expected = max(1, len(order.spans))
         origin = torch.zeros((), device=self.stage.device)
         if wanted:
             origin = _Inputs.apply(self, order.call, *wanted.values())
+        with self._state.running(is_split=bool(order.spans)):
+            return self._run_call(order, forward, args, kwargs, {**inputs, **keys}, origin)
+
+    def _run_call(
+        self,
+        order: Forward,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        inputs: Batch,
+        origin: torch.Tensor,
+    ) -> Any:
+        """Run this stage's part of a call that has been ordered; returns the model's output."""
         if not order.spans:  # one forward, as in one process: the model may count them
             values = self._receive(order, 0, origin)
-            with (
-                self.running(order, 0, forward),
-                self.stage.running_to_the_end(values, {**inputs, **keys}),
-            ):
+            with self.running(order, 0, forward), self.stage.running_to_the_end(values, inputs):
                 self.runner.begin_call()
                 self.tell_cache(args, dict(kwargs))
                 return _hiding_the_first(forward(*args, **kwargs))
         ends = [
             self._run_part(order, forward, part, number, origin)
-            for number, part in enumerate(self.parts({**inputs, **keys}, order.spans))
+            for number, part in enumerate(self.parts(inputs, order.spans))
         ]
         stack = self.stage.stack
         with (
@@ -188,6 +208,7 @@ class ServedCalls(StageCalls):
         """Receive a micro-batch's values from below, whose gradients go down again."""
         self._expected -= 1
         values = self.messages.receive_values(self.index, self.stage.slots_in, with_gradients=order.has_gradients)
+        self._state.hear(self.messages.note)
         through = [index for index, value in enumerate(values) if value.requires_grad]
         if through:
             hidden = (values[index].detach() for index in through)
@@ -268,13 +289,6 @@ class ServedCalls(StageCalls):
             return {}
         return {TAGS: self._batch[TAGS]} if self._given.are(called, self._unread) else {}
 
-    def _changed_modes(self) -> Modes | None:
-        modes = Modes.of(self.model)
-        if modes == self._modes:
-            return None
-        self._modes = modes
-        return modes
-
     def _by_name(self, tensor: torch.Tensor) -> Any:
         """The batch's own tensor by its index, if it is unchanged; every other one as it is."""
         index, version = self._own.get(id(tensor), (None, None))
@@ -295,10 +309,9 @@ class ServedCalls(StageCalls):
             )
         self._order(order, list(gradients))
 
-    def modes_of_backward(self) -> Modes | None:
-        """Called by autograd: modes other than the last forward's; not all stages below may get this order."""
-        modes = Modes.of(self.model)
-        return None if modes == self._modes else modes
+    def changes_for_backward(self) -> Changes:
+        """Called by autograd: changes since the last order; not all stages below may get this order."""
+        return self._state.for_backward()
 
     def gradients_of_inputs(self, call: int) -> list[torch.Tensor]:
         """Called by autograd: the gradients of a call's inputs, summed over the stages below."""
@@ -342,8 +355,8 @@ class _Boundary(torch.autograd.Function):
         token: _Token = ctx.token
         reaches_parameters = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        modes = token.served.modes_of_backward()
-        token.served.send_backward(Backward(token.call, token.part, not reaches_parameters, keeps, modes), gradients)
+        changes = token.served.changes_for_backward()
+        token.served.send_backward(Backward(token.call, token.part, not reaches_parameters, keeps, changes), gradients)
         origin = gradients[0].new_zeros(()) if ctx.needs_input_grad[1] else None
         return None, origin, None, None, None, *[None] * len(gradients)
 

@@ -17,7 +17,8 @@ from ...model.nested import tensors_of
 from ...pipeline.messages import Crossing, FailedBelow, PipelineMessages
 from ...pipeline.stage import StageModule
 from ...progress import PROGRESS
-from .orders import Ask, Backward, End, Forward, Modes, Own, StageCalls
+from .left_behind import Note, StateBelow
+from .orders import Ask, Backward, End, Forward, Own, StageCalls
 
 
 @dataclass
@@ -38,6 +39,7 @@ class ServingStage(StageCalls):
 
     def __init__(self, stage: StageModule, messages: PipelineMessages) -> None:
         super().__init__(stage, messages)
+        self._state = StateBelow(stage)
         self._held: dict[tuple[int, int], _Held] = {}  # by call and micro-batch
         self._leaves: dict[int, list[torch.Tensor]] = {}  # by call: inputs whose gradients may be asked for
 
@@ -50,7 +52,7 @@ class ServingStage(StageCalls):
             unread: used on the last stage only.
         """
         tensors = tensors_of(batch)
-        modes = Modes.of(self.model)  # what the user's code changes ends with it here
+        self._state.begin()
         while True:
             order, released, given = self.messages.receive_tree(self.index + 1)
             PROGRESS.tick()
@@ -59,6 +61,7 @@ class ServingStage(StageCalls):
             if not isinstance(order, Backward) and self.index > 0:
                 self.send((order, released, given), self.index - 1)
             if isinstance(order, End):
+                self._state.put(order.changes)
                 break
             if isinstance(order, Ask):
                 self._answer(order)
@@ -72,7 +75,6 @@ class ServingStage(StageCalls):
         self.wait()
         self._held.clear()
         self._leaves.clear()
-        modes.set(self.model)
 
     def _answer(self, order: Ask) -> None:
         """Send the gradients that the inputs of a call have got here."""
@@ -83,8 +85,7 @@ class ServingStage(StageCalls):
         self.send(gradients, self.messages.last)
 
     def _forward(self, order: Forward, inputs: Batch) -> None:
-        if order.modes is not None:
-            order.modes.set(self.model)
+        self._state.put(order.changes)
         module = self.modules[order.module]
         if order.wanted:
             position = itertools.count()
@@ -99,13 +100,16 @@ class ServingStage(StageCalls):
             inputs = recursively_apply(leaf_of, inputs)
             self._leaves[order.call] = leaves
         has_failed = False
-        for number, part in enumerate(self.parts(inputs, order.spans)):
+        parts = self.parts(inputs, order.spans)
+        for number, part in enumerate(parts):
             values: list[torch.Tensor] = []
+            note: Note | None = None
             if self.index > 0:
                 try:
                     values = self.messages.receive_values(
                         self.index, self.stage.slots_in, with_gradients=order.has_gradients
                     )
+                    note = self.messages.note
                 except FailedBelow as failure:
                     if not has_failed:
                         self._give_up(failure)
@@ -118,7 +122,9 @@ class ServingStage(StageCalls):
                 has_failed = True
                 self._give_up(FailedBelow.of(error, self.messages.ranks[self.index]))
             else:
-                self.keep(self.messages.send_values(crossing))
+                if number == len(parts) - 1:
+                    note = self._state.after_call(note, bool(order.spans))
+                self.keep(self.messages.send_values(crossing._replace(note=note)))
 
     def _give_up(self, failure: FailedBelow) -> None:
         """Tell the last stage, whose user's code may catch the error, that layers have failed in a call."""
@@ -147,9 +153,7 @@ class ServingStage(StageCalls):
         held = self._held[order.call, order.part]
         for leaf in held.received:
             leaf.grad = None
-        of_forward = Modes.of(self.model)
-        if order.modes is not None:
-            order.modes.set(self.model)
+        undo = self._state.put(order.changes)
         if order.only_inputs:
             leaves = [*held.received, *self._leaves.get(order.call, ())]
             found = torch.autograd.grad(
@@ -160,7 +164,7 @@ class ServingStage(StageCalls):
                     leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
         else:
             torch.autograd.backward(held.sent, gradients, retain_graph=order.keeps_graph)
-        of_forward.set(self.model)
+        undo()
         down = [torch.zeros_like(x) if x.grad is None else x.grad for x in held.received]
         if not order.keeps_graph:
             del self._held[order.call, order.part]

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kit import (
-    COMPILED_CALL,
     LABELS,
-    NOT_CARRIED_OVER,
     WIDTH,
     Inputs,
     LossAndOutputs,
@@ -190,7 +188,7 @@ def loss_of_the_last_step() -> Script:
 # ---------------------------------------------------------------------------------------------------------
 
 
-@case("K2", expect="exact", because="compile", fails=COMPILED_CALL)
+@case("K2", expect="exact", because="compile")
 def compiled_call() -> Script:
     """The call is in a function that torch compiles."""
 
@@ -226,7 +224,7 @@ def functional_call_of_the_head() -> Script:
     return with_loss(loss)
 
 
-@case("K2", expect="exact", because="functional_call", fails=NOT_CARRIED_OVER)
+@case("K2", expect="exact", because="functional_call")
 def functional_call_of_the_first_layer() -> Script:
     """`torch.func.functional_call` with another weight of the first layer."""
 
@@ -248,6 +246,134 @@ def call_in_inference_mode() -> Script:
         outputs = model(**inputs)
         distance = (outputs["logits"] - target["logits"].clone() * 0.5).pow(2).mean()
         return outputs["loss"] + distance, outputs
+
+    return with_loss(loss)
+
+
+@case("K2")
+def compiled_model() -> Script:
+    """The model is called through `torch.compile`, twice."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        if not hasattr(trainer, "compiled"):
+            trainer.compiled = torch.compile(model, backend="eager")
+        outputs = trainer.compiled(**inputs)
+        return outputs["loss"] + 0.5 * trainer.compiled(**inputs)["loss"], outputs
+
+    return with_loss(loss)
+
+
+@case("K2")
+def functional_call_with_the_same_weights() -> Script:
+    """`torch.func.functional_call` with the model's own parameters."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = torch.func.functional_call(model, dict(model.named_parameters()), (), dict(inputs))
+        return outputs["loss"], outputs
+
+    return with_loss(loss)
+
+
+@case("K2", expect="exact", because="held by rank")
+def functional_call_with_detached_weights() -> Script:
+    """`torch.func.functional_call` with all parameters detached, for a target without gradients."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        detached = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        target = torch.func.functional_call(model, detached, (), dict(inputs))
+        outputs = model(**inputs)
+        return outputs["loss"] + (outputs["logits"] - 0.5 * target["logits"]).pow(2).mean(), outputs
+
+    return with_loss(loss)
+
+
+@case("K2", expect="exact", because="functional_call")
+def functional_call_under_a_part_of_the_model() -> Script:
+    """`torch.func.functional_call` of the model with another weight of its embeddings."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        weights = {"embedding.weight": torch.eye(64, WIDTH)}
+        outputs = torch.func.functional_call(model, weights, (), dict(inputs))
+        return outputs["loss"] + model(**inputs)["loss"], outputs
+
+    return with_loss(loss)
+
+
+def with_penalty(penalty: Any) -> Script:
+    """The loss adds `penalty(weight)` of the first layer's weight, which another stage has."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        return outputs["loss"] + 0.1 * penalty(model.layers[0].linear.weight), outputs
+
+    return with_loss(loss)
+
+
+def squares(weight: Tensor) -> Tensor:
+    return weight.pow(2).sum()
+
+
+def squares_of_plain_tensor(weight: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return squares(weight)
+
+
+def squares_of_copy(weight: Tensor) -> Tensor:
+    copy = torch.zeros(0)
+    with torch.no_grad():
+        copy.set_(weight)  # type: ignore[call-overload]
+    return squares(copy)
+
+
+@case("K2", expect="exact", because="pipeline_parallel_size")
+def penalty_without_torch_function() -> Script:
+    """A penalty is computed while torch's overrides are disabled."""
+    return with_penalty(squares_of_plain_tensor)
+
+
+@case("K2", expect="exact", because="pipeline_parallel_size")
+def penalty_of_a_plain_tensor() -> Script:
+    """A penalty on `as_subclass(torch.Tensor)`."""
+    return with_penalty(lambda weight: squares(weight.as_subclass(torch.Tensor)))
+
+
+@case("K2", expect="exact", because="pipeline_parallel_size")
+def penalty_of_a_new_tensor() -> Script:
+    """A penalty on `torch.Tensor(weight)`."""
+    return with_penalty(lambda weight: squares(torch.Tensor(weight)))
+
+
+@case("K2", expect="exact", because="pipeline_parallel_size")
+def penalty_of_the_same_memory() -> Script:
+    """A penalty on a tensor that has been set to the memory of the weight."""
+    return with_penalty(squares_of_copy)
+
+
+@case("K2", expect="exact", because="pipeline_parallel_size")
+def penalty_by_vmap() -> Script:
+    """A penalty by rows, by `torch.func.vmap`."""
+    return with_penalty(lambda weight: torch.func.vmap(squares)(weight).sum())
+
+
+@case("K2", expect="exact", because="pipeline_parallel_size")
+def gradient_of_a_penalty() -> Script:
+    """The norm of a penalty's gradient, by `torch.func.grad`."""
+    return with_penalty(lambda weight: torch.func.grad(squares)(weight).norm())
+
+
+@case("K2", expect="exact", because="pipeline_parallel_size")
+def penalty_by_vjp() -> Script:
+    """A penalty by `torch.func.vjp`."""
+    return with_penalty(lambda weight: torch.func.vjp(squares, weight)[0])
+
+
+@case("K2")
+def penalty_of_the_head() -> Script:
+    """A penalty on the head's weight, which is on the stage of the loss, by rows and by `torch.func.vmap`."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        return outputs["loss"] + 0.1 * torch.func.vmap(squares)(model.head.weight).sum(), outputs
 
     return with_loss(loss)
 
