@@ -41,7 +41,6 @@ LAYOUTS = {
 # Why cases fail today
 # ---------------------------------------------------------------------------------------------------------
 
-TRIAL_IS_LASTING = "the store of frozen outputs takes a trial of the first batch as valid for all later steps"
 INSTRUMENTED_MODEL = "the library's instrumentation is part of the user's model"
 TWO_NUMBERS_OF_PROCESSES = "collectives include the last stages only, but process counts and indices all processes"
 LOG_WITHOUT_LOSS = "the user's log() runs on processes that have not run the user's loss"
@@ -53,7 +52,6 @@ ONE_STAGE_GRADIENTS = "the user's code reads the gradients of one stage only"
 FIRST_TENSOR = "the number of samples is read from the first tensor of a call"
 CAUGHT_ERROR = "an error of a call that the loss catches ends the training on another stage"
 COMPILED_CALL = "torch.compile reads the weights of other stages when it compiles a call of the model"
-EXTRA_RUNS = "the user's code runs more often than in the stock Trainer"
 
 # ---------------------------------------------------------------------------------------------------------
 # Cases

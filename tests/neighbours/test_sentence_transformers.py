@@ -71,7 +71,9 @@ def data_for(kind: str) -> Any:
     draw = random.Random(0)
     names = ["anchor", "positive", "negative"] if kind == "triplet" else ["anchor", "positive"]
     columns: dict[str, list[Any]] = {
-        name: [" ".join(draw.choices(WORDS, k=draw.randrange(3, 8))) for _ in range(SAMPLES)] for name in names
+        # "cached": padding is part of what is stored, as the loss may read it
+        name: [" ".join(draw.choices(WORDS, k=5 if kind == "cached" else draw.randrange(3, 8))) for _ in range(SAMPLES)]
+        for name in names
     }
     if kind == "duplicates":
         columns["anchor"][1::2] = columns["anchor"][::2]
