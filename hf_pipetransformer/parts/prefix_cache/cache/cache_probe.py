@@ -49,8 +49,8 @@ ABOVE = (
 )
 
 RETURNED = (
-    "what the model returns depends on the padding, or on lower layers' outputs, and a loss of your own may read it; if"
-    " it is the padding, have the data collator pad all samples to one length"
+    "what the model returns depends on the padding, or on lower layers' outputs, and a loss of your own may read it"
+    " (if it is the padding: have the data collator pad all samples to one length)"
 )
 
 LossOf = Callable[[Batch], torch.Tensor]
