@@ -30,9 +30,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ....model.called_inputs import LABELS_AND_DECODER, RecordedInputs, TagsApart, named_inputs
+from ....model.frozen_prefix import frozen_modules
 from ....model.layer_range import Carry, Observer, Unit, tensors_of
 from ....model.layer_stack import CarrySlot, LayerStack
 from ....model.micro_batch import Batch, select_rows
+from ....model.watched_weights import WatchedWeights
 from ....pipeline.side_stream import SideStream
 from .content_keys import (
     RowKey,
@@ -129,6 +131,7 @@ class ActivationCache:
         self._ignored = frozenset(ignored)
         self._num_calls = 0  # of the model, in the current pass of `watching_calls`
         self._has_adapters = any(hasattr(module, "adapter_layer_names") for module in stack.model.modules())
+        self._noted: WatchedWeights | None = None  # settings of frozen modules between two steps
         # inputs of a call that is looked up, and what begins it where they were found
         self._awaited: tuple[RecordedInputs, Callable[[], None]] | None = None
         self._hook: RemovableHandle | None = None
@@ -145,6 +148,8 @@ class ActivationCache:
                 comes twice is found the second time would depend on how fast it was written.
         """
         self.flush()
+        if not self._stack.runner.takes_batch:  # a loss may change them between its calls
+            self._noted = WatchedWeights.of(list(frozen_modules(self._stack.model).values()))
         counts = self.counts  # nothing has been counted at the new boundary yet
         counts.older_hits, counts.hits = counts.found, 0
         counts.older_stored, counts.stored, counts.present = counts.older_stored + counts.stored, 0, 0
@@ -321,6 +326,8 @@ class ActivationCache:
         self._num_calls += 1
         # keys are of the inputs alone: a loss may turn adapters off for some of its calls
         if self._has_adapters if not runner.takes_batch else self._num_calls > 1:
+            return
+        if self._noted is not None and self._noted.what_changed(values=False, modes=False) is not None:
             return
         called = named_inputs(self._stack.model, args, kwargs)
         inputs = runner.batch_of(called)
