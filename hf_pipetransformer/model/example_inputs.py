@@ -32,6 +32,8 @@ from .units import CalledWith
 
 LABELS = LABELS_AND_DECODER - {"decoder_input_ids", "decoder_attention_mask"}
 DUMMY_ROWS = 2
+MOST_NAMES = 6
+"""Number of inputs that an error names."""
 Path = tuple[str | int, ...]
 
 
@@ -80,9 +82,10 @@ def example_inputs(model: nn.Module, batch: Mapping[str, Any], labels: Collectio
     Raises:
         UnsupportedModelError: there is no place, and nothing can be made.
     """
-    found = list(_places(model, batch, {*labels, *LABELS}))
+    found = [place for place in _places(model, batch, {*labels, *LABELS}) if _has_all(model, place)]
     if not found:
-        needed = ", ".join(_needed(model)) or "its inputs"
+        lacking = [name for name in _needed(model) if name not in batch]
+        needed = ", ".join(lacking or sorted(_named_parameters(model))[:MOST_NAMES])
         raise UnsupportedModelError(
             model,
             f"its forward takes {needed}, and the batch has none of these, but only {', '.join(sorted(batch))}.",
@@ -97,22 +100,30 @@ def _places(model: nn.Module, batch: Mapping[str, Any], labels: Set[str]) -> Ite
     names, outer = _names_of_inputs(model), _named_parameters(model)
     everything = frozenset(batch)
     taken = everything if names is None else everything & names
-    if tensors_of({name: batch[name] for name in taken - labels}):
-        place = _called_on(model, {name: (name,) for name in batch if name in taken}, outer)
-        place = replace(place, called=replace(place.called, kept_back=everything - taken))
-        yield place
-        if taken & labels:  # of another kind than the model's own loss expects
-            paths = {name: path for name, path in (place.paths or {}).items() if name not in labels}
-            yield replace(place, called=replace(place.called, kept_back=everything - paths.keys()), paths=paths)
+    is_direct = bool(tensors_of({name: batch[name] for name in taken - labels}))
+    if is_direct:
+        # without labels, too: they may be of another kind than the model's own loss expects
+        for some in dict.fromkeys((taken, taken - labels)):
+            place = _called_on(model, {name: (name,) for name in batch if name in some}, outer)
+            yield replace(place, called=replace(place.called, kept_back=everything - some))
     elif names is not None:
         groups = [*_by_prefix(batch, names - labels), *_inside(batch, names - labels)]
         if groups:
             place = _called_on(model, groups[0], outer)
             yield replace(place, called=replace(place.called, takes_batch=False), num_calls=len(groups))
-    made = made_inputs(model, DUMMY_ROWS)
-    if made is not None:
-        place = _called_on(model, {name: (name,) for name in made}, outer)
-        yield replace(place, called=replace(place.called, takes_batch=False), paths=None, are_made=True)
+    if _own_dummy_inputs(model) is not None or not is_direct:
+        made = made_inputs(model, DUMMY_ROWS)
+        if made is not None:
+            place = _called_on(model, {name: (name,) for name in made}, outer)
+            yield replace(place, called=replace(place.called, takes_batch=False), paths=None, are_made=True)
+
+
+def _has_all(model: nn.Module, place: ExampleInputs) -> bool:
+    """Whether there is a value for each parameter without a default."""
+    if place.called.nested_in is not None:
+        return True
+    given = place.of(model, {}) if place.are_made else place.paths
+    return given is not None and given.keys() >= set(_needed(model))
 
 
 def _called_on(model: nn.Module, paths: Mapping[str, Path], outer: Set[str]) -> ExampleInputs:
@@ -219,15 +230,10 @@ def made_inputs(model: nn.Module, rows: int, tokens: int = 8) -> Batch | None:
     Returns:
         None if there are none, and none can be made.
     """
-    if not type(model).__module__.startswith("transformers."):  # these have `dummy_inputs` of one kind for all
-        own = getattr(model, "dummy_inputs", None) if _has_dummy_inputs(model) else None
-        if isinstance(own, Mapping):
-            device = next(model.parameters()).device
-            return {
-                name: on_device(value[torch.arange(rows) % len(value)], device)
-                for name, value in own.items()
-                if isinstance(value, torch.Tensor)
-            }
+    own = _own_dummy_inputs(model)
+    if own is not None:
+        device = next(model.parameters()).device
+        return {name: on_device(value[torch.arange(rows) % len(value)], device) for name, value in own.items()}
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if inner is None:
         return None
@@ -237,5 +243,10 @@ def made_inputs(model: nn.Module, rows: int, tokens: int = 8) -> Batch | None:
         return None
 
 
-def _has_dummy_inputs(model: nn.Module) -> bool:
-    return getattr(type(model), "dummy_inputs", None) is not PreTrainedModel.dummy_inputs
+def _own_dummy_inputs(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """The `dummy_inputs` of a model class that is not from transformers, whose are of one kind for all."""
+    of_class = getattr(type(model), "dummy_inputs", None)
+    if type(model).__module__.startswith("transformers.") or of_class is PreTrainedModel.dummy_inputs:
+        return None
+    own: Any = getattr(model, "dummy_inputs", None)
+    return {n: v for n, v in own.items() if isinstance(v, torch.Tensor)} if isinstance(own, Mapping) else None
