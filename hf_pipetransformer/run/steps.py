@@ -239,7 +239,7 @@ class Steps:
         """
         pipeline, control, voting = self._pipeline, self._trainer.control, self._parts.having("vote")
         changes = before.changes(self._trainer) if before is not None and pipeline.computes_loss else None
-        votes = [current.exchanges_inputs, pipeline.weights.flags_changed, bool(changes)]
+        votes = [bool(current.exchanged_inputs), pipeline.weights.flags_changed, bool(changes)]
         votes += [getattr(control, name) and pipeline.num_stages > 1 for name in OF_CONTROL]
         for part in voting:
             mine = part.vote(facts)
@@ -251,7 +251,8 @@ class Steps:
             loss, votes = agree(loss, votes, self._mesh)
             exchanged_inputs, other_flags, changed_trainer = votes[:3]
             if exchanged_inputs:
-                raise_for_exchanged_inputs(self._model)
+                everyone = self._mesh.gather_objects(current.exchanged_inputs)
+                raise_for_exchanged_inputs(self._model, set().union(*everyone))
             if other_flags:
                 raise ValueError(
                     "requires_grad of parameters was changed outside a callback (for example in compute_loss or"

@@ -41,10 +41,8 @@ LAYOUTS = {
 # Why cases fail today
 # ---------------------------------------------------------------------------------------------------------
 
-TRIAL_IS_LASTING = "the store of frozen outputs takes a trial of the first batch as valid for all later steps"
 INSTRUMENTED_MODEL = "the library's instrumentation is part of the user's model"
 UNSEEN_CHANGE = "stored outputs are read after a change of the frozen part that is not detected"
-EXTRA_RUNS = "the user's code runs more often than in the stock Trainer"
 
 # ---------------------------------------------------------------------------------------------------------
 # Cases

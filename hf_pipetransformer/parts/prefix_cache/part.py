@@ -76,7 +76,7 @@ class PrefixCache(RunPart):
         if trouble is not None:
             return trouble
         with generators_kept(job.trainer, job.model), sparing_memory(job.model):
-            return make_cache(pipeline, found.times, job, data, costs, generations, run.most_frozen)
+            return make_cache(found, job, data, generations, run.most_frozen)
 
     def placed(self, layout: Layout) -> None:
         if self.cache is not None and layout.num_frozen_layers:
