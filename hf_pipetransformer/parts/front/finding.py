@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from ...model.frozen_prefix import frozen_modules
 from ...model.method_override import MethodOverride
 from ...model.origins import (
     NOT_OF_STATES,
@@ -38,12 +37,18 @@ from ...model.origins import (
 from ...model.training_check import LIBRARIES
 from ...pipeline.devices import synchronise
 from ...randomness import torch_states
+from ..prefix_cache.cache.known_code import candidates, is_known
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CHEAP = 0.5
 """A module is computed, not stored, if its share of the time is below this part of its share of the bytes."""
 DRAWS = "it draws random numbers"
 """Why a module is not in the front that has dropout, for example."""
+FOREIGN = (
+    "{}. If its output for a sample depends on nothing but the sample, its weights, its buffers and its attributes,"
+    " declare it with cached_modules=['{}']"
+)
+"""Why a module is not in the front whose code is not known."""
 NOTICEABLE = 0.05
 """Share of the forward pass from which on it is said why a frozen module is not in the front."""
 
@@ -130,6 +135,7 @@ def find_front(
     call: Callable[[], Any],
     device: torch.device,
     opened: Collection[str] = (),
+    declared: Collection[str] = (),
 ) -> tuple[Any, FoundFront]:
     """Watch one forward pass, and return its output and the front that it has shown, which may be empty.
 
@@ -139,8 +145,10 @@ def find_front(
         call: runs the forward.
         device: where it computes.
         opened: as for `frozen_modules`.
+        declared: names of modules with code of the user's own that may be stored.
     """
-    modules = frozen_modules(model, opened)
+    foreign = candidates(model, opened, declared)
+    modules = {name: model.get_submodule(name) for name in foreign}
     origins = Origins(model, inputs)
     calls: list[_Called] = []
     at_start = _other_randomness()
@@ -153,6 +161,8 @@ def find_front(
         of = origins.union(given)
         odd = next((leaf for leaf in leaves if not isinstance(leaf, (*PLAIN, torch.Tensor))), None)
         why = None if odd is None else f"it is given a {type(odd).__name__}"
+        if foreign[name]:
+            why = FOREIGN.format(foreign[name], name)
         if why is None and (name_of_hook := _users_hook(module)) is not None:
             why = f"it has a hook inside ({name_of_hook})"
         before, versions, kept = torch_states(), [*_versions(module), *versions_of(given)], _kept_by(module)
@@ -203,7 +213,8 @@ def find_front(
     synchronise(device)
     seconds = time.perf_counter() - began
     origins.note_read(tensors_in(output))
-    return output, _chosen(calls, origins, inputs, seconds)
+    found = _chosen(calls, origins, inputs, seconds)
+    return output, replace(found, closed=frozenset(name for name in found.closed if not foreign[name]))
 
 
 def _users_hook(module: nn.Module) -> str | None:
@@ -211,7 +222,7 @@ def _users_hook(module: nn.Module) -> str | None:
     for part in module.modules():
         hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values()) if part is not module else ()
         for hook in hooks:
-            if not str(getattr(hook, "__module__", type(hook).__module__)).startswith(LIBRARIES):
+            if not is_known(hook):
                 return str(getattr(hook, "__qualname__", type(hook).__qualname__))
     return None
 

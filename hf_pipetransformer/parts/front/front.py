@@ -28,6 +28,7 @@ from ...pipeline.devices import synchronise
 from ...randomness import generators_kept, global_state_kept, set_torch_states, torch_states
 from ..prefix_cache.cache.activation_cache import CacheCounts
 from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, rounding_of
+from ..prefix_cache.cache.guards import unnoticed
 from .calls import Call, Known, KnownBatch, ReturnedLeaf
 from .entries import FrontEntries, Leaf
 from .finding import FoundFront, Ran, arguments_of, rows_of, tensors_in, versions_of
@@ -338,7 +339,8 @@ class FrozenFront:
             return self._given_back(name, forward, args, kwargs, call)
         synchronise(self._device)
         began = time.perf_counter()
-        output = forward(*args, **kwargs)
+        with unnoticed():
+            output = forward(*args, **kwargs)
         synchronise(self._device)
         call.seconds += time.perf_counter() - began
         # the leaves, as the model may write into a container afterwards
@@ -402,7 +404,7 @@ class FrozenFront:
 
         args, kwargs = tree_map_only(torch.Tensor, chosen, (args, kwargs))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), unnoticed():
                 leaves, structure = tree_flatten(forward(*args, **kwargs))
         except Exception as error:  # it does not run on a part of the samples
             raise _NewCallError from error

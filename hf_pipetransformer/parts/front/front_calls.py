@@ -17,13 +17,13 @@ from ...model.frozen_prefix import frozen_modules
 from ...model.left_as_found import left_as_found
 from ...model.micro_batch import Batch
 from ...model.nested import in_new_containers
-from ...model.watched_weights import WatchedWeights
 from ...randomness import seeded, set_torch_states, torch_states
 from ...run.job import TrainingJob
 from ...run.loss import Loss
 from ...training_args import CACHE_DTYPES
 from ..prefix_cache.cache.activation_cache import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
+from ..prefix_cache.cache.watched_weights import WatchedWeights
 from ..prefix_cache.cache_setup import describe_model
 from .dropout_hint import DropoutHint
 from .entries import FrontEntries
@@ -83,6 +83,7 @@ class FrontCalls:
         self._has_looked = False  # for a front, in this step or evaluation
         self._num_searches = self._num_opened = self._expected_in = 0
         self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
+        self._declared = job.args.cached_modules or ()
         self._why_not: dict[str, str] = {}  # why they cannot
         self.why_not_read: dict[str, str] = {}
         """Frozen modules that are computed, and why, as far as it is known."""
@@ -210,7 +211,7 @@ class FrontCalls:
         self._num_searches += not self._num_opened
         before, everything = torch_states(), WatchedWeights.of(list(frozen_modules(self._model).values()))
         try:
-            output, found = find_front(self._model, inputs, run, device, self._opened)
+            output, found = find_front(self._model, inputs, run, device, self._opened, self._declared)
         except Exception:  # of a model that does not run while it is watched
             logger.debug("Frozen modules could not be looked for.", exc_info=True)
             set_torch_states(before)
@@ -227,6 +228,7 @@ class FrontCalls:
             return output
         modules = list(map(self._model.get_submodule, found.needed))
         self._weights = WatchedWeights.of(modules)
+        self._weights.guard()
         self._entries = self._entries_of(found)
         self._existed = self._entries.exists
         self._reads = self._existed
@@ -339,6 +341,8 @@ class FrontCalls:
             self._front.close()
         if self._entries is not None:
             self._entries.close(deletes)
+        if self._weights is not None:
+            self._weights.release()
         self._front, self._weights, self._entries, self._is_decided = None, None, None, False
 
     def say_what_was_read(self, if_any: bool = False) -> None:

@@ -1,0 +1,133 @@
+"""Notices that a tensor's memory has been given out, through which it may be written to without being counted.
+
+PyTorch counts writes into a tensor and its views, but not those through `.data`, a NumPy array or a pointer. A guarded
+tensor stays the object that it is; only its class changes. Operations on it are PyTorch's own, at PyTorch's speed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_state = threading.local()
+
+GIVES_OUT = (
+    *("detach", "numpy", "storage", "untyped_storage", "data_ptr", "set_", "share_memory_"),
+    *("__array__", "__dlpack__", "__getitem__", "view", "view_as", "reshape", "flatten", "as_strided"),
+    *("narrow", "select", "unbind", "split", "chunk", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand"),
+)
+"""Methods that return memory, or views of which one can ask for memory."""
+
+
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """Inside, on this thread, accesses are not noted: by the module itself when it runs, and by this package."""
+    before = getattr(_state, "is_inside", False)
+    _state.is_inside = True
+    try:
+        yield
+    finally:
+        _state.is_inside = before
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    method = getattr(torch.Tensor, name)
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _note(self, name)
+        return method(self, *args, **kwargs)
+
+    return noted
+
+
+def _note(tensor: Any, access: str) -> None:
+    if not getattr(_state, "is_inside", False):
+        tensor.given_out = access
+
+
+class _Guard:
+    """What guarded parameters and buffers have in common."""
+
+    given_out: str | None
+    """The latest access through which it may have been written to."""
+
+    @property
+    def data(self) -> Any:
+        _note(self, "data")
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        _note(self, "data")
+        torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+
+
+class GuardedParameter(_Guard, nn.Parameter):
+    """A guarded parameter. Copies and pickles are plain parameters."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with unnoticed():
+            memo[id(self)] = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with unnoticed():
+            return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+class GuardedBuffer(_Guard, torch.Tensor):
+    """A guarded tensor that is no parameter. Copies and pickles are plain tensors."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with unnoticed():
+            memo[id(self)] = self.data.clone(memory_format=torch.preserve_format)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with unnoticed():
+            return self.data.__reduce_ex__(protocol)
+
+
+for _name in GIVES_OUT:
+    setattr(_Guard, _name, _noting(_name))
+for _class in (GuardedParameter, GuardedBuffer):
+    # as a parameter's own: otherwise each operation would call Python
+    _class.__torch_function__ = torch._C._disabled_torch_function_impl
+
+PLAIN: dict[type, type] = {nn.Parameter: GuardedParameter, torch.Tensor: GuardedBuffer}
+for _class in PLAIN.values():
+    for _name, _override in _OVERRIDES.items():
+        setattr(_class, _name, _override)
+
+
+def guard(tensors: Sequence[torch.Tensor]) -> None:
+    """Guard tensors. Those of other classes (quantised weights) stay as they are."""
+    for tensor in tensors:
+        if type(tensor) in PLAIN:
+            tensor.__class__ = PLAIN[type(tensor)]
+            tensor.given_out = None  # type: ignore[attr-defined]
+
+
+def unguard(tensors: Sequence[torch.Tensor]) -> None:
+    """Make guarded tensors plain ones again."""
+    for tensor in tensors:
+        if isinstance(tensor, _Guard):
+            del tensor.given_out
+            plain: Any = nn.Parameter if isinstance(tensor, GuardedParameter) else torch.Tensor
+            tensor.__class__ = plain
+
+
+def given_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of these tensors whose memory has been given out since they were guarded or forgiven."""
+    return [tensor for tensor in tensors if getattr(tensor, "given_out", None) is not None]
+
+
+def forgive(tensors: Sequence[torch.Tensor]) -> None:
+    """Take these tensors, whose values have been looked at, for unchanged."""
+    for tensor in tensors:
+        tensor.given_out = None  # type: ignore[attr-defined]
