@@ -93,16 +93,13 @@ class GuardedBuffer(_Guard, torch.Tensor):
             return self.data.__reduce_ex__(protocol)
 
 
-for _name in GIVES_OUT:
-    setattr(_Guard, _name, _noting(_name))
-for _class in (GuardedParameter, GuardedBuffer):
-    # as a parameter's own: otherwise each operation would call Python
-    _class.__torch_function__ = torch._C._disabled_torch_function_impl
-
 PLAIN: dict[type, type] = {nn.Parameter: GuardedParameter, torch.Tensor: GuardedBuffer}
-for _class in PLAIN.values():
+_OVERRIDES: dict[str, Any] = {name: _noting(name) for name in GIVES_OUT}
+# as a parameter's own: otherwise each operation would call Python
+_OVERRIDES["__torch_function__"] = torch._C._disabled_torch_function_impl
+for _guarded in PLAIN.values():
     for _name, _override in _OVERRIDES.items():
-        setattr(_class, _name, _override)
+        setattr(_guarded, _name, _override)
 
 
 def guard(tensors: Sequence[torch.Tensor]) -> None:

@@ -174,7 +174,7 @@ def _entries(container: Any) -> list[Any]:
     if kind is dict and len(container) <= MOST_ENTRIES:
         return [*container, *container.values()]
     if kind in (tuple, list) and len(container) <= MOST_ENTRIES:
-        return container  # type: ignore[no-any-return]
+        return container
     if isinstance(container, np.ndarray):
         return [container.tobytes()] if container.size <= MOST_ENTRIES else []
     entries = container if isinstance(container, (Mapping, list, tuple, set, frozenset)) else vars(container)
