@@ -42,6 +42,8 @@ from ..prefix_cache.cache.known_code import candidates, is_known
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CHEAP = 0.5
 """A module is computed, not stored, if its share of the time is below this part of its share of the bytes."""
+LEAKS = "something that is computed inside of it is recorded, such as attentions, and read outside"
+"""Why a module is not in the front whose parts the model asks for more than the module returns."""
 DRAWS = "it draws random numbers"
 """Why a module is not in the front that has dropout, for example."""
 FOREIGN = (
@@ -182,6 +184,7 @@ def find_front(
             why = why or "it changes its buffers, or what it is given"
         if _kept_by(module) != kept or arguments_of(args, kwargs)[1] != others:
             why = why or "it keeps something of what it computes"
+        output = origins.returned(output)
         outputs, structure = tree_flatten(output)
         odd = next((leaf for leaf in outputs if leaf is not None and not isinstance(leaf, torch.Tensor)), None)
         if odd is not None:
@@ -196,6 +199,7 @@ def find_front(
             if origins.is_inside:
                 return forward(*args, **kwargs)
             origins.is_inside = origins.is_paused = True
+            origins.inside_of = name
             try:
                 return watch(name, module, forward, args, kwargs)
             finally:
@@ -213,6 +217,9 @@ def find_front(
     synchronise(device)
     seconds = time.perf_counter() - began
     origins.note_read(tensors_in(output))
+    for called in calls:
+        if called.name in origins.leaking:
+            called.why_not = called.why_not or LEAKS
     found = _chosen(calls, origins, inputs, seconds)
     return output, replace(found, closed=frozenset(name for name in found.closed if not foreign[name]))
 
