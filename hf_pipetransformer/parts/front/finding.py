@@ -118,7 +118,8 @@ def versions_of(leaves: Sequence[Any]) -> list[int]:
     return [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
 
 
-def _other_randomness() -> tuple[Any, ...]:
+def other_randomness() -> tuple[Any, ...]:
+    """States of the generators of Python and NumPy."""
     kind, keys, *rest = np.random.get_state()
     return random.getstate(), np.asarray(keys).tobytes(), *map(repr, rest), repr(kind)
 
@@ -153,7 +154,7 @@ def find_front(
     modules = {name: model.get_submodule(name) for name in foreign}
     origins = Origins(model, inputs)
     calls: list[_Called] = []
-    at_start = _other_randomness()
+    at_start = other_randomness()
 
     def watch(
         name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -178,7 +179,7 @@ def find_front(
         if any(not torch.equal(a, b) for a, b in zip(before, torch_states(), strict=True)):
             why = why or DRAWS
             of.add(RANDOM)
-        if _other_randomness() != at_start:
+        if other_randomness() != at_start:
             why = why or "random numbers are drawn with Python or NumPy"
         if [*_versions(module), *versions_of(given)] != versions:
             why = why or "it changes its buffers, or what it is given"

@@ -31,12 +31,20 @@ from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, roun
 from ..prefix_cache.cache.guards import unnoticed
 from .calls import Call, Known, KnownBatch, ReturnedLeaf
 from .entries import FrontEntries, Leaf
-from .finding import FoundFront, Ran, arguments_of, rows_of, tensors_in, versions_of
+from .finding import FoundFront, Ran, arguments_of, other_randomness, rows_of, tensors_in, versions_of
 from .rows import DIGEST_BYTES, ArgumentDigests, keys_of, leaves_of, tokens_of
 from .trial import FrontTrial, cleared, is_wide, noisy, rows_in
 
 NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were looked for"
 ITEMS = "num_items_in_batch"
+VERIFYING = 0.03
+"""Share of the time that comparing stored outputs with computed ones may take."""
+LEAST_BETWEEN, MOST_BETWEEN = 16, 256
+"""Number of calls that are read between two comparisons: at least, and where times may not decide."""
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return not torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one != other)
 
 
 class OtherCallsError(Exception):
@@ -60,6 +68,7 @@ class FrozenFront:
         entries: what is stored.
         device: where the model computes.
         storage_dtype: data type in which fractions are stored; None stores them as they are computed.
+        is_timed: whether measurements may decide when stored outputs are compared with computed ones.
     """
 
     def __init__(
@@ -69,6 +78,7 @@ class FrozenFront:
         entries: FrontEntries,
         device: torch.device,
         storage_dtype: torch.dtype | None = None,
+        is_timed: bool = True,
     ) -> None:
         self.found = found
         self.seconds_per_row = 0.0
@@ -81,6 +91,9 @@ class FrozenFront:
         """Why what is stored is of no use any more."""
         self.is_verified = False
         """Whether what is stored was compared with what is computed, of one call: once in each epoch."""
+        self._verified = 0.0, 0.0, 0
+        """When that was, what computing took, and how many calls had been read."""
+        self._looks_for_draws = False  # in each module, as random numbers are drawn somewhere in the model
         self.num_missed = self.num_read = 0
         """Number of calls of which nothing was found, and of those that were read."""
         self._model, self._entries, self._device, self._storage_dtype = model, entries, device, storage_dtype
@@ -90,7 +103,7 @@ class FrozenFront:
         self._around: str | None = None  # what it is called on besides tensors, on which names, autocast, and adapters
         self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
         self._call: Call | None = None
-        self._stored = found.stored
+        self._stored, self._is_timed = found.stored, is_timed
         self._overrides: list[MethodOverride] = []
         self.open()
 
@@ -134,6 +147,8 @@ class FrozenFront:
         hits = 0 if found is None else batch.rows - len(found.missing)
         self.counts += CacheCounts(batch.rows, hits)
         self.num_missed += reads and found is None
+        if found is not None and self.is_verified and self._must_verify_again():
+            self.is_verified = False
         if found is not None and self.is_verified:
             before = torch_states()
             self._call = found
@@ -157,13 +172,16 @@ class FrozenFront:
             finally:
                 self._call = None
         self._call = call = Call(batch)
-        began = time.perf_counter()
+        began, states = time.perf_counter(), other_randomness()
         try:
             output = forward()
         finally:
             self._call = None
         synchronise(self._device)
         seconds = time.perf_counter() - began
+        if states != other_randomness() and not self._looks_for_draws:
+            self._looks_for_draws = True  # from the next call on; of this one, nothing is stored
+            return output
         of_now = {name: versions_of([*given, *leaves]) for name, (given, _, leaves, _) in call.ran.items()}
         if of_now != call.versions:
             self.trouble = "the model writes into it"
@@ -172,6 +190,7 @@ class FrozenFront:
         else:
             self._compare(call, found)
             self.is_verified = True
+            self._verified = time.perf_counter(), seconds, self.num_read
             if found.missing and writes and self.trouble is None:
                 self._write(Call(batch, found.known, ran=call.ran))
         return output
@@ -242,6 +261,21 @@ class FrozenFront:
                 return
         for name, (_, others, *_) in call.ran.items():
             found.known[name].others.add(others)
+
+    def _generators(self) -> list[Any]:
+        """States of the generators from which a module may draw."""
+        return [*torch_states(), *(other_randomness() if self._looks_for_draws else ())]
+
+    def _must_verify_again(self) -> bool:
+        """Whether stored outputs are compared with computed ones once more: something unseen may have changed.
+
+        That takes at most `VERIFYING` of the time. Where runs must repeat bit by bit, it takes place at fixed times.
+        """
+        at, seconds, num_read = self._verified
+        if self._is_timed:
+            is_due = seconds < VERIFYING * (time.perf_counter() - at)
+            return is_due and self.num_read - num_read >= LEAST_BETWEEN
+        return self.num_read - num_read >= MOST_BETWEEN
 
     def _described(self, inputs: Batch) -> KnownBatch | None:
         """What is known of what the model is called on; None if nothing is stored of it, or read."""
@@ -338,11 +372,13 @@ class FrozenFront:
         if call.given_back is not None:
             return self._given_back(name, forward, args, kwargs, call)
         synchronise(self._device)
-        began = time.perf_counter()
+        began, states = time.perf_counter(), self._generators()
         with unnoticed():
             output = forward(*args, **kwargs)
         synchronise(self._device)
         call.seconds += time.perf_counter() - began
+        if any(map(_differ, states, self._generators())):
+            self.trouble = f"{name} draws random numbers"
         # the leaves, as the model may write into a container afterwards
         leaves, structure = tree_flatten(output)
         given, others = arguments_of(args, kwargs)

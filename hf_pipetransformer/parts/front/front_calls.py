@@ -234,7 +234,8 @@ class FrontCalls:
         self._reads = self._existed
         storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
         self._expected_in = self.epoch + (1 if self._begun < 0.5 else 2)  # half an epoch tells nothing
-        self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype)
+        is_timed = self._job.args.activation_cache == "auto" and not self._job.args.full_determinism
+        self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype, is_timed)
         self._of_front = CacheCounts()
         if self._is_of_samples(front, inputs, found, run_on):
             front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self.writes)

@@ -19,8 +19,11 @@ MOST_TRIES = 3
 """Number of batches on which it is tried whether a loss reads padding."""
 LOUD = 2.0
 """Amplitude of the noise in place of padding, relative to the largest value."""
-EVERY_OTHER = slice(None, None, 2)
-"""The half of the samples that is tried."""
+
+
+def halves_of(rows: int) -> tuple[list[int], list[int]]:
+    """The two halves of the samples that are tried, each in another order than in the batch."""
+    return list(range(0, rows, 2))[::-1], list(range(1, rows, 2))[::-1]
 
 
 class FrontTrial:
@@ -51,7 +54,7 @@ class FrontTrial:
         forward: Callable[[Batch], Any],
         may_cut: bool = True,
     ) -> bool:
-        """Whether half of the samples alone have the same outputs of the front, up to rounding.
+        """Whether each half of the samples alone has the same outputs of the front, up to rounding.
 
         It finds out as well whether padding may be left out (`cuts_padding`), as far as the outputs show it.
 
@@ -62,16 +65,21 @@ class FrontTrial:
             may_cut: whether padding may be left out.
         """
         rows, tokens = batch_rows(inputs), self._cuttable(inputs) if may_cut else None
+        first, second = halves_of(rows)
+        if second:
+            others = self._tried(partial(forward, _some(inputs, rows, second)))
+            if not self._hold(calls, others, rows, second):
+                return False
         if tokens is not None and len(tokens.lengths) == rows:
             columns = max(1, tokens.width // 4)
             batch = with_less_columns(inputs, columns, removes=False)
-            half = _half(with_less_columns(batch, columns, removes=True), rows)
+            half = _some(with_less_columns(batch, columns, removes=True), rows, first)
             ran, part = (self._tried(partial(forward, given)) for given in (batch, half))
-            if self._hold(ran, part, rows, tokens.cut(columns), columns):
+            if self._hold(ran, part, rows, first, tokens.cut(columns), columns):
                 self.cuts_padding = self.awaits_loss = True
                 return True
-        part = self._tried(partial(forward, _half(inputs, rows)))
-        return self._hold(calls, part, rows)
+        part = self._tried(partial(forward, _some(inputs, rows, first)))
+        return self._hold(calls, part, rows, first)
 
     def _cuttable(self, inputs: Batch) -> Tokens | None:
         """The samples' own tokens, if the front reads some that may be cut."""
@@ -85,6 +93,7 @@ class FrontTrial:
         ran: Mapping[str, Ran],
         half: Mapping[str, Ran],
         rows: int,
+        chosen: list[int],
         tokens: Tokens | None = None,
         columns: int = 0,
     ) -> bool:
@@ -104,9 +113,11 @@ class FrontTrial:
                 if any((whole.shape[d], part.shape[d]) != (tokens.width, tokens.width - columns) for d in dims):
                     return False
             if (name, position) in self._found.stored:
-                expected = rows_in(whole, rows, EVERY_OTHER)
+                expected = rows_in(whole, rows, chosen)
                 if tokens is not None and dims == (1,):
-                    expected, part = (cleared(t, tokens.lengths[::2]) for t in (expected[:, :-columns], part))
+                    expected, part = (
+                        cleared(t, [tokens.lengths[row] for row in chosen]) for t in (expected[:, :-columns], part)
+                    )
                 if relative_difference([part], [expected]) > rounding_of(expected):
                     return False  # also where they are wide in another dimension
         self.wide = wide
@@ -138,7 +149,7 @@ class FrontTrial:
 
     def _note_rows(self, whole: Mapping[str, Ran], half: Mapping[str, Ran], rows: int) -> None:
         """Note which of the tensors that a module is called on have entries for each row: they became half as long."""
-        less = -(-rows // 2)
+        less = -(-rows // 2)  # the first half
         for name in whole.keys() & half.keys() if less < rows else ():
             pairs = zip(whole[name][0], half[name][0], strict=False)
             self.has_rows[name] = tuple(
@@ -146,8 +157,8 @@ class FrontTrial:
             )
 
 
-def _half(inputs: Batch, rows: int) -> Batch:
-    part: Batch = recursively_apply(lambda tensor: rows_in(tensor, rows, EVERY_OTHER), inputs)
+def _some(inputs: Batch, rows: int, chosen: list[int]) -> Batch:
+    part: Batch = recursively_apply(lambda tensor: rows_in(tensor, rows, chosen), inputs)
     return part
 
 
