@@ -32,7 +32,7 @@ from ..prefix_cache.cache.guards import unnoticed
 from .calls import Call, Known, KnownBatch, ReturnedLeaf
 from .entries import FrontEntries, Leaf
 from .finding import FoundFront, Ran, arguments_of, other_randomness, rows_of, tensors_in, versions_of
-from .rows import DIGEST_BYTES, ArgumentDigests, keys_of, leaves_of, tokens_of
+from .rows import CAUSAL, DIGEST_BYTES, NO_MASK, ArgumentDigests, keys_of, leaves_of, tokens_of
 from .trial import FrontTrial, cleared, is_wide, noisy, rows_in
 
 NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were looked for"
@@ -43,8 +43,15 @@ LEAST_BETWEEN, MOST_BETWEEN = 16, 256
 """Number of calls that are read between two comparisons: at least, and where times may not decide."""
 
 
+def _masks_in(digests: torch.Tensor) -> list[bytes]:
+    return [row.numpy().tobytes() for row in digests[:, DIGEST_BYTES // 2 :]]
+
+
 def _differ(one: Any, other: Any) -> bool:
     return not torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one != other)
+
+
+EITHER = {NO_MASK, CAUSAL}
 
 
 class OtherCallsError(Exception):
@@ -101,6 +108,7 @@ class FrozenFront:
         """What trials have shown of it."""
         self._known: dict[Any, dict[str, Known]] = {}
         self._around: str | None = None  # what it is called on besides tensors, on which names, autocast, and adapters
+        self._implies_causal = False  # the modules do without a mask what they do with a causal one
         self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
         self._call: Call | None = None
         self._stored, self._is_timed = found.stored, is_timed
@@ -259,8 +267,11 @@ class FrozenFront:
             if relative_difference([computed], [expected]) > rounding:
                 self.trouble = f"{name} is called on something else than before"
                 return
+        digests = self._digests_of(call.batch, call.ran)
         for name, (_, others, *_) in call.ran.items():
             found.known[name].others.add(others)
+            pairs = zip(*(_masks_in(of[name][there.cpu()]) for of in (digests, found.digests)), strict=True)
+            self._implies_causal |= any(set(pair) == EITHER for pair in pairs)
 
     def _generators(self) -> list[Any]:
         """States of the generators from which a module may draw."""
@@ -350,6 +361,15 @@ class FrozenFront:
         made = ArgumentDigests(batch.rows, batch.tokens, batch.covered)
         return {name: made.of(ran[name][0], of_front, self.trial.has_rows.get(name, ())) for name in self.found.needed}
 
+    def _are_equal(self, digests: torch.Tensor, stored: torch.Tensor) -> bool:
+        """Whether a module is called on what it was called on, apart from masks that are known to change nothing."""
+        if torch.equal(digests, stored):
+            return True
+        half = DIGEST_BYTES // 2
+        pairs = zip(_masks_in(digests), _masks_in(stored), strict=True)
+        are_masks = all(one == other or (self._implies_causal and {one, other} == EITHER) for one, other in pairs)
+        return are_masks and torch.equal(digests[:, :half], stored[:, :half])
+
     def _write(self, call: Call) -> None:
         """Store what the modules have returned in a call; of one in which something was given back, the rest."""
         batch = call.batch
@@ -406,7 +426,7 @@ class FrozenFront:
         call.made = call.made or ArgumentDigests(batch.rows, batch.tokens, batch.covered)
         digests = call.made.of(given, of_front, self.trial.has_rows.get(name, ()))
         digests[call.missing] = call.digests[name][call.missing]
-        if others not in known.others or not torch.equal(digests, call.digests[name]):
+        if others not in known.others or not self._are_equal(digests, call.digests[name]):
             raise _NewCallError
         computed = self._of_missing(name, forward, args, kwargs, call) if call.missing else []
         leaves = []

@@ -43,7 +43,7 @@ MOST_OF_IT = 0.25
 """Share of the forward pass from which on a part of a frozen module that is stored goes for the module, in the log."""
 MOST_OPENED = 3
 """Number of times that it is looked for in the parts of modules that cannot be stored as a whole."""
-ENTRIES_VERSION = 4
+ENTRIES_VERSION = 5
 """Of what an entry of the store consists of."""
 MOST_SEARCHES = 5
 """Number of times that the front is looked for: with each change of `requires_grad`."""
@@ -187,6 +187,9 @@ class FrontCalls:
         self._may_be_rewritten = False  # in the first call of an evaluation alone
         if changed is not None:
             self._turn_off(changed, is_wrong=True)
+            return run()
+        if (why := self._weights.why_too_slow()) is not None:
+            self._turn_off(why)
             return run()
         try:
             output = self._front.run(inputs, run, self._reads and self._is_decided, self.writes)

@@ -290,3 +290,111 @@ def hooks_with_state() -> Script:
     model.backbone.register_forward_hook(scale)
     model.backbone.layers[2].register_forward_hook(scale)
     return Script(model=model, callbacks=[At(lambda model, step: strength.update(now=0.5), MIDDLE)])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What the code of a module reads
+# ---------------------------------------------------------------------------------------------------------
+
+
+def scaled(x: Tensor) -> Tensor:
+    """A function of the script's, which a module calls."""
+    return x * MODULE_SETTING["scale"]
+
+
+class CallsAFunction(Backbone):
+    """A backbone that calls a function of the script's."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return scaled(super().forward(input_ids))
+
+
+@case("K1")
+def global_read_by_a_function() -> Script:
+    """A function that the module calls reads a variable that changes."""
+    MODULE_SETTING["scale"] = 1.0
+    return changed(lambda model, step: MODULE_SETTING.update(scale=0.3), model=FrozenBackbone(CallsAFunction()))
+
+
+@case("K1")
+def function_of_the_script_replaced() -> Script:
+    """A function that the module calls is replaced."""
+    MODULE_SETTING["scale"] = 1.0
+
+    def change(model: Any, step: int) -> None:
+        globals()["scaled"] = lambda x: x * 0.4
+
+    def drive(trainer: Any) -> None:
+        before = scaled
+        try:
+            trainer.train()
+        finally:
+            globals()["scaled"] = before
+
+    return changed(change, model=FrozenBackbone(CallsAFunction()), drive=drive)
+
+
+@case("K1")
+def value_in_a_closure() -> Script:
+    """A variable of the function that has made the module's class changes."""
+    scale = 1.0
+
+    class ByClosure(Backbone):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            return super().forward(input_ids) * scale
+
+    def change(model: Any, step: int) -> None:
+        nonlocal scale
+        scale = 0.3
+
+    return changed(change, model=FrozenBackbone(ByClosure()))
+
+
+@case("K1")
+def method_of_class_patched() -> Script:
+    """A method that `forward` calls is replaced on the class."""
+
+    class WithMethod(Backbone):
+        def scaled(self, x: Tensor) -> Tensor:
+            return x
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            return self.scaled(super().forward(input_ids))
+
+    def change(model: Any, step: int) -> None:
+        WithMethod.scaled = lambda self, x: x * 0.4  # type: ignore[method-assign]
+
+    return changed(change, model=FrozenBackbone(WithMethod()))
+
+
+@case("K1")
+def setting_of_a_configuration_in_a_list() -> Script:
+    """A configuration in a list of the module's changes."""
+
+    class WithList(Backbone):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = [SimpleNamespace(scale=1.0)]
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            return super().forward(input_ids) * self.settings[0].scale
+
+    def change(model: Any, step: int) -> None:
+        model.backbone.settings[0].scale = 0.3
+
+    return changed(change, model=FrozenBackbone(WithList()))
+
+
+@case("K1")
+def draws_with_numpy_in_some_calls() -> Script:
+    """The module draws a random number in its third call only, and in each later one."""
+
+    class DrawsLater(Backbone):
+        calls = 0
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            type(self).calls += 1
+            return super().forward(input_ids) * (1.0 if type(self).calls < 3 else float(torch.rand(())))
+
+    DrawsLater.calls = 0
+    return changed(lambda model, step: None, model=FrozenBackbone(DrawsLater()))

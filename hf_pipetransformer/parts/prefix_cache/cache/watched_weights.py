@@ -14,6 +14,9 @@ from ....model.placeholders import is_wrapper, values_of
 from .guards import forgive, given_out, guard, unguard, unnoticed
 from .settings import Settings, are_identical
 
+OFTEN, MOST_OF_TIME = 10, 0.03
+"""Number of comparisons of all values after which they may not take more than this share of the time."""
+
 
 class WatchedWeights:
     """Weights, buffers, modes and settings of frozen modules, as they are now.
@@ -28,10 +31,8 @@ class WatchedWeights:
     """
 
     def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> None:
-        self.seconds = 0.0
-        """Time that comparisons of all values have taken."""
-        self.accessed_by = ""
-        """The latest access after which values were compared."""
+        self._compared = 0, 0.0, 0.0  # how often all values of a tensor were compared, when first, and for how long
+        self._access = ""  # the latest one after which they were
         self._modules = list(dict.fromkeys(modules))
         self._parameters = list(dict.fromkeys(parameters))
         self._owners = [vars(module) for module in self._modules]
@@ -92,6 +93,14 @@ class WatchedWeights:
             return "its weights or buffers have been changed, or are trained again"
         return None
 
+    def why_too_slow(self) -> str | None:
+        """Why watching takes too long: memory is given out again and again, and each time all values are compared."""
+        number, first, seconds = self._compared
+        if number < OFTEN or seconds < MOST_OF_TIME * (time.perf_counter() - first):
+            return None
+        share = f"{seconds / (time.perf_counter() - first):.0%} of the time"
+        return f"its weights are accessed again and again (.{self._access}), and comparing them takes {share}"
+
     def take_rewritten(self, digest: str) -> bool:
         """Take values that were written anew for the noted ones, if all are equal. Returns whether they are.
 
@@ -113,10 +122,10 @@ class WatchedWeights:
         touched = given_out(self._tensors)
         if not touched:
             return True
-        began = time.perf_counter()
+        began, (number, first, seconds) = time.perf_counter(), self._compared
         are_same = all(digest_of(tensor) == self._digests.get(id(tensor)) for tensor in touched)
-        self.seconds += time.perf_counter() - began
-        self.accessed_by = str(touched[0].given_out)  # type: ignore[attr-defined]
+        self._compared = number + 1, first or began, seconds + time.perf_counter() - began
+        self._access = str(touched[0].given_out)  # type: ignore[attr-defined]
         if are_same:
             forgive(touched)
         return are_same
