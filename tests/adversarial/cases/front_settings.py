@@ -383,18 +383,3 @@ def setting_of_a_configuration_in_a_list() -> Script:
         model.backbone.settings[0].scale = 0.3
 
     return changed(change, model=FrozenBackbone(WithList()))
-
-
-@case("K1")
-def draws_with_numpy_in_some_calls() -> Script:
-    """The module draws a random number in its third call only, and in each later one."""
-
-    class DrawsLater(Backbone):
-        calls = 0
-
-        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-            type(self).calls += 1
-            return super().forward(input_ids) * (1.0 if type(self).calls < 3 else float(torch.rand(())))
-
-    DrawsLater.calls = 0
-    return changed(lambda model, step: None, model=FrozenBackbone(DrawsLater()))
