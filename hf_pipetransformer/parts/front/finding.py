@@ -37,6 +37,7 @@ from ...model.origins import (
 from ...model.training_check import LIBRARIES
 from ...pipeline.devices import synchronise
 from ...randomness import torch_states
+from ..prefix_cache.cache.guards import unnoticed
 from ..prefix_cache.cache.known_code import candidates, is_known
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -172,7 +173,8 @@ def find_front(
         synchronise(device)
         origins.is_paused = False
         began = time.perf_counter()
-        output = forward(*args, **kwargs)
+        with unnoticed():
+            output = forward(*args, **kwargs)
         synchronise(device)
         seconds = time.perf_counter() - began
         origins.is_paused = True

@@ -47,14 +47,19 @@ def _noting(name: str) -> Callable[..., Any]:
 
 def _note(tensor: Any, access: str) -> None:
     if not getattr(_state, "is_inside", False):
-        tensor.given_out = access
+        tensor.num_given_out += 1
+        tensor.access = access
 
 
 class _Guard:
     """What guarded parameters and buffers have in common."""
 
-    given_out: str | None
-    """The latest access through which it may have been written to."""
+    num_guards: int
+    """Number of those who have guarded it."""
+    num_given_out: int
+    """Number of accesses through which it may have been written to."""
+    access: str
+    """The latest one."""
 
     @property
     def data(self) -> Any:
@@ -107,24 +112,22 @@ def guard(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if type(tensor) in PLAIN:
             tensor.__class__ = PLAIN[type(tensor)]
-            tensor.given_out = None  # type: ignore[attr-defined]
+            vars(tensor).update(num_guards=0, num_given_out=0, access="")
+        if isinstance(tensor, _Guard):
+            tensor.num_guards += 1
 
 
 def unguard(tensors: Sequence[torch.Tensor]) -> None:
-    """Make guarded tensors plain ones again."""
+    """Make tensors plain ones again that nobody else guards."""
     for tensor in tensors:
         if isinstance(tensor, _Guard):
-            del tensor.given_out
-            plain: Any = nn.Parameter if isinstance(tensor, GuardedParameter) else torch.Tensor
-            tensor.__class__ = plain
+            tensor.num_guards -= 1
+            if tensor.num_guards == 0:
+                del tensor.num_guards, tensor.num_given_out, tensor.access
+                plain: Any = nn.Parameter if isinstance(tensor, GuardedParameter) else torch.Tensor
+                tensor.__class__ = plain
 
 
-def given_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of these tensors whose memory has been given out since they were guarded or forgiven."""
-    return [tensor for tensor in tensors if getattr(tensor, "given_out", None) is not None]
-
-
-def forgive(tensors: Sequence[torch.Tensor]) -> None:
-    """Take these tensors, whose values have been looked at, for unchanged."""
-    for tensor in tensors:
-        tensor.given_out = None  # type: ignore[attr-defined]
+def accesses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often the memory of each of these tensors has been given out; 0 for those that are not guarded."""
+    return [getattr(tensor, "num_given_out", 0) for tensor in tensors]

@@ -11,7 +11,7 @@ import xxhash
 from torch import nn
 
 from ....model.placeholders import is_wrapper, values_of
-from .guards import forgive, given_out, guard, unguard, unnoticed
+from .guards import accesses, guard, unguard, unnoticed
 from .settings import Settings, are_identical
 
 OFTEN, MOST_OF_TIME = 10, 0.03
@@ -46,6 +46,7 @@ class WatchedWeights:
         self._where: list[int] = []  # of the parameters that the views belong to
         self._middles: list[list[torch.Tensor]] = []
         self._digests: dict[int, str] = {}  # of all values, by identity; while they are guarded
+        self._accesses: list[int] = []  # to the memory of the tensors, that were counted
         self._checksums: dict[int, tuple[int, str]] = {}  # of buffers: with the number of writes
         self._noted_modes = self._modes()
         self._noted_buffers, self._noted_values = self._held_buffers(), self._values()
@@ -60,10 +61,12 @@ class WatchedWeights:
         with unnoticed():
             self._digests = {id(tensor): digest_of(tensor) for tensor in self._tensors}
         guard(self._tensors)
+        self._accesses = accesses(self._tensors)
 
     def release(self) -> None:
         """Make the tensors plain ones again."""
-        unguard(self._tensors)
+        if self._digests:
+            unguard(self._tensors)
         self._digests = {}
 
     def digest(self) -> str:
@@ -112,22 +115,24 @@ class WatchedWeights:
         if not are_held or self.what_changed(values=False) is not None or self.digest() != digest:
             return False
         self._digests = noted_digests
-        forgive(given_out(self._tensors))
+        self._accesses = accesses(self._tensors)
         with unnoticed():
             noted, self._noted_values = self._noted_values, self._values()
         return bool(self._noted_values[0] == noted[0])  # what is trained again is another model
 
     def _are_given_out_same(self) -> bool:
         """Whether the tensors whose memory has been given out have the values that they had."""
-        touched = given_out(self._tensors)
-        if not touched:
+        now = accesses(self._tensors)
+        if not self._digests or now == self._accesses:
             return True
+        pairs = zip(now, self._accesses, strict=True)
+        touched = [tensor for tensor, (one, other) in zip(self._tensors, pairs, strict=True) if one != other]
         began, (number, first, seconds) = time.perf_counter(), self._compared
         are_same = all(digest_of(tensor) == self._digests.get(id(tensor)) for tensor in touched)
         self._compared = number + 1, first or began, seconds + time.perf_counter() - began
-        self._access = str(touched[0].given_out)  # type: ignore[attr-defined]
+        self._access = str(getattr(touched[0], "access", ""))
         if are_same:
-            forgive(touched)
+            self._accesses = now
         return are_same
 
     def _modes(self) -> list[bool]:
