@@ -23,7 +23,9 @@ from .known_code import is_known
 
 PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 """Types of values that are compared as they are."""
-OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
+OF_CALLS = frozenset({"_disable_adapters", "_active_adapter"})
+"""Names of attributes that a loss may change from call to call: PEFT's. What is stored is of a call in one state."""
+OF_MODULES = frozenset(vars(nn.Module())) | {"forward"} | OF_CALLS
 """Names of the attributes that each module has: its parts, hooks and mode, which are compared in other ways."""
 TABLES = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
 MOST_ENTRIES = 256
