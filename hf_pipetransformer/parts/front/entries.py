@@ -49,8 +49,8 @@ class FrontEntries:
     def __init__(self, store: FileStore, number: int, fingerprint: str) -> None:
         self.failure: OSError | None = None
         """Why nothing is stored any more, if something failed."""
-        self.is_full = False
-        """Whether the store has reached its size. What is in it is read."""
+        self.full: str | None = None
+        """Why no more samples fit, if the store has reached its size. What is in it is read."""
         self.name = number, fingerprint
         self._store = store
         self._reader = store.reader(number, fingerprint)
@@ -112,7 +112,7 @@ class FrontEntries:
             leaves: what an entry consists of.
             lengths: numbers of the samples' own tokens; None if everything is stored.
         """
-        if self.failure is not None or self.is_full:
+        if self.failure is not None or self.full is not None:
             return 0
         entries: list[list[torch.Tensor]] = [[] for _ in keys]
         for tensor, leaf in zip(tensors, leaves, strict=True):
@@ -123,8 +123,8 @@ class FrontEntries:
             if self._writer is None:
                 self._writer = self._store.writer(*self.name)
             return self._writer.put(keys, [bytes_of(torch.cat(parts)) for parts in entries])
-        except StoreFull:
-            self.is_full = True
+        except StoreFull as error:
+            self.full = error.strerror
         except OSError as error:
             self.failure = error
         return 0

@@ -43,6 +43,8 @@ MOST_OF_IT = 0.25
 """Share of the forward pass from which on a part of a frozen module that is stored goes for the module, in the log."""
 MOST_OPENED = 3
 """Number of times that it is looked for in the parts of modules that cannot be stored as a whole."""
+NOTHING_FOUND = "it is not called on what comes from the batch alone, or nothing else reads what it returns"
+"""Why a frozen module is computed in every epoch of which nothing else is known."""
 ENTRIES_VERSION = 5
 """Of what an entry of the store consists of."""
 MOST_SEARCHES = 5
@@ -83,6 +85,7 @@ class FrontCalls:
         self._has_looked = False  # for a front, in this step or evaluation
         self._num_searches = self._num_opened = self._expected_in = 0
         self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
+        self._has_said_full = False
         self._declared = job.args.cached_modules or ()
         self._why_not: dict[str, str] = {}  # why they cannot
         self.why_not_read: dict[str, str] = {}
@@ -198,6 +201,7 @@ class FrontCalls:
             return run()
         assert self._entries is not None
         failure = self._entries.failure
+        self._say_if_full(self._entries.full or (str(failure) if failure is not None and self._existed else None))
         if self._front.trouble is not None or (failure is not None and not self._existed):
             is_wrong = self._front.trouble is not None
             self._turn_off(self._front.trouble or f"it cannot be stored ({failure})", is_wrong)
@@ -210,7 +214,7 @@ class FrontCalls:
         return output
 
     def _look_for_front(self, inputs: Batch, run: Callable[[], Any], run_on: Callable[[Batch], Any]) -> Any:
-        device = self._job.device
+        job, device = self._job, self._job.device
         self._num_searches += not self._num_opened
         before, everything = torch_states(), WatchedWeights.of(list(frozen_modules(self._model).values()))
         try:
@@ -228,6 +232,8 @@ class FrontCalls:
         if self._is_training:
             self._say_why_not(found)
         if not any(found.needed.values()) or everything.what_changed(settings=False) is not None:
+            if self._is_training and job.args.activation_cache == "on" and not self.why_not_read:
+                self.why_not_read = dict.fromkeys(frozen_modules(self._model), NOTHING_FOUND)
             return output
         modules = list(map(self._model.get_submodule, found.needed))
         self._weights = WatchedWeights.of(modules)
@@ -237,7 +243,7 @@ class FrontCalls:
         self._reads = self._existed
         storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
         self._expected_in = self.epoch + (1 if self._begun < 0.5 else 2)  # half an epoch tells nothing
-        is_timed = self._job.args.activation_cache == "auto" and not self._job.args.full_determinism
+        is_timed = job.args.activation_cache == "auto" and not job.args.full_determinism
         self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype, is_timed)
         self._of_front = CacheCounts()
         if self._is_of_samples(front, inputs, found, run_on):
@@ -294,6 +300,12 @@ class FrontCalls:
         about = f"{described} {self._is_training} {job.args.activation_cache_dtype} {self._digest}"
         content = f"{ENTRIES_VERSION} {about} {sorted(found.reads)} {found.needed}"
         return FrontEntries(self._store, len(found.needed), xxhash.xxh3_128_hexdigest(content.encode()))
+
+    def _say_if_full(self, why: str | None) -> None:
+        """Say once, in training and in evaluations, that some samples are not stored."""
+        if why is not None and not self._has_said_full:
+            self._has_said_full = True
+            logger.warning("Not all samples are stored, and the others are computed in each epoch: %s", why)
 
     # ------------------------------------------------------------------------------------ decisions
     def _decide(self) -> None:
