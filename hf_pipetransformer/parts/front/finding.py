@@ -38,7 +38,7 @@ from ...model.training_check import LIBRARIES
 from ...pipeline.devices import synchronise
 from ...randomness import torch_states
 from ..prefix_cache.cache.guards import unnoticed
-from ..prefix_cache.cache.known_code import candidates, is_known
+from ..prefix_cache.cache.known_code import FOREIGN, candidates, is_known
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CHEAP = 0.5
@@ -47,11 +47,6 @@ LEAKS = "something that is computed inside of it is recorded, such as attentions
 """Why a module is not in the front whose parts the model asks for more than the module returns."""
 DRAWS = "it draws random numbers"
 """Why a module is not in the front that has dropout, for example."""
-FOREIGN = (
-    "{}. If its output for a sample depends on nothing but the sample, its weights, its buffers and its attributes,"
-    " declare it with cached_modules=['{}']"
-)
-"""Why a module is not in the front whose code is not known."""
 NOTICEABLE = 0.05
 """Share of the forward pass from which on it is said why a frozen module is not in the front."""
 

@@ -24,6 +24,11 @@ LIBRARIES = frozenset(
     }
 )
 """Top-level packages whose code is known."""
+FOREIGN = (
+    "{}. If its output for a sample depends on nothing but the sample, its weights, its buffers and its attributes,"
+    " declare it with cached_modules=['{}']"
+)
+"""Why a module is not stored whose code is not known: what is not known of it, and its name."""
 HELPERS = frozenset({"contextlib", "functools", "hf_pipetransformer"})
 """Top-level packages of functions that may wrap others."""
 
