@@ -42,40 +42,37 @@ class RecordedInputs:
     def named(self) -> dict[str, Any]:
         return {name: value for name, (value, _) in self._inputs.items()}
 
-    def are(self, inputs: Mapping[str, Any], ignored: Collection[str], added: Mapping[str, Any] | None = None) -> bool:
+    def are(self, inputs: Mapping[str, Any], ignored: Collection[str]) -> bool:
         """Whether a model that is called on these inputs computes the same states.
 
         Args:
             inputs: the model's arguments.
             ignored: names of inputs that no frozen layer reads.
-            added: settings that the loss adds to every batch, by name (`added_settings`).
+        """
+        return not self._others(inputs, {*ignored, *NOT_OF_STATES}, rounding=0.0)
+
+    def exchanged(self, inputs: Mapping[str, Any], ignored: Collection[str], defaults: Mapping[str, Any]) -> list[str]:
+        """Names of the inputs that are others, missing or added, beyond what rounding to another data type explains.
+
+        Args:
+            inputs: the model's arguments.
+            ignored: names of inputs that do not count.
+            defaults: the default values of the forward's parameters.
         """
         unread = {*ignored, *NOT_OF_STATES}
-        are_here = all(
-            name in inputs and _is_same(value, version, inputs[name])
-            for name, (value, version) in self._inputs.items()
-            if name not in unread
-        )
-        return are_here and all(
-            name in self._inputs or name in unread or value is None or _is_setting(added or {}, name, value)
-            for name, value in inputs.items()
-        )
+        others = self._others(inputs, unread, ROUNDING)
+        return [n for n in others if n in self._inputs or not _is_default(n, inputs[n], defaults)]
 
-    def are_exchanged(self, inputs: Mapping[str, Any], ignored: Collection[str]) -> bool:
-        """Whether the model is called on different inputs, beyond what rounding to another data type explains.
-
-        An input that is only missing, or only added, may be the model's default, or the loss's own.
-        """
-        mine = self._inputs.keys() - {*ignored, *NOT_OF_STATES}
-        known = {id(value) for value, _ in self._inputs.values()}
-        added = [
+    def _others(self, inputs: Mapping[str, Any], unread: Collection[str], rounding: float) -> list[str]:
+        given = {name: noted for name, noted in self._inputs.items() if name not in unread}
+        changed = [
             name
-            for name in inputs.keys() - {*self._inputs, *ignored, *NOT_OF_STATES}
-            if isinstance(inputs[name], torch.Tensor) and id(inputs[name]) not in known
+            for name, (value, version) in given.items()
+            if not (name in inputs and _is_same(value, version, inputs[name], rounding))
+            and not (rounding and value is None and inputs.get(name) is None)
         ]
-        return bool(added and mine - inputs.keys()) or any(
-            not _is_same(*self._inputs[name], inputs[name], ROUNDING) for name in mine & inputs.keys()
-        )
+        added = (name for name, value in inputs.items() if value is not None and name not in self._inputs)
+        return [*changed, *(name for name in added if name not in unread)]
 
 
 @dataclass(frozen=True)
@@ -107,31 +104,21 @@ class TagsApart:
         return TagsApart(blanked(self.tensor), self.inputs)
 
 
-def added_settings(batch: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values among a model's arguments that are not in the batch: the loss adds them to every batch.
-
-    Args:
-        batch: the batch.
-        inputs: the model's arguments in a call on this batch.
-    """
-    varying = NOT_OF_STATES - {"use_cache"}  # a call's number of items
-    return {
-        name: value
-        for name, value in inputs.items()
-        if name not in batch and name not in varying and value is not None and isinstance(value, PLAIN)
-    }
-
-
-def _is_setting(added: Mapping[str, Any], name: str, value: Any) -> bool:
-    return name in added and type(value) is type(added[name]) and value == added[name]
-
-
 def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """The inputs that a model is called on, by name."""
     if not args:
         return kwargs
     names = itertools.islice(inspect.signature(type(model).forward).parameters, 1, None)
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def defaults_of(model: nn.Module) -> dict[str, Any]:
+    """The default values of a forward's parameters."""
+    return {name: p.default for name, p in inspect.signature(type(model).forward).parameters.items()}
+
+
+def _is_default(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
+    return isinstance(value, PLAIN) and name in defaults and _is_same(defaults[name], 0, value)
 
 
 def version_of(value: Any) -> int:

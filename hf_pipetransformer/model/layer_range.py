@@ -192,8 +192,8 @@ class LayerRangeRunner:
             self._frozen.forget()
 
     def calling_with(self, called: CalledWith) -> AbstractContextManager[None]:
-        """Inside, keep back and add other inputs than the loss does, as a prediction may."""
-        return having(self, called=replace(self.called, kept_back=called.kept_back, added=called.added))
+        """Inside, keep back other inputs than the loss does, as a prediction may."""
+        return having(self, called=replace(self.called, kept_back=called.kept_back))
 
     def training_before_units(self) -> AbstractContextManager[None]:
         """Inside, passes of a model in eval mode begin like those of a training run with frozen units."""
@@ -253,7 +253,7 @@ class LayerRangeRunner:
         with self._running(current):
             try:
                 if self._call is None:
-                    self.model(**{**self.called.added, **self.arguments(batch)})
+                    self.model(**self.arguments(batch))
                 else:
                     self.begin_call()
                     self._call(**batch)

@@ -70,7 +70,7 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
         ):
             model.train()
             before = _state_of(model)
-            batch = _as_the_loss_does(stack, batch)
+            batch = stack.runner.arguments(batch)
             seed_all(0)
             with runner.to_the_end(0, None, note):
                 whole = _called(stack, batch)
@@ -120,23 +120,6 @@ def _behind_all(stack: LayerStack, batch: dict[str, Any], final: Carry) -> dict[
             return _called(stack, batch)
     except (RuntimeError, IndexError):  # two calls of a layer may return other shapes
         return None
-
-
-def _as_the_loss_does(stack: LayerStack, batch: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with which to call the model: with the settings that the loss adds, if the model runs with them.
-
-    It does not if the loss adds tensors as well, which are not known here.
-    """
-    arguments = stack.runner.arguments(batch)
-    with_settings = {**stack.runner.called.added, **arguments}
-    if with_settings.keys() == arguments.keys():
-        return arguments
-    try:
-        with stack.runner.to_the_end(0, None):
-            stack.model(**with_settings)
-    except Exception:  # whatever the model raises
-        return arguments
-    return with_settings
 
 
 def _called(stack: LayerStack, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -31,15 +31,12 @@ class CalledWith:
 
     Attributes:
         kept_back: inputs that it does not pass to the model (sample weights, labels that it takes out).
-        added: plain values that it adds (`use_cache=False`). They are left out where the whole model runs, which may
-            refuse them without what else the loss adds.
         takes_batch: whether it calls the model on inputs of the batch; otherwise on its own (pairs of sentences), and
             perhaps several times. All batches that the runner is given are then the inputs of one call.
         nested_in: the model's only argument, if it is called on one dict of inputs, as sentence-transformers' are.
     """
 
     kept_back: frozenset[str] = frozenset()
-    added: Mapping[str, Any] = field(default_factory=dict)
     takes_batch: bool = True
     nested_in: str | None = None
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UnsupportedModelError, is_out_of_memory
 from ..logs import log_once
+from ..model.example_inputs import ExampleInputs, names_taken
 from ..model.frozen_prefix import FoundLayers, FreezableLayers
 from ..model.layer_stack import LayerStack, StackDescription
 from ..model.left_as_found import left_as_found
@@ -29,6 +30,7 @@ from ..model.micro_batch import (
     refuse_without_tensors,
     slice_rows,
 )
+from ..model.nested import tensors_of
 from ..model.placeholders import ParameterTable, num_bytes
 from ..model.refusals import refuse_overlapping_weights, refuse_weights_with_state
 from ..model.training_check import check_training
@@ -47,7 +49,7 @@ from ..training_args import PipeTransformerTrainingArguments
 from .consistency import check_same_everywhere
 from .job import TrainingJob, refuse_distributed_model
 from .lazy_model import agree_on_laziness, weights_in_checkpoint
-from .probing import SampleCollator, found_by_each, how_called, inputs_of
+from .probing import SampleCollator, examples_of, first_that_runs, found_by_each
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +66,14 @@ class CutModel:
     Attributes:
         pipeline: runs the model, as a whole or in a layout.
         unit_costs: the cost of each unit.
+        examples: which inputs of a batch the model was probed on; None if it was not.
         times: the times of the units; None if they could not be measured, or before `time_model`.
         is_timed: whether they have been measured. They never are again: a second training decides by them as well.
     """
 
     pipeline: ElasticPipeline
     unit_costs: tuple[UnitCost, ...]
+    examples: ExampleInputs | None
     times: ModelTimes | None = None
     is_timed: bool = False
 
@@ -147,17 +151,18 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
     if not lazy and not is_on(model, job.device) and fits(sum(map(num_bytes, model.parameters())), job.device):
         model.to(job.device)  # some kernels only run there
     in_checkpoint = weights_in_checkpoint(ParameterTable(model), mesh) if lazy else frozenset[str]()
-    stack, freezable, unit_costs = _find(job, rows, collate)
+    stack, freezable, unit_costs, examples = _find(job, rows, collate)
     _make_equal(stack, mesh, in_checkpoint)
     # this only patches the forward for mixed precision, as for DDP
     job.trainer.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     wrap = partial(_wrap_replicas, job)
-    return CutModel(ElasticPipeline(stack, mesh, job.device, wrap, freezable, lazy), unit_costs)
+    return CutModel(ElasticPipeline(stack, mesh, job.device, wrap, freezable, lazy), unit_costs, examples)
 
 
-def _find(
-    job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | None
-) -> tuple[LayerStack, FreezableLayers | None, tuple[UnitCost, ...]]:
+_Found = tuple[LayerStack, FreezableLayers | None, tuple[UnitCost, ...], ExampleInputs | None]
+
+
+def _find(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | None) -> _Found:
     """`find_units`, without the pipeline. Collective over all processes."""
     mesh, model = job.mesh, job.model
     sample: Batch = {}
@@ -175,15 +180,16 @@ def _find(
             log_once(logger, logging.WARNING, "The layers of the model cannot be found: %s", error)
     stack = LayerStack.uncut(model)
     if mesh.world_size > 1:
-        with mesh.failing_together(), global_state_kept():
-            stack.runner.called = CalledWith(takes_batch=how_called(job, sample).takes_batch)
-        refuse_different_calls(job, stack)
-    return stack, None, (cost_of_whole(stack),)
+        # a model that is not called on the batch's inputs may be called anywhere, also in the backward
+        takes_batch = not job.overrides_loss or bool(
+            tensors_of([sample[name] for name in names_taken(model, sample) - job.not_in_keys])
+        )
+        stack.runner.called = CalledWith(takes_batch=takes_batch)
+        refuse_different_inputs(job, stack, str(takes_batch))
+    return stack, None, (cost_of_whole(stack),), None
 
 
-def _find_layers(
-    job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | None, sample: Batch
-) -> tuple[LayerStack, FreezableLayers | None, tuple[UnitCost, ...]]:
+def _find_layers(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | None, sample: Batch) -> _Found:
     """`_find` of a model whose layers are needed. Collective over all processes."""
     mesh, model = job.mesh, job.model
     assert collate is not None
@@ -192,8 +198,8 @@ def _find_layers(
         refuse_without_tensors(sample)
     with mesh.failing_together(), global_state_kept():
         padded = collate.padded(rows)
-        called = how_called(job, sample)
-    probe = partial(_take_apart, job, called, sample, padded)
+        examples = examples_of(job, sample)
+    probe = partial(_take_apart, job, examples, sample, padded)
     apart: _TakenApart | None = None
     if collate.is_probed_once:
         # None if its layers return objects that cannot be sent to other processes
@@ -202,29 +208,31 @@ def _find_layers(
         with mesh.failing_together():
             apart = probe()
     stack = LayerStack.of(model, apart.stack)
-    refuse_different_calls(job, stack)
-    return stack, apart.freezable, apart.unit_costs
+    refuse_different_inputs(job, stack, apart.examples.described())
+    return stack, apart.freezable, apart.unit_costs, apart.examples
 
 
-def refuse_different_calls(job: TrainingJob, stack: LayerStack) -> None:
-    """Check that the loss calls the model in the same way on every process, and agree on what each has found.
+def refuse_different_inputs(job: TrainingJob, stack: LayerStack, described: str) -> None:
+    """Check that the batches of all processes have the same inputs of the model, and agree on what each has found.
 
     That is whether it fails on a part of a batch, whose inputs may be random. Collective over all processes.
 
+    Args:
+        job: the training job.
+        stack: the model's units.
+        described: which inputs of the batch are the model's.
+
     Raises:
-        ValueError: it does not, so the processes would reduce gradients in different ways.
+        ValueError: they have not, so the processes would reduce gradients in different ways.
     """
-    called = stack.runner.called
-    mine = (called.takes_batch, called.nested_in, sorted(called.kept_back), sorted(map(str, called.added.items())))
-    found = job.mesh.gather_objects((mine, stack.fails_on_parts))
+    found = job.mesh.gather_objects((described, stack.fails_on_parts))
     everyone, fails = zip(*found, strict=True)
     stack.fails_on_parts = next(filter(None, fails), "")
     other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
     if other is not None:
         raise ValueError(
-            f"compute_loss calls the model in one way on process 0 and in another on process {other} (inputs that it"
-            " passes on, keeps back or adds). Give all processes batches with the same inputs, and a loss that accepts"
-            " each of them."
+            f"By their names, batches have other inputs of the model on process 0 than on process {other}. Give all"
+            " processes batches with the same inputs."
         )
 
 
@@ -241,19 +249,21 @@ class _TakenApart:
     stack: StackDescription
     freezable: FreezableLayers | None
     unit_costs: tuple[UnitCost, ...]
+    examples: ExampleInputs
 
 
-def _take_apart(job: TrainingJob, called: CalledWith, sample: Batch, padded: Batch) -> _TakenApart:
+def _take_apart(job: TrainingJob, places: Sequence[ExampleInputs], sample: Batch, padded: Batch) -> _TakenApart:
     """Find the model's units, the layers that can be frozen (None without a freeze callback) and the unit costs.
 
     Raises:
-        UnsupportedModelError: the model has no units, or has several stages and is not called on the batch's inputs.
+        UnsupportedModelError: the model has no units.
     """
     model = job.model
     freezable = None
     with global_state_kept(), naming_long_rows(model, padded), left_as_found(model):
-        inputs, padded = inputs_of(job, called, sample), inputs_of(job, called, padded)
-        stack = LayerStack.discover(model, inputs, called, job.args.pipeline_layers)
+        examples = first_that_runs(job, places, sample)
+        inputs, padded = examples.of(model, sample), examples.of(model, padded)
+        stack = LayerStack.discover(model, inputs, examples.called, job.args.pipeline_layers)
         if job.args.uses_pipeline:
             refuse_weights_with_state(model)
             refuse_overlapping_weights(model)
@@ -264,7 +274,7 @@ def _take_apart(job: TrainingJob, called: CalledWith, sample: Batch, padded: Bat
             stack.fails_on_parts = (
                 check_training(stack, inputs) or stack.fails_on_parts or _why_no_rows(inputs, padded)
             )
-    return _TakenApart(stack.describe(), freezable, unit_costs)
+    return _TakenApart(stack.describe(), freezable, unit_costs, examples)
 
 
 def _costs_of_units(
@@ -393,9 +403,8 @@ def time_model(
         assert collate is not None
         batch = collate(rows[: min(job.args.per_device_train_batch_size, MOST_ROWS_TO_TIME)])
         with job.trainer.compute_loss_context_manager():
-            runner = cut.pipeline.stack.runner
-            if not runner.takes_batch:
-                batch = inputs_of(job, runner.called, batch)
+            if cut.examples is not None and not cut.examples.called.takes_batch:
+                batch = cut.examples.of(job.model, batch)
             cut.times, cut.is_timed = _time_parts(cut.pipeline, batch, job.device), True
     return cut.times
 
@@ -452,7 +461,7 @@ def find_layers_to_freeze(job: TrainingJob, dataloader: Any) -> None:
 def _find_sharded(job: TrainingJob, rows: list[Any], collate: SampleCollator) -> FoundLayers:
     sample = collate(rows)
     with global_state_kept(), left_as_found(job.model):
-        called = how_called(job, sample)
-        inputs = inputs_of(job, called, sample)
-        stack = LayerStack.discover(job.model, inputs, called)
+        examples = first_that_runs(job, examples_of(job, sample), sample)
+        inputs = examples.of(job.model, sample)
+        stack = LayerStack.discover(job.model, inputs, examples.called)
         return FoundLayers(stack.describe(), FreezableLayers.of(stack, inputs))

@@ -226,7 +226,7 @@ def predict(
             if job.overrides_loss and pipeline.running.can_serve:
                 result = pipeline.running.predict_served(batch, predict_rows, job.not_in_keys)
             else:
-                result = pipeline.running.predict(batch, job.called_by_stock(batch), predict_rows)
+                result = pipeline.running.predict(batch, job.called_on(batch), predict_rows)
             return result
         with naming_long_rows(job.model, inputs):
             assert pipeline.stage is not None

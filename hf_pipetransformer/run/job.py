@@ -19,10 +19,12 @@ from transformers import Trainer, TrainerCallback
 from ..argument_values import checkpoints_reentrantly
 from ..data.numbered_batches import first_samples
 from ..model.called_inputs import LABELS_AND_DECODER
+from ..model.example_inputs import names_taken
 from ..model.frozen_prefix import has_frozen_layers
 from ..model.layer_range import CalledWith
 from ..model.micro_batch import Batch, batch_rows, select_rows
 from ..model.nested import on_device
+from ..model.tags import TAGS
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from ..training_args import PipeTransformerTrainingArguments
@@ -105,8 +107,13 @@ class TrainingJob:
         owner = next(name for name in owners if not name.startswith("hf_pipetransformer."))
         return not owner.startswith("transformers.") or method in vars(self.trainer)
 
-    def called_by_stock(self, batch: Batch) -> CalledWith:
-        """How the stock `compute_loss` and `prediction_step` call the model on a batch."""
+    def called_on(self, batch: Batch) -> CalledWith:
+        """How the stages call the model on a batch: as the stock `compute_loss`, or on what the model's forward names.
+
+        An overridden `compute_loss` may keep the rest for itself.
+        """
+        if self.overrides_loss:
+            return CalledWith(frozenset(batch) - names_taken(self.model, batch) - {TAGS})
         takes_labels = self.trainer.label_smoother is not None or self.trainer.compute_loss_func is not None
         return CalledWith(frozenset({"labels"} & batch.keys()) if takes_labels else frozenset())
 

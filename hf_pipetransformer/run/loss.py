@@ -7,7 +7,7 @@ last stage         `BatchInFlight`       the micro-batches of one `training_step
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..data.numbered_batches import BatchSlice
-from ..model.called_inputs import RecordedInputs, added_settings, named_inputs
+from ..model.called_inputs import RecordedInputs, defaults_of, named_inputs
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, as_the_user_made_it
-from ..model.origins import NOT_OF_STATES
 from ..model.tags import without_tags
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from .collectives import among_last_stages
@@ -194,8 +193,8 @@ class BatchInFlight:
         self.num_rows = num_rows
         self.losses: list[torch.Tensor] = []
         """The loss of each micro-batch, on the last stage."""
-        self.exchanges_inputs = False
-        """Whether the last stage has called the model on inputs other than those of the earlier stages."""
+        self.exchanged_inputs: set[str] = set()
+        """Inputs on which the last stage has called the model otherwise than the earlier stages have."""
         self._loss = loss
         self._pipeline = pipeline
         self._reduction = reduction
@@ -291,15 +290,11 @@ class BatchInFlight:
             yield
             return
         model, ignored = pipeline.model, self._loss.job.not_in_keys
-        given, settings = RecordedInputs(inputs), pipeline.stack.runner.called.added
+        given = RecordedInputs(pipeline.stack.runner.arguments(without_tags(inputs)))
+        defaults = defaults_of(model)
 
         def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            called = named_inputs(model, args, kwargs)
-            added = added_settings(inputs, called)
-            has_other_settings = any(
-                added.get(name) != settings.get(name) for name in (added.keys() | settings.keys()) - NOT_OF_STATES
-            )
-            self.exchanges_inputs |= has_other_settings or given.are_exchanged(called, ignored)
+            self.exchanged_inputs.update(given.exchanged(named_inputs(model, args, kwargs), ignored, defaults))
 
         hook = model.register_forward_pre_hook(look, with_kwargs=True)
         try:
@@ -308,16 +303,21 @@ class BatchInFlight:
             hook.remove()
 
 
-def raise_for_exchanged_inputs(model: nn.Module) -> NoReturn:
+def raise_for_exchanged_inputs(model: nn.Module, names: Iterable[str]) -> NoReturn:
     """Report that the last stage has called the model on other inputs than the earlier ones.
+
+    Args:
+        model: the model.
+        names: of the inputs.
 
     Raises:
         ValueError: always.
     """
     raise ValueError(
-        f"The {type(model).__name__} was called on other inputs than the batch's, by compute_loss or because of a"
-        " forward pre-hook that has been registered since training began, but the loss is computed on micro-batches:"
-        " the layers of the other stages run on the batch's inputs. Change them in the data collator or in"
-        " _prepare_inputs, register the hook before train(), or leave loss_reduction out: the loss then runs on whole"
-        " batches, and may call the model on anything."
+        f"The {type(model).__name__} was called on other inputs than the batch's ({', '.join(sorted(names))}), by"
+        " compute_loss or because of a forward pre-hook that has been registered since training began, but the loss"
+        " is computed on micro-batches: the layers of the other stages run on the batch's inputs that the model's"
+        " forward takes. Add, change or remove them in the data collator or in _prepare_inputs, register the hook"
+        " before train(), or leave loss_reduction out: the loss then runs on whole batches, and may call the model on"
+        " anything."
     )

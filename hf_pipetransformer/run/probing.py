@@ -1,4 +1,4 @@
-"""What is found out on a few samples before the first step: how samples are collated, who probes, what the loss calls.
+"""What is found out on a few samples before the first step: how samples are collated, who probes, on which inputs.
 
 A model in memory is probed by every process. A lazily loaded one, of which K processes would read the same files K
 times, is probed by process 0 alone, with the threads of all processes of its host, while the others wait.
@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from ..errors import is_out_of_memory
-from ..model.called_inputs import RecordedInputs, added_settings, named_inputs
+from ..model.example_inputs import ExampleInputs, example_inputs
 from ..model.left_as_found import left_as_found
-from ..model.micro_batch import Batch, as_the_user_made_it, with_name
-from ..model.nested import in_new_containers, tensors_of
+from ..model.micro_batch import Batch, with_name
+from ..model.nested import in_new_containers
 from ..model.placeholders import evaluation_mode
-from ..model.tags import TAGS
-from ..model.units import CalledWith
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from .job import TrainingJob
 from .lazy_model import is_lazy
-from .loss import Loss
 
 T = TypeVar("T")
 
@@ -121,7 +117,7 @@ def _threads_of_host(mesh: ProcessMesh) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Calls of the loss
+# Inputs of the model
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -141,68 +137,36 @@ def without_autocast() -> Iterator[None]:
         torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
-class _FirstCall(BaseException):
-    """Raised to leave a loss at its first call of the model. No `except Exception` in a user's loss catches it."""
+def examples_of(job: TrainingJob, batch: Batch) -> list[ExampleInputs]:
+    """Where the model's inputs stand in such batches as this one, by their names. It calls nothing of the user's.
 
-
-def calls_of_loss(job: TrainingJob, batch: Batch, only_first: bool = False) -> tuple[list[Batch], RecordedInputs]:
-    """Compute the loss of a batch, and return the inputs of each call of the model, and the prepared batch's.
-
-    Inputs are by name, as they were when the model was called. If `compute_loss` fails, the calls before that are
-    returned: the same error will show when the model itself is called, or in the first step.
-
-    Args:
-        job: the training job.
-        batch: the batch.
-        only_first: whether to leave the loss at its first call, so that the model does not run.
+    Raises:
+        UnsupportedModelError: as `example_inputs`.
     """
-    trainer, model = job.trainer, job.model
-    given, calls = RecordedInputs({}), list[Batch]()
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = named_inputs(module, args, kwargs)
-        # the model may write into a dict that it is called on
-        calls.append({n: in_new_containers(v) if isinstance(v, Mapping) else v for n, v in inputs.items()})
-        if only_first:
-            raise _FirstCall
-
-    with evaluation_mode(model), torch.no_grad(), left_as_found(model, trainer), seeded(job.args.seed):
-        hook = model.register_forward_pre_hook(note, with_kwargs=True)
-        try:
-            inputs = job.on_models_device(dict(with_name(trainer._prepare_inputs(as_the_user_made_it(dict(batch))))))
-            given = RecordedInputs(inputs)
-            Loss(job).of_batch(inputs)
-        except _FirstCall:
-            pass
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-        finally:
-            hook.remove()
-    return calls, given
-
-
-def inputs_of(job: TrainingJob, called: CalledWith, batch: Batch) -> Batch:
-    """Return inputs of the model for probes on a batch: the batch's own, or those of the loss's first call."""
-    if called.takes_batch:
-        return {name: value for name, value in batch.items() if name not in called.kept_back}
-    calls, _ = calls_of_loss(job, batch, only_first=True)
-    assert calls, "the loss has called the model on another batch"
-    return calls[0] if called.nested_in is None else dict(calls[0][called.nested_in])
-
-
-def how_called(job: TrainingJob, sample: Batch) -> CalledWith:
-    """Find out on what `compute_loss` calls the model, from a batch of a few samples."""
     if not job.overrides_loss:
-        return job.called_by_stock(sample)
-    calls, given = calls_of_loss(job, sample, only_first=True)
-    if not calls:
-        return CalledWith()
-    call = calls[0]
-    if call.keys().isdisjoint(sample) and tensors_of(call):
-        only = next(iter(call)) if len(call) == 1 else None
-        is_nested = only is not None and isinstance(call[only], Mapping)
-        return CalledWith(takes_batch=False, nested_in=only if is_nested else None)
-    if given.are_exchanged(call, job.not_in_keys):
-        return CalledWith()
-    return CalledWith(frozenset(sample) - call.keys() - {TAGS}, added_settings(sample, call))
+        return [ExampleInputs(job.called_on(batch))]
+    return example_inputs(job.model, batch, job.trainer.label_names or ())
+
+
+def first_that_runs(job: TrainingJob, places: Sequence[ExampleInputs], sample: Batch) -> ExampleInputs:
+    """Return the first place of the model's inputs on which it runs; if there is one only, without running it.
+
+    Raises:
+        Exception: the model's on the inputs of the first place, if it runs on none.
+    """
+    if len(places) == 1:
+        return places[0]
+    first: Exception | None = None
+    with evaluation_mode(job.model), torch.no_grad(), left_as_found(job.model), seeded(job.args.seed):
+        for place in places:
+            inputs = in_new_containers(place.of(job.model, sample))
+            try:
+                job.model(**(inputs if place.called.nested_in is None else {place.called.nested_in: inputs}))
+            except Exception as error:  # whatever the model raises
+                if is_out_of_memory(error):
+                    raise
+                first = first or error
+            else:
+                return place
+    assert first is not None
+    raise first

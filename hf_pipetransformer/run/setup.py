@@ -46,8 +46,8 @@ def find_reduction(
 ) -> LossReduction:
     """Find how the losses of a batch's parts add up: by the user's word, or from a transformers model's head.
 
-    Nothing is assumed of any other loss. A lazily loaded model that is split is read on process 0 only. Collective
-    over all processes.
+    Nothing is assumed of any other loss, and none is run. A lazily loaded model that is split is read on process 0
+    only. Collective over all processes.
 
     Args:
         loss: the trainer's loss.
@@ -55,6 +55,9 @@ def find_reduction(
             `stack.is_random` is set.
         data: the training batches.
         collate: collates samples; None if nothing is probed.
+
+    Raises:
+        ValueError: a way of adding up is declared, and the model is not called on the batch's own inputs.
     """
     job = loss.job
     plain = unexamined(loss.shifts_labels)
@@ -65,6 +68,13 @@ def find_reduction(
         declared = job.args.loss_reduction
         if declared is None:
             return replace(plain, reason="it is not a transformers model's own")
+        if job.args.uses_pipeline and not stack.runner.takes_batch:
+            raise ValueError(
+                f"loss_reduction={declared!r}: the loss is computed on micro-batches, and each stage calls the model"
+                " on the batch's own inputs, but the batch has none that the forward of the"
+                f" {type(job.model).__name__} names."
+                " Leave loss_reduction out: the loss then runs on whole batches, and may call the model on anything."
+            )
         with evaluation_mode(job.model):  # restores the modes
             job.model.train()
             why = why_whole(stack)

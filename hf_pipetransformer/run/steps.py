@@ -230,7 +230,7 @@ class Steps:
             ValueError: a process reports `exchanged_inputs` or `other_flags`.
         """
         pipeline, control, voting = self._pipeline, self._trainer.control, self._parts.having("vote")
-        votes = [current.exchanges_inputs, pipeline.weights.flags_changed]
+        votes = [bool(current.exchanged_inputs), pipeline.weights.flags_changed]
         votes += [getattr(control, name) and pipeline.num_stages > 1 for name in OF_CONTROL]
         for part in voting:
             mine = part.vote(facts)
@@ -242,7 +242,8 @@ class Steps:
             loss, votes = agree(loss, votes, self._mesh)
             exchanged_inputs, other_flags = votes[:2]
             if exchanged_inputs:
-                raise_for_exchanged_inputs(self._model)
+                everyone = self._mesh.gather_objects(current.exchanged_inputs)
+                raise_for_exchanged_inputs(self._model, set().union(*everyone))
             if other_flags:
                 raise ValueError(
                     "requires_grad of parameters was changed outside a callback (for example in compute_loss or"

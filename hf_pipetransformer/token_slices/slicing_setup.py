@@ -53,6 +53,13 @@ def find_slicing(
             "its loss is not a plain sum or mean over samples or tokens, so token slices would change it.",
             "Set token_slices='off'.",
         )
+    if job.overrides_loss or job.trainer.compute_loss_func is not None:
+        raise UnsupportedModelError(
+            job.model,
+            "whether token slices change its loss is tried on a few samples, and a loss of your own (compute_loss or"
+            " compute_loss_func) is not run before the first step.",
+            "Set token_slices='off'.",
+        )
     batches = collate.apart(rows)
     # a collator may have packed the samples into fewer sequences
     were_packed = sum(map(batch_rows, batches)) != len(rows)

@@ -41,7 +41,6 @@ LAYOUTS = {
 # Why cases fail today
 # ---------------------------------------------------------------------------------------------------------
 
-TRIAL_IS_LASTING = "the store of frozen outputs takes a trial of the first batch as valid for all later steps"
 INSTRUMENTED_MODEL = "the library's instrumentation is part of the user's model"
 TWO_NUMBERS_OF_PROCESSES = "collectives include the last stages only, but process counts and indices all processes"
 LOG_WITHOUT_LOSS = "the user's log() runs on processes that have not run the user's loss"
@@ -51,7 +50,6 @@ NOT_CARRIED_OVER = "a change that the loss makes to the model does not reach the
 LOSS_STATE = "callbacks on the other stages do not have the state that the loss has left on the trainer"
 ONE_STAGE_GRADIENTS = "the user's code reads the gradients of one stage only"
 COMPILED_CALL = "torch.compile reads the weights of other stages when it compiles a call of the model"
-EXTRA_RUNS = "the user's code runs more often than in the stock Trainer"
 
 # ---------------------------------------------------------------------------------------------------------
 # Cases

@@ -71,7 +71,11 @@ def data_for(kind: str) -> Any:
     draw = random.Random(0)
     names = ["anchor", "positive", "negative"] if kind == "triplet" else ["anchor", "positive"]
     columns: dict[str, list[Any]] = {
-        name: [" ".join(draw.choices(WORDS, k=draw.randrange(3, 8))) for _ in range(SAMPLES)] for name in names
+        # "cached": padding is part of what is stored, as the loss may read it
+        name: [
+            " ".join(draw.choices(WORDS, k=5 if kind == "cached" else draw.randrange(3, 8))) for _ in range(SAMPLES)
+        ]
+        for name in names
     }
     if kind == "duplicates":
         columns["anchor"][1::2] = columns["anchor"][::2]
@@ -215,7 +219,7 @@ def test_losses_are_those_of_the_stock_trainer(models: str, tmp_path: Path) -> N
 STAGED = ("triplet", "cached", "softmax", "cross-encoder")
 REFUSED = [
     ("duplicates", {}, "NoDuplicatesBatchSampler.*pipeline_parallel_size=1"),
-    ("softmax", {"loss_reduction": "mean"}, r"one has shape \(3, 48\).*Leave loss_reduction out"),
+    ("softmax", {"loss_reduction": "mean"}, "loss_reduction='mean'.*Leave loss_reduction out"),
 ]
 
 

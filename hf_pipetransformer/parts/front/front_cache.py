@@ -27,7 +27,7 @@ from transformers import TrainerState
 
 from ...model.method_override import MethodOverride
 from ...model.micro_batch import Batch
-from ...run.job import TrainingJob
+from ...run.loss import Loss
 from ..prefix_cache.cache.file_store import FileStore
 from ..prefix_cache.cache_control import EpochReport
 from .finding import DRAWS
@@ -41,20 +41,21 @@ class FrontCache:
     metrics may read.
 
     Args:
-        job: the training job.
+        loss: the trainer's loss.
         dataset: the training data.
         generations: a file in the folder of the store.
     """
 
-    def __init__(self, job: TrainingJob, dataset: Any, generations: Path) -> None:
+    def __init__(self, loss: Loss, dataset: Any, generations: Path) -> None:
+        job = loss.job
         self.model = job.model
         self._job = job
         self._store = FileStore(generations.parent, user=generations.stem)
         # it may outlive the training, and another one in the same folder
         token: str = job.mesh.gather_objects(uuid.uuid4().hex)[0]
         self._store_of_evaluations = FileStore(generations.parent, user=f"{generations.stem}-{token}")
-        self._in_steps = FrontCalls(job, self._store, dataset)
-        self._in_evaluations = FrontCalls(job, self._store_of_evaluations)
+        self._in_steps = FrontCalls(loss, self._store, dataset)
+        self._in_evaluations = FrontCalls(loss, self._store_of_evaluations)
         self._num_evaluations: dict[str, int] = {}  # of each data set, by the prefix of its metrics
         self._now: FrontCalls | None = None
         self._override: MethodOverride | None = None

@@ -16,9 +16,8 @@ from ...model.called_inputs import named_inputs
 from ...model.frozen_prefix import frozen_modules
 from ...model.left_as_found import left_as_found
 from ...model.micro_batch import Batch
-from ...model.nested import in_new_containers
+from ...model.nested import in_new_containers, tensors_of
 from ...randomness import seeded, set_torch_states, torch_states
-from ...run.job import TrainingJob
 from ...run.loss import Loss
 from ...training_args import CACHE_DTYPES
 from ..prefix_cache.cache.activation_cache import CacheCounts
@@ -55,18 +54,18 @@ class FrontCalls:
     """What is known of the model's calls in steps, or in evaluations, and their front.
 
     Args:
-        job: the training job.
+        loss: the trainer's loss.
         store: the store of this node.
         dataset: the training data; None in evaluations.
     """
 
-    def __init__(self, job: TrainingJob, store: FileStore, dataset: Any = None) -> None:
+    def __init__(self, loss: Loss, store: FileStore, dataset: Any = None) -> None:
         self.epoch = -1
         """Of the training; in evaluations, how often the data set has been evaluated."""
         self.writes = False
         """Whether what is stored will be read."""
-        self._job, self._store = job, store
-        self._model: nn.Module = job.model
+        self._loss, self._job, self._store = loss, loss.job, store
+        self._model: nn.Module = loss.job.model
         self._is_training = dataset is not None
         self._size = len(dataset) if isinstance(dataset, Sized) else None
         self._reads = self._is_trying = False
@@ -137,23 +136,40 @@ class FrontCalls:
             self._front.open()
 
     def try_loss(self, batch: Batch) -> None:
-        """Find out on a batch whether the loss reads padding in what the model returns, if that must be known."""
+        """Find out on a batch whether a stock loss reads padding in what the model returns, if that must be known."""
+        if self._loss.is_stock:
+            self._try(batch, lambda: (self._loss.of_batch(in_new_containers(batch)),))
+
+    def _try(self, batch: Batch, run: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+        """Find out whether some values depend on padding. What computes them leaves everything as it was.
+
+        Args:
+            batch: what they are computed of.
+            run: computes them.
+        """
         trial = None if self._front is None else self._front.trial
         if trial is None or not trial.awaits_loss or self._flags != self._flags_now() or not may_have_padding(batch):
             return
+
+        def tried() -> tuple[torch.Tensor, ...]:
+            kept = left_as_found(self._job.trainer, self._model)
+            with torch.no_grad(), kept, seeded(self._job.args.seed):
+                return run()
+
         self._is_trying = True
         try:
-            trial.try_loss(partial(self._loss_of, batch))
+            trial.try_padding(tried)
         finally:
             self._is_trying = False
 
+    @staticmethod
+    def _returned(front: FrozenFront, inputs: Batch, run_on: Callable[[Batch], Any]) -> tuple[torch.Tensor, ...]:
+        """What the model returns, for a trial: with noise as padding, if that is asked for."""
+        again: Callable[[], Any] = partial(run_on, in_new_containers(inputs))
+        return tensors_of(front.run(inputs, again, False, False) if front.trial.is_noisy else again())
+
     def _flags_now(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
-
-    def _loss_of(self, batch: Batch) -> torch.Tensor:
-        kept = left_as_found(self._job.trainer, self._model)
-        with torch.no_grad(), kept, seeded(self._job.args.seed):
-            return Loss(self._job).of_batch(in_new_containers(batch))
 
     # ------------------------------------------------------------------------------------ calls of the model
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,6 +210,8 @@ class FrontCalls:
         if (why := self._weights.why_too_slow()) is not None:
             self._turn_off(why)
             return run()
+        if not self._loss.is_stock:  # a user's loss may read anything that the model returns, and is not run for it
+            self._try(inputs, partial(self._returned, self._front, inputs, run_on))
         try:
             output = self._front.run(inputs, run, self._reads and self._is_decided, self.writes)
         except OtherCallsError as error:
@@ -258,12 +276,9 @@ class FrontCalls:
         self, front: FrozenFront, inputs: Batch, found: FoundFront, run_on: Callable[[Batch], Any]
     ) -> bool:
         """Whether what the front returns for a sample depends on it alone, by a trial that leaves all as it was."""
-        trainer = self._job.trainer
-        only_loss = (
-            not self._job.overrides_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
-        )
+        is_plain = not self._loss.is_stock or self._job.trainer.label_smoother is None
         # each process decides for itself, and what runs in the trial must not wait for the others
-        may_cut = self._job.mesh.world_size == 1 or (only_loss and not waits_for_others(self._model))
+        may_cut = self._job.mesh.world_size == 1 or (is_plain and not waits_for_others(self._model))
         may_cut &= self._is_training
         before = torch_states()
         try:

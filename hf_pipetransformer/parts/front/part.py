@@ -10,7 +10,9 @@ from torch import nn
 
 from ...model.micro_batch import Batch
 from ...registry import find_part, is_installed
+from ...run.loss import Loss
 from ...run.parts import Ending, RunPart
+from ...run.placing import Examined
 from ...run.run import PipelineRun
 
 if TYPE_CHECKING:
@@ -29,6 +31,10 @@ class Front(RunPart):
     def __init__(self, run: PipelineRun) -> None:
         self._run, self._job = run, run.job
         self._cache: FrontCache | None = None
+        self._loss: Loss | None = None
+
+    def found(self, found: Examined) -> None:
+        self._loss = found.loss
 
     def train_begins(self) -> None:
         self._refuse_unknown_names()
@@ -63,8 +69,9 @@ class Front(RunPart):
         if mesh.any(any(not parameter.requires_grad for parameter in self._job.model.parameters())):
             front, sharing = find_part("front.front_cache"), find_part("prefix_cache.cache.sharing")
             assert front is not None and sharing is not None, "make() has asked for them"
+            assert self._loss is not None
             dataset = self._run.training_batches.dataset
-            self._cache = front.FrontCache(self._job, dataset, sharing.store_file(self._job))
+            self._cache = front.FrontCache(self._loss, dataset, sharing.store_file(self._job))
 
     def around_step(self, batch: Batch) -> AbstractContextManager[Any]:
         return self._cache.step(self._job.trainer.state, batch) if self._cache is not None else nullcontext()

@@ -38,7 +38,7 @@ class FrontTrial:
         self.cuts_padding = False
         """Whether samples are stored without their padding."""
         self.awaits_loss = False
-        """Whether it must be found out yet whether the loss reads padding in the outputs (`try_loss`)."""
+        """Whether it must be found out yet whether anything reads padding in the outputs (`try_padding`)."""
         self.is_noisy = self.has_made_noise = False
         """Whether the front returns noise as padding, and whether there was any."""
         self.has_rows: dict[str, tuple[bool, ...]] = {}
@@ -124,27 +124,28 @@ class FrontTrial:
         self._note_rows(ran, half, rows)
         return True
 
-    def try_loss(self, loss_of: Callable[[], torch.Tensor]) -> None:
-        """Find out whether anything up to the loss reads padding in the outputs; then samples keep theirs.
+    def try_padding(self, run: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+        """Find out whether anything reads padding in the front's outputs; then samples keep theirs.
 
-        The rest of the model, and the loss, run with noise in its place.
+        The rest of the model, and a stock loss, run with noise in its place. A user's loss does not: it may read what
+        the model returns, also the padding in it.
 
         Args:
-            loss_of: computes the loss of a batch, and leaves everything as it was.
+            run: computes the loss of a batch, or what the model returns, and leaves everything as it was.
         """
         self.awaits_loss = self.has_made_noise = False
         self._num_tries += 1
-        losses = []
+        found: list[list[torch.Tensor]] = []
         try:
             for self.is_noisy in (False, True):
-                losses.append(loss_of().detach())
+                found.append([tensor.detach().clone() for tensor in run()])
         except Exception:  # it needs gradients, perhaps
-            losses.clear()
+            found.clear()
         finally:
             self.is_noisy = False
-        if losses and not self.has_made_noise and self._num_tries < MOST_TRIES:
+        if found and not self.has_made_noise and self._num_tries < MOST_TRIES:
             self.awaits_loss = True  # the model was called on something without padding
-        elif not losses or not self.has_made_noise or relative_difference(losses[1:], losses[:1]) > SAME:
+        elif not found or not self.has_made_noise or not _are_same(*found):
             self.cuts_padding, self.wide = False, {}
 
     def _note_rows(self, whole: Mapping[str, Ran], half: Mapping[str, Ran], rows: int) -> None:
@@ -155,6 +156,12 @@ class FrontTrial:
             self.has_rows[name] = tuple(
                 one.dim() == other.dim() > 0 and len(one) * less == len(other) * rows > 0 for one, other in pairs
             )
+
+
+def _are_same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        relative_difference([b], [a]) <= SAME for a, b in zip(one, other, strict=True) if a.numel() or b.numel()
+    )
 
 
 def _some(inputs: Batch, rows: int, chosen: list[int]) -> Batch:

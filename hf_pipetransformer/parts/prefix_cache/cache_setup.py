@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,34 +13,34 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.nn.functional import pad
 
 from ...data.node_order import node_name
 from ...data.numbered_batches import NumberedBatches, TrainingBatches
 from ...logs import log_once
-from ...model.layer_stack import LayerStack
+from ...model.example_inputs import ExampleInputs, made_inputs
 from ...model.left_as_found import left_as_found
-from ...model.micro_batch import Batch, batch_rows
-from ...model.nested import on_device, tensors_of
-from ...model.placeholders import evaluation_mode
-from ...pipeline.elastic_pipeline import ElasticPipeline
+from ...model.micro_batch import Batch
+from ...model.nested import on_device
 from ...planning.costs import UnitCost
 from ...planning.tables import MIB
-from ...planning.unit_times import ModelTimes
 from ...randomness import seeded
 from ...run.job import TrainingJob
-from ...run.loss import Loss
-from ...run.probing import SampleCollator, calls_of_loss
+from ...run.placing import Examined
+from ...run.probing import SampleCollator
 from ...training_args import CACHE_DTYPES
 from .cache.activation_cache import ActivationCache
 from .cache.activation_files import FORMAT_VERSION
 from .cache.cache_probe import probe_boundaries
 from .cache.content_keys import KeyingCollator, sequences_per_sample
 from .cache.file_store import FileStore
-from .cache.probe_batches import varied_samples
+from .cache.probe_batches import Collator, varied_samples
 from .cache_control import HARDLY_ANY, AutoCache
 
 logger = logging.getLogger(__name__)
 
+MADE_TOKENS = (4, 13, 3)
+"""Numbers of tokens of samples that are made, as a range: 4, 7, 10."""
 SAMPLES_TO_PROBE = 32
 """Number of samples from which those are chosen that probe whether frozen layers can be cached."""
 
@@ -108,42 +108,36 @@ def _trouble_with(store: FileStore, needed: int | None) -> tuple[str, bool] | No
 
 
 def make_cache(
-    pipeline: ElasticPipeline,
-    times: ModelTimes | None,
+    found: Examined,
     job: TrainingJob,
     data: TrainingBatches,
-    unit_costs: Sequence[UnitCost],
     generations: Path,
     most: int | None = None,
 ) -> AutoCache:
     """Create the cache, which is off for layers whose outputs must not be cached. Collective over all processes.
 
     Args:
-        pipeline: runs the model, which is complete.
-        times: times of the model's units, if they were measured.
-        job, data, unit_costs: as for `check_folder`.
+        found: the model, which is complete, and its loss.
+        job, data: as for `check_folder`.
         generations: this training's name in the folder of the store.
         most: number of layers that will be frozen at most, if it is known; keys have only what these read.
     """
+    pipeline, loss, examples = found.cut.pipeline, found.loss, found.cut.examples
     args, trainer, runner = job.args, job.trainer, pipeline.stack.runner
-    assert pipeline.freezable is not None
-    collate: Callable[[Sequence[Any]], Batch] = SampleCollator(job, data.collate_fn)
+    assert pipeline.freezable is not None and examples is not None
+    collate: Collator = SampleCollator(job, data.collate_fn)
     not_in_keys = job.not_in_keys | runner.called.kept_back
 
     def loss_of_batch(batch: Batch) -> torch.Tensor:
-        # methods that the user has overridden may draw random numbers, or collect metrics
+        # `_prepare_inputs` may draw random numbers, or collect metrics
         with seeded(args.seed), left_as_found(trainer):
-            return Loss(job).of_batch(dict(trainer._prepare_inputs(dict(batch))))
+            return loss.of_batch(dict(trainer._prepare_inputs(dict(batch))))
 
     why_not: str | None = None
-    calls_per_sample = 1
-    loss_of: Callable[[Batch], torch.Tensor] = loss_of_batch
+    every: Sequence[Any] = data.spread_rows(SAMPLES_TO_PROBE)
     if not runner.takes_batch:
-        of_calls = LossCalls(job, pipeline.stack, collate, loss_of)
-        collate, loss_of = of_calls.first_call, of_calls.loss_of
-    samples = varied_samples(data.spread_rows(SAMPLES_TO_PROBE), collate)
-    if not runner.takes_batch:
-        why_not, calls_per_sample = of_calls.examine(samples)
+        every, collate = _rows_of_calls(job.model, examples, every, collate)
+    samples = varied_samples(every, collate)
     probe = partial(
         probe_boundaries,
         pipeline.stack,
@@ -151,7 +145,9 @@ def make_cache(
         samples,
         collate,
         ignored=not_in_keys,
-        loss_of=loss_of,
+        # a user's loss is not run, and may read anything that the model returns, also the padding in it
+        loss_of=loss_of_batch if loss.is_stock else None,
+        is_read_whole=not loss.is_stock,
         most=most,
     )
     keeps_padding = False
@@ -197,90 +193,38 @@ def make_cache(
         store,
         reasons,
         is_forced=args.activation_cache == "on",
-        seconds_per_row=[unit.forward.per_row / sequences for unit in times.units] if times is not None else None,
+        seconds_per_row=[unit.forward.per_row / sequences for unit in found.times.units]
+        if found.times is not None
+        else None,
         # that of process 0: values without a fixed text representation differ between processes
         description=mesh.gather_objects(description)[0],
         is_shared=job.shares_store,
         rows=mesh.gather_objects(rows if mesh.rank == 0 else {})[0],
-        epoch_bytes=epoch_bytes(job, data, unit_costs, mesh.gather_objects(node_name())),
-        calls_per_sample=calls_per_sample,
+        epoch_bytes=epoch_bytes(job, data, found.cut.unit_costs, mesh.gather_objects(node_name())),
+        calls_per_sample=examples.num_calls,
     )
 
 
-class LossCalls:
-    """The calls of a model by a loss that does not call it on the batch's own inputs, on a few samples.
+def _rows_of_calls(
+    model: nn.Module, examples: ExampleInputs, samples: Sequence[Any], collate: Collator
+) -> tuple[Sequence[Any], Collator]:
+    """Samples of which each is one input of the model, and their collator, for a loss that calls it on others.
 
-    Args:
-        job: the training job.
-        stack: the model's units.
-        collate: collates samples.
-        loss_of: computes the loss of a batch.
+    Where the batch has none, they are made: ever more tokens.
     """
+    if not examples.are_made:
+        return samples, lambda rows: examples.of(model, collate(rows))
+    made = [made_inputs(model, 1, tokens=tokens) or {} for tokens in range(*MADE_TOKENS)]
+    return made, _padded_together
 
-    def __init__(
-        self,
-        job: TrainingJob,
-        stack: LayerStack,
-        collate: Callable[[Sequence[Any]], Batch],
-        loss_of: Callable[[Batch], torch.Tensor],
-    ) -> None:
-        self._job, self._stack, self._collate, self._loss_of = job, stack, collate, loss_of
-        self._batch: Batch = {}  # of all samples, as they are collated
 
-    def first_call(self, samples: Sequence[Any]) -> Batch:
-        """Collate samples, and return the inputs of the loss's first call of the model.
-
-        Raises:
-            ValueError: they are not the inputs of one sample each.
-        """
-        calls, _ = calls_of_loss(self._job, self._collate(samples), only_first=True)
-        inputs = self._stack.runner.batch_of(calls[0]) if calls else {}
-        if not tensors_of(inputs) or batch_rows(inputs) != len(samples):
-            raise ValueError("the loss does not call the model on one entry for each sample")
-        return inputs
-
-    def examine(self, samples: Sequence[Any]) -> tuple[str | None, int]:
-        """Check that each call returns what the model returns for the same inputs. It runs the loss of the samples.
-
-        A loss that turns adapters off for some of its calls would find the states of other calls in the cache.
-
-        Returns:
-            Why the calls cannot be cached, or None; and the number of inputs in them for each sample.
-        """
-        model, runner = self._stack.model, self._stack.runner
-        self._batch = self._collate(samples)
-        seen: list[torch.Tensor] = []
-        hook = self._stack.units[-1].module.register_forward_hook(lambda *call: seen.extend(tensors_of(call[2])[:1]))
-        try:
-            calls, _ = calls_of_loss(self._job, self._batch)
-            of_loss = list(seen)
-            seen.clear()
-            with evaluation_mode(model), torch.no_grad(), left_as_found(model), seeded(self._job.args.seed):
-                for call in calls:
-                    model(**runner.arguments(runner.batch_of(call)))
-        finally:
-            hook.remove()
-        are_same = len(seen) == len(of_loss) and all(
-            a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
-            for a, b in zip(seen, of_loss, strict=False)
-        )
-        rows = sum(batch_rows(call) for call in calls)
-        why = "the loss changes the model between its calls, for example by turning adapters off"
-        return None if are_same else why, max(-(-rows // max(len(samples), 1)), 1)
-
-    def loss_of(self, inputs: Batch) -> torch.Tensor:
-        """Return the loss of the samples that were examined, with these inputs in place of those of the first call."""
-        model, runner = self._stack.model, self._stack.runner
-        given: list[Batch] = [runner.arguments(inputs)]
-
-        def replace_first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            return ((), given.pop()) if given else (args, kwargs)
-
-        hook = model.register_forward_pre_hook(replace_first, with_kwargs=True)
-        try:
-            return self._loss_of(self._batch)
-        finally:
-            hook.remove()
+def _padded_together(rows: Sequence[Batch]) -> Batch:
+    """One batch of batches of one sample each, in which some tensors are longer than in others; the padding is 0."""
+    batch = {}
+    for name in rows[0]:
+        longest = max(row[name].shape[-1] for row in rows)
+        batch[name] = torch.cat([pad(row[name], (0, longest - row[name].shape[-1])) for row in rows])
+    return batch
 
 
 def describe_model(model: nn.Module, precision: str) -> str:

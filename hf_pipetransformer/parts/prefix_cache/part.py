@@ -80,7 +80,7 @@ class PrefixCache(RunPart):
         if trouble is not None:
             return trouble
         with generators_kept(job.trainer, job.model), sparing_memory(job.model):
-            return make_cache(pipeline, found.times, job, data, costs, generations, run.most_frozen)
+            return make_cache(found, job, data, generations, run.most_frozen)
 
     def _why_not_known(self, stack: LayerStack) -> str:
         """Why layers that the user has frozen are not stored: their code is not known. A policy asks for a trial."""

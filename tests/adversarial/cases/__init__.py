@@ -10,6 +10,7 @@ from . import (
     front_weights,
     processes,
     real_scripts,
+    unexamined,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "front_weights",
     "processes",
     "real_scripts",
+    "unexamined",
 ]

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ..kit import (
-    EXTRA_RUNS,
     VOCABULARY,
     WIDTH,
     At,
@@ -66,19 +65,19 @@ def begin_weights(trainer: Any) -> None:
     trainer.weights = iter([1 + 0.1 * k for k in range(1000)])
 
 
-@case("K1", "K2", fails=EXTRA_RUNS)
+@case("K1", "K2")
 def second_iterator() -> Script:
     """The loss takes a weight from an iterator of its own, as replay of other data does."""
     return weighted(lambda trainer, inputs: next(trainer.weights), begin_weights)
 
 
-@case("K1", "K2", fails=EXTRA_RUNS)
+@case("K1", "K2")
 def second_iterator_after_the_call() -> Script:
     """Likewise, after the model has been called."""
     return weighted(lambda trainer, inputs: next(trainer.weights), begin_weights, is_late=True)
 
 
-@case("K1", "K2", fails=EXTRA_RUNS)
+@case("K1", "K2")
 def second_loader() -> Script:
     """The loss takes a batch from a data loader of its own."""
 
@@ -108,7 +107,7 @@ def queue_of_labels() -> Script:
 COUNTED = [0]
 
 
-@case("K1", "K2", fails=EXTRA_RUNS)
+@case("K1", "K2")
 def counter_of_the_script() -> Script:
     """The loss counts its runs in a variable of the script's module."""
 
@@ -119,7 +118,7 @@ def counter_of_the_script() -> Script:
     return weighted(weight, lambda trainer: None)
 
 
-@case("K1", "K2", fails=EXTRA_RUNS)
+@case("K1", "K2")
 def counter_in_objects() -> Script:
     """The loss counts its runs in an object of an object of the trainer."""
 
@@ -133,7 +132,7 @@ def counter_in_objects() -> Script:
     return weighted(weight, wire)
 
 
-@case("K1", "K2", fails={"K1": EXTRA_RUNS})
+@case("K1", "K2")
 def log_in_the_loss() -> Script:
     """The loss logs a number in each run."""
 
@@ -148,7 +147,7 @@ def log_in_the_loss() -> Script:
     )
 
 
-@case("K1", "K2", fails=EXTRA_RUNS)
+@case("K1", "K2")
 def critic_with_an_optimizer() -> Script:
     """A critic is trained by an optimizer of its own inside the loss."""
 
@@ -169,7 +168,7 @@ def critic_with_an_optimizer() -> Script:
     return ragged(loss, wire=wire)
 
 
-@case("K1", "K2", fails={"K1": EXTRA_RUNS})
+@case("K1", "K2")
 def file_of_lines() -> Script:
     """The loss appends a line to a file in each run."""
     path = Path(f"lines-{os.getpid()}.txt")

@@ -12,7 +12,6 @@ from transformers import BertForTokenClassification, TrainerCallback
 
 from ..kit import (
     INSTRUMENTED_MODEL,
-    TRIAL_IS_LASTING,
     Inputs,
     LossAndOutputs,
     Script,
@@ -177,19 +176,19 @@ def with_term(term: Any) -> Script:
     return Script(model=model, data=data, trainer=own_loss(loss), options=LONG)
 
 
-@case("K1", fails=TRIAL_IS_LASTING)
+@case("K1")
 def penalty_from_third_epoch() -> Script:
     """A penalty on the size of all logits, from the third epoch on."""
     return with_term(lambda logits, step: 0.5 * logits.pow(2).mean() if step >= LATE else 0.0)
 
 
-@case("K1", fails=TRIAL_IS_LASTING)
+@case("K1")
 def penalty_in_some_steps() -> Script:
     """A penalty on the size of all logits, in every fourth step."""
     return with_term(lambda logits, step: 0.5 * logits.pow(2).mean() if step % 4 == 3 else 0.0)
 
 
-@case("K1", fails=TRIAL_IS_LASTING)
+@case("K1")
 def smoothing_from_third_epoch() -> Script:
     """Label smoothing over all positions, from the third epoch on."""
     return with_term(lambda logits, step: -0.1 * logits.log_softmax(-1).mean() if step >= LATE else 0.0)

@@ -30,10 +30,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ....model.called_inputs import LABELS_AND_DECODER, RecordedInputs, TagsApart, named_inputs
+from ....model.frozen_prefix import frozen_modules
 from ....model.layer_range import Carry, Observer, Unit, tensors_of
 from ....model.layer_stack import CarrySlot, LayerStack
 from ....model.micro_batch import Batch, select_rows
-from ....model.origins import NOT_OF_STATES
 from ....pipeline.side_stream import SideStream
 from .content_keys import (
     RowKey,
@@ -44,10 +44,14 @@ from .content_keys import (
 )
 from .file_store import FileStore, StoreFull
 from .reading import Found, Generation, States, StoreReading, joined
+from .watched_weights import WatchedWeights
 from .writing import FULL, StoreWriting
 
 SECONDS_BETWEEN_MARKS = 600.0
 """Interval at which a training marks its generations as in use, so that other trainings do not evict them."""
+
+RECORDS = ("output_hidden_states", "output_attentions")
+"""Settings of a call for which a model returns what each of its layers computes."""
 
 SECONDS_MARKS_LAST = 2 * SECONDS_BETWEEN_MARKS
 
@@ -127,6 +131,7 @@ class ActivationCache:
         self._ignored = frozenset(ignored)
         self._num_calls = 0  # of the model, in the current pass of `watching_calls`
         self._has_adapters = any(hasattr(module, "adapter_layer_names") for module in stack.model.modules())
+        self._noted: WatchedWeights | None = None  # settings of frozen modules between two steps
         # inputs of a call that is looked up, and what begins it where they were found
         self._awaited: tuple[RecordedInputs, Callable[[], None]] | None = None
         self._hook: RemovableHandle | None = None
@@ -143,6 +148,8 @@ class ActivationCache:
                 comes twice is found the second time would depend on how fast it was written.
         """
         self.flush()
+        if not self._stack.runner.takes_batch:  # a loss may change them between its calls
+            self._noted = WatchedWeights.of(list(frozen_modules(self._stack.model).values()))
         counts = self.counts  # nothing has been counted at the new boundary yet
         counts.older_hits, counts.hits = counts.found, 0
         counts.older_stored, counts.stored, counts.present = counts.older_stored + counts.stored, 0, 0
@@ -320,8 +327,13 @@ class ActivationCache:
         # keys are of the inputs alone: a loss may turn adapters off for some of its calls
         if self._has_adapters if not runner.takes_batch else self._num_calls > 1:
             return
-        inputs = runner.batch_of(named_inputs(self._stack.model, args, kwargs))
-        if runner.takes_batch and self.is_called_otherwise(inputs):
+        if self._noted is not None and self._noted.what_changed(values=False, modes=False) is not None:
+            return
+        called = named_inputs(self._stack.model, args, kwargs)
+        inputs = runner.batch_of(called)
+        nested_in = runner.called.nested_in
+        is_plain = nested_in is None or all(called[name] is None for name in called.keys() - {nested_in})
+        if not is_plain or self.is_called_otherwise(inputs):  # keys are of the one dict alone
             return
         keys = row_keys(inputs, self._ignored, self.keeps_padding) if inputs else None
         if keys is None or self._is_refused(keys):
@@ -334,14 +346,13 @@ class ActivationCache:
         runner.begin_elsewhere(level, carry, self.observer(inputs, keys, level, stop))
 
     def is_called_otherwise(self, called: Mapping[str, Any]) -> bool:
-        """Whether the model is not called as the loss calls it: predictions without labels compute no loss.
+        """Whether the model is called on what keys do not cover, or for what entries do not have.
 
-        Keys do not cover what the loss keeps back.
+        Predictions without labels compute no loss, and may pass on what that keeps back. Entries have the outputs of
+        one layer.
         """
-        runner = self._stack.runner
-        kept_back = runner.called.kept_back - LABELS_AND_DECODER
-        added = runner.called.added.keys() - NOT_OF_STATES
-        return any(called.get(name) is not None for name in kept_back) or any(name not in called for name in added)
+        kept_back = self._stack.runner.called.kept_back - LABELS_AND_DECODER
+        return any(called.get(name) is not None for name in kept_back) or any(map(called.get, RECORDS))
 
     def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
         """Wait for the model to be called on these inputs."""
@@ -380,7 +391,7 @@ class ActivationCache:
         if self.is_called_otherwise(called):
             return
         inputs, begin = awaited
-        if not inputs.are(called, self._ignored, runner.called.added):
+        if not inputs.are(called, self._ignored):
             self.met_other_inputs = True
             return
         begin()

@@ -48,6 +48,11 @@ ABOVE = (
     " changes the inputs before the model receives them)"
 )
 
+RETURNED = (
+    "what the model returns depends on the padding, or on lower layers' outputs, and a loss of your own may read it"
+    " (if it is the padding: have the data collator pad all samples to one length)"
+)
+
 LossOf = Callable[[Batch], torch.Tensor]
 
 
@@ -89,6 +94,7 @@ def probe_boundaries(
     *,
     ignored: Collection[str] = LABELS_AND_DECODER,
     loss_of: LossOf | None = None,
+    is_read_whole: bool = False,
     keeps_padding: bool = False,
     most: int | None = None,
 ) -> Trial:
@@ -105,11 +111,13 @@ def probe_boundaries(
         collate: the user's collator.
         ignored: names of inputs that are not part of a sample's key (`row_keys`), whatever reads them.
         loss_of: the loss of a batch as the Trainer computes it, if it is not the model's own.
+        is_read_whole: whether something may read all of what the model returns, also the padding in it.
         keeps_padding: whether samples are stored with their padding. Then it may be read, but a sample must have the
             same padding in each batch.
         most: the largest number of units that will be frozen, if that is known.
     """
     probe = _Probe(stack, samples, collate, ignored, keeps_padding, most or stack.num_units)
+    probe.is_read_whole = is_read_whole
     if not stack.units:
         probe.refuse_all("the model has no layers that can be run one at a time")
     else:
@@ -152,6 +160,7 @@ class _Probe:
         self.open: dict[int, CarrySlot] = {}
         self.reasons: dict[int, str] = {}
         self.padded_left = False
+        self.is_read_whole = False
         self.unread: frozenset[str] = frozenset()
         self._stack, self._samples, self._collate = stack, samples, collate
         self._ignored, self._keeps_padding, self._most = ignored, keeps_padding, most
@@ -301,13 +310,17 @@ class _Probe:
     def _check_above(self, sample: Rows, expected: Any, carries: Sequence[Carry], loss_of: LossOf | None) -> None:
         """Part 4: what is computed of the last layer's output, also of one with noise as padding."""
         outputs = expected, self._above(carries[-1], sample.batch, self._call)
-        pairs = zip(*(_results(output, sample.mask, loss_of is None) for output in outputs), strict=True)
+        if self.is_read_whole:
+            results = [list(output_tensors(output).values()) for output in outputs]
+        else:
+            results = [_results(output, sample.mask, loss_of is None) for output in outputs]
+        pairs = zip(*results, strict=True)
         errors = [relative_difference([actual], [result]) for result, actual in pairs]
         if loss_of is not None:
             with left_as_found(self._stack.model), self._stack.runner.to_the_end(0, None, may_repeat=True):
                 whole = loss_of(dict(sample.batch))
             errors += [relative_difference([self._above(c, sample.batch, loss_of)], [whole]) for c in carries]
-        self._judge_all(max(errors, default=0.0), ABOVE)
+        self._judge_all(max(errors, default=0.0), RETURNED if self.is_read_whole else ABOVE)
 
     # ------------------------------------------------------------------------------------ running and judging
     def _unkeyed(self, indices: Sequence[int]) -> Batch:

@@ -77,16 +77,17 @@ class WatchedWeights:
                 content.update((self._digests.get(id(tensor)) or digest_of(tensor)).encode())
         return content.hexdigest()
 
-    def what_changed(self, settings: bool = True, values: bool = True) -> str | None:
+    def what_changed(self, settings: bool = True, values: bool = True, modes: bool = True) -> str | None:
         """What is another than when this was made, in words; None if nothing is.
 
         Args:
             settings: whether attributes, code, hooks and modes count.
             values: whether the values of weights and buffers count.
+            modes: whether modes count, if settings do.
         """
         if settings and not self._settings.are_same():
             return "an attribute, a hook, code or a part of its modules has been changed, added or removed"
-        if settings and self._modes() != self._noted_modes:
+        if settings and modes and self._modes() != self._noted_modes:
             return "its modules have been set to another mode (train() or eval())"
         if not values:
             return None
