@@ -85,7 +85,7 @@ class FrontCalls:
         self._num_searches = self._num_opened = self._expected_in = 0
         self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
         self._has_said_full = False
-        self._declared = job.args.cached_modules or ()
+        self._declared = loss.job.args.cached_modules or ()
         self._why_not: dict[str, str] = {}  # why they cannot
         self.why_not_read: dict[str, str] = {}
         """Frozen modules that are computed, and why, as far as it is known."""
