@@ -32,7 +32,7 @@ from ..prefix_cache.cache.guards import unnoticed
 from .calls import Call, Known, KnownBatch, ReturnedLeaf
 from .entries import FrontEntries, Leaf
 from .finding import FoundFront, Ran, arguments_of, other_randomness, rows_of, tensors_in, versions_of
-from .rows import CAUSAL, DIGEST_BYTES, NO_MASK, ArgumentDigests, keys_of, leaves_of, tokens_of
+from .rows import CAUSAL, DIGEST_BYTES, NO_MASK, ArgumentDigests, PaddingValues, keys_of, leaves_of, tokens_of
 from .trial import FrontTrial, cleared, is_wide, noisy, rows_in
 
 NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were looked for"
@@ -108,6 +108,7 @@ class FrozenFront:
         """What trials have shown of it."""
         self._known: dict[Any, dict[str, Known]] = {}
         self._around: str | None = None  # what it is called on besides tensors, on which names, autocast, and adapters
+        self._padding = PaddingValues()
         self._implies_causal = False  # the modules do without a mask what they do with a causal one
         self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
         self._call: Call | None = None
@@ -260,7 +261,7 @@ class FrozenFront:
             if pair[0].shape != stored.shape:
                 self.trouble = f"{name} returns something else than before"
                 return
-            if self.trial.wide.get((name, position)) and tokens is not None:
+            if self.trial.wide.get((name, position)) and tokens is not None and not self.trial.keeps_padding:
                 pair = [cleared(tensor, tokens.lengths) for tensor in pair]
             computed, expected = (tensor.unflatten(0, (rows, -1))[there] for tensor in pair)
             rounding = max(rounding_of(expected), TOLERANCES.get(self._storage_dtype or expected.dtype, 0.0))
@@ -305,6 +306,8 @@ class FrozenFront:
         rows = rows_of(reads, inputs) if reads <= inputs.keys() else None
         if not rows or (tokens is not None and rows != len(tokens.lengths)):
             return None
+        if tokens is not None and self.trial.keeps_padding and not self._padding.is_same(inputs, reads, tokens):
+            return None
         keys = keys_of({name: inputs[name] for name in reads}, rows, tokens, f"{plain} {tokens is not None}")
         if keys is None:
             return None
@@ -343,7 +346,9 @@ class FrozenFront:
         if known is None:
             return None
         began = time.perf_counter()
-        missing, tensors = self._entries.read(batch.keys, self._layout(known), batch.tokens, self._device)
+        missing, tensors = self._entries.read(
+            batch.keys, self._layout(known), batch.tokens, self._device, self.trial.keeps_padding
+        )
         if not tensors:
             return None
         *leaves, digests = tensors
@@ -378,6 +383,8 @@ class FrozenFront:
         leaves = [call.ran[name][2][position].detach() for name, position in self._stored]
         tensors = [*(leaf.to(self._stored_as(leaf.dtype)) for leaf in leaves), torch.cat(list(digests.values()), 1)]
         keys, lengths = list(batch.keys), None if batch.tokens is None else list(batch.tokens.lengths)
+        if self.trial.keeps_padding and batch.tokens is not None:
+            lengths = [batch.width] * batch.rows
         if call.missing:
             tensors = [rows_in(tensor, batch.rows, call.missing) for tensor in tensors]
             keys, lengths = [keys[n] for n in call.missing], lengths and [lengths[n] for n in call.missing]

@@ -16,7 +16,7 @@ from ...model.called_inputs import named_inputs
 from ...model.frozen_prefix import frozen_modules
 from ...model.left_as_found import left_as_found
 from ...model.micro_batch import Batch
-from ...model.nested import in_new_containers, tensors_of
+from ...model.nested import in_new_containers
 from ...randomness import seeded, set_torch_states, torch_states
 from ...run.loss import Loss
 from ...training_args import CACHE_DTYPES
@@ -137,36 +137,20 @@ class FrontCalls:
 
     def try_loss(self, batch: Batch) -> None:
         """Find out on a batch whether a stock loss reads padding in what the model returns, if that must be known."""
-        if self._loss.is_stock:
-            self._try(batch, lambda: (self._loss.of_batch(in_new_containers(batch)),))
-
-    def _try(self, batch: Batch, run: Callable[[], tuple[torch.Tensor, ...]]) -> None:
-        """Find out whether some values depend on padding. What computes them leaves everything as it was.
-
-        Args:
-            batch: what they are computed of.
-            run: computes them.
-        """
         trial = None if self._front is None else self._front.trial
         if trial is None or not trial.awaits_loss or self._flags != self._flags_now() or not may_have_padding(batch):
             return
 
-        def tried() -> tuple[torch.Tensor, ...]:
+        def loss_of() -> torch.Tensor:
             kept = left_as_found(self._job.trainer, self._model)
             with torch.no_grad(), kept, seeded(self._job.args.seed):
-                return run()
+                return self._loss.of_batch(in_new_containers(batch))
 
         self._is_trying = True
         try:
-            trial.try_padding(tried)
+            trial.try_loss(loss_of)
         finally:
             self._is_trying = False
-
-    @staticmethod
-    def _returned(front: FrozenFront, inputs: Batch, run_on: Callable[[Batch], Any]) -> tuple[torch.Tensor, ...]:
-        """What the model returns, for a trial: with noise as padding, if that is asked for."""
-        again: Callable[[], Any] = partial(run_on, in_new_containers(inputs))
-        return tensors_of(front.run(inputs, again, False, False) if front.trial.is_noisy else again())
 
     def _flags_now(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
@@ -210,8 +194,6 @@ class FrontCalls:
         if (why := self._weights.why_too_slow()) is not None:
             self._turn_off(why)
             return run()
-        if not self._loss.is_stock:  # a user's loss may read anything that the model returns, and is not run for it
-            self._try(inputs, partial(self._returned, self._front, inputs, run_on))
         try:
             output = self._front.run(inputs, run, self._reads and self._is_decided, self.writes)
         except OtherCallsError as error:
@@ -276,10 +258,9 @@ class FrontCalls:
         self, front: FrozenFront, inputs: Batch, found: FoundFront, run_on: Callable[[Batch], Any]
     ) -> bool:
         """Whether what the front returns for a sample depends on it alone, by a trial that leaves all as it was."""
-        is_plain = not self._loss.is_stock or self._job.trainer.label_smoother is None
+        may_cut = self._is_training and self._loss.is_stock and self._job.trainer.label_smoother is None
         # each process decides for itself, and what runs in the trial must not wait for the others
-        may_cut = self._job.mesh.world_size == 1 or (is_plain and not waits_for_others(self._model))
-        may_cut &= self._is_training
+        may_cut &= self._job.mesh.world_size == 1 or not waits_for_others(self._model)
         before = torch_states()
         try:
             return front.trial.is_of_samples(inputs, found.calls, run_on, may_cut)

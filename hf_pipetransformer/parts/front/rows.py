@@ -201,6 +201,26 @@ class ArgumentDigests:
         return self._known[key][1]
 
 
+class PaddingValues:
+    """The values of padding in inputs, which are not part of the keys, as they were when padding was met first."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+
+    def is_same(self, inputs: Mapping[str, Any], names: Collection[str], tokens: Tokens) -> bool:
+        """Whether each of the named inputs has one value as padding, the same as before."""
+        if not tokens.has_padding:
+            return True
+        is_padding = torch.arange(tokens.width) >= torch.tensor(tokens.lengths)[:, None]
+        leaves = [leaf for of in sorted(names) for leaf in leaves_of(inputs[of], of)]
+        for name, tensor in leaves:
+            if isinstance(tensor, torch.Tensor) and name in TOKEN_INPUTS and tensor.shape[:2] == is_padding.shape:
+                values = tensor[is_padding.to(tensor.device)].unique()
+                if len(values) != 1 or float(values[0]) != self._values.setdefault(name, float(values[0])):
+                    return False
+        return True
+
+
 def _known_mask(mask: torch.Tensor) -> bytes | None:
     """The digest of a row's mask that leaves out nothing, or what follows each token; None of another one."""
     if bool(mask.all()):
