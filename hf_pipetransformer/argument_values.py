@@ -6,10 +6,12 @@ import difflib
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from .file_formats import is_number
 from .registry import require_part
 
 STARTED_BY_ACCELERATE = "ACCELERATE_USE_CPU"
@@ -94,17 +96,44 @@ def token_slices_of(value: Any) -> str | int | list[int]:
     return lengths if isinstance(value, (list, tuple)) else value
 
 
-def pipeline_layers_of(names: Any) -> list[str] | None:
-    """Parse `pipeline_layers`."""
+LAYERS = "modules that contain the model's layers, such as ['model.blocks']"
+CACHED = "frozen modules whose outputs may be stored, such as ['image_encoder']"
+
+
+def module_names(argument: str, which: str, names: Any) -> list[str] | None:
+    """Return the names of modules that an argument contains; None if it is not set.
+
+    Args:
+        argument: name of the argument.
+        which: what the modules are, with an example.
+        names: its value.
+
+    Raises:
+        ValueError: it is not a list of different names.
+    """
     if names is None:
         return None
     is_list = isinstance(names, (list, tuple)) and len(names) > 0
     if not is_list or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
         raise ValueError(
-            f"pipeline_layers={names!r} is invalid. Set it to a list of different names of modules that contain the"
-            " model's layers, such as ['model.blocks'], or leave it out."
+            f"{argument}={names!r} is invalid. Set it to a list of different names of {which}, or leave it out."
         )
     return list(names)
+
+
+def check_cache(max_gib: Any, folder: Any) -> None:
+    """Check `activation_cache_max_gib` and `activation_cache_dir`.
+
+    Raises:
+        ValueError: the size is not a number above 0, or the folder is not a path.
+    """
+    if max_gib is not None and not (is_number(max_gib) and max_gib > 0):
+        raise ValueError(
+            f"activation_cache_max_gib={max_gib!r} is invalid. Set it to a number above 0, or set"
+            " activation_cache='off' to disable the cache."
+        )
+    if not (folder is None or isinstance(folder, (str, Path))) or "\0" in str(folder):
+        raise ValueError(f"activation_cache_dir={folder!r} is invalid. Set it to the path of a folder.")
 
 
 def from_json(name: str, text: str) -> dict[str, Any]:

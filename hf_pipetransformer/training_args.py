@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +17,20 @@ from transformers import TrainingArguments
 
 from .argument_conflicts import known_at_once, known_later, refuse, splits_batches, updates_in_backward
 from .argument_values import (
+    CACHED,
     FREEZE_POLICIES,
+    LAYERS,
     LOSS_REDUCTIONS,
     NO_FREEZING,
     IntOrAuto,
     SlicesOrName,
     UnknownFieldError,
+    check_cache,
     freezing_for,
     from_json,
     hint_about_cpu,
     int_or_auto,
-    pipeline_layers_of,
+    module_names,
     token_slices_of,
 )
 from .errors import refuse_wrong_order, show_errors_briefly
@@ -166,6 +168,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         activation_cache_max_gib (`float`, *optional*):
             Maximum size of the cache on each node, in GiB; by default a fifth of the disk's free space. It never
             uses more than 80% of the free space, whatever the limit. Samples that do not fit are recomputed.
+        cached_modules (`list[str]`, *optional*):
+            Names of frozen modules with code of your own whose outputs may be stored as well. With it you declare
+            that their output for a sample depends on nothing but the sample, their weights, buffers and attributes.
+            Modules of transformers, timm, PEFT and other known libraries need no declaration.
         eval_frozen_modules (`bool`, *optional*, defaults to `False`):
             Whether modules all of whose parameters are frozen run in evaluation mode while the model trains: without
             dropout, and with the running statistics of batch normalisation. The stock `Trainer` runs them in training
@@ -274,6 +280,9 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         default="auto", metadata={"help": "How to keep them.", "choices": list(CACHE_DTYPES)}
     )
     activation_cache_max_gib: float | None = field(default=None, metadata={"help": "Size limit on each node."})
+    cached_modules: list[str] | None = field(
+        default=None, metadata={"help": "Names of frozen modules with code of your own, whose outputs may be kept."}
+    )
     eval_frozen_modules: bool = field(
         default=False, metadata={"help": "Run modules that are frozen in evaluation mode, without dropout."}
     )
@@ -307,7 +316,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         self.pipeline_parallel_size = int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)
         self.num_microbatches = int_or_auto("num_microbatches", self.num_microbatches)
         self.token_slices = token_slices_of(self.token_slices)
-        self.pipeline_layers = pipeline_layers_of(self.pipeline_layers)
+        self.pipeline_layers = module_names("pipeline_layers", LAYERS, self.pipeline_layers)
+        self.cached_modules = module_names("cached_modules", CACHED, self.cached_modules)
         virtual_stages_of(self.pipeline_schedule, self.virtual_pipeline_parallel_size)  # raises if they do not fit
         if isinstance(self.freeze_schedule, str):
             self.freeze_schedule = from_json("freeze_schedule", self.freeze_schedule)
@@ -384,15 +394,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
                 raise ValueError(
                     f"{name}={value!r} is not supported. Set it to one of {', '.join(map(repr, choices))}."
                 )
-        limit = self.activation_cache_max_gib
-        if limit is not None and not (is_number(limit) and limit > 0):
-            raise ValueError(
-                f"activation_cache_max_gib={limit!r} is invalid. Set it to a number above 0, or set"
-                " activation_cache='off' to disable the cache."
-            )
-        folder = self.activation_cache_dir
-        if not (folder is None or isinstance(folder, (str, Path))) or "\0" in str(folder):
-            raise ValueError(f"activation_cache_dir={folder!r} is invalid. Set it to the path of a folder.")
+        check_cache(self.activation_cache_max_gib, self.activation_cache_dir)
         seconds = self.watchdog_timeout
         if not is_number(seconds) or (seconds != 0 and not 1 <= seconds <= MOST_SECONDS):
             raise ValueError(

@@ -35,8 +35,10 @@ class MethodOverride:
 
     def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
         self._module, self._name, self._function = module, name, function
-        self._earlier = module.__dict__.get(name)
-        self._replaced = getattr(module, name)
+        self.earlier = module.__dict__.get(name)
+        """What the module had in place of its class's method; None if nothing."""
+        self.replaced = getattr(module, name)
+        """The method that would be called without the override."""
         setattr(module, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,23 +47,25 @@ class MethodOverride:
     @property
     def __signature__(self) -> inspect.Signature:
         """That of the method in whose place it is, which libraries ask for the names of a model's inputs."""
-        return inspect.signature(self._replaced)
+        return inspect.signature(self.replaced)
 
     def remove(self) -> None:
-        """Restore the earlier method."""
-        if self._earlier is None:
+        """Restore the earlier method. What has replaced this since stays, and calls the earlier method."""
+        if self._module.__dict__.get(self._name) is not self:
+            self._function = self.replaced
+        elif self.earlier is None:
             del self._module.__dict__[self._name]
         else:
-            setattr(self._module, self._name, self._earlier)
+            setattr(self._module, self._name, self.earlier)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle of the module has the earlier method, and needs nothing of this package."""
-        if self._earlier is None:
+        if self.earlier is None:
             return MethodType, (getattr(type(self._module), self._name), self._module)
-        return partial, (self._earlier,)
+        return partial, (self.earlier,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._earlier is not None:
-            return copy.deepcopy(self._earlier, memo)
+        if self.earlier is not None:
+            return copy.deepcopy(self.earlier, memo)
         method = getattr(type(self._module), self._name)
         return MethodType(method, memo.get(id(self._module), self._module))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..randomness import torch_states
@@ -90,6 +90,9 @@ class Origins(TorchFunctionMode):
         super().__init__()
         self.is_inside = self.is_paused = False  # in a frozen module; in this one
         self.decided: set[str] = set()  # what the program has looked at the values of
+        self.inside_of = ""  # name of the frozen module that runs
+        self.leaking: set[str] = set()  # frozen modules in which something else was made than they return, and is read
+        self._made_inside: Any = WeakIdKeyDictionary()  # tensor -> the frozen module in which it was made
         self._groups: Any = WeakIdKeyDictionary()  # tensor -> what it and all its views come from
         self._read: Any = WeakIdKeyDictionary()
         names = {id(parameter): name for name, parameter in (weights or {}).items()}
@@ -125,6 +128,24 @@ class Origins(TorchFunctionMode):
     def note_read(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             self._read[tensor] = True
+            if tensor in self._made_inside:
+                self.leaking.add(self._made_inside[tensor])
+
+    def returned(self, output: Any) -> Any:
+        """What a frozen module returns, in other tensor objects: the ones made inside may have been recorded as well.
+
+        Args:
+            output: what its forward has returned.
+        """
+
+        def alias(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor not in self._made_inside or tensor.requires_grad:
+                return tensor
+            other = tensor.detach()
+            self.of(other, set()).update(self.of(tensor))
+            return other
+
+        return tree_map_only(torch.Tensor, alias, output)
 
     def __torch_function__(
         self,
@@ -152,6 +173,9 @@ class Origins(TorchFunctionMode):
         if not self.is_inside:
             self.note_read(given)
         made = tensors_in(result)
+        if self.is_inside:
+            given_ids = set(map(id, given))
+            self._made_inside.update({one: self.inside_of for one in made if id(one) not in given_ids})
         changed = [*(given[:1] if _is_in_place(name) else []), *tensors_in(kwargs.get("out"))]
         for tensor in (*made, *changed):
             self.of(tensor, set()).update(origins)

@@ -26,7 +26,7 @@ from user_code.verdicts import DIED, Finding, Outcome, judge
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 
 from . import cases  # noqa: F401
-from .kit import CASES, LAYOUTS, Script, pad, samples
+from .kit import CASES, LAYOUTS, FrozenBackbone, Script, pad, samples
 
 DEADLINE_S = 12.0
 """Seconds of a quiet machine for one training of a case, after which it counts as hanging."""
@@ -118,7 +118,9 @@ def make_trainer(script: Script, layout: Layout, is_reference: bool, folder: str
     arguments: Any = TrainingArguments
     if not is_reference:
         base, arguments = PipeTransformerTrainer, PipeTransformerTrainingArguments
-        options |= {"activation_cache": "on", "pipeline_parallel_size": layout.stages, **script.product}
+        declared = ["backbone"] if isinstance(script.model, FrozenBackbone) else None
+        options |= {"activation_cache": "on", "pipeline_parallel_size": layout.stages, "cached_modules": declared}
+        options |= script.product
     trainer_class = type("UsersTrainer", (script.trainer, base), {}) if script.trainer else base
     trainer = trainer_class(
         model=script.model,

@@ -49,8 +49,8 @@ class FrontEntries:
     def __init__(self, store: FileStore, number: int, fingerprint: str) -> None:
         self.failure: OSError | None = None
         """Why nothing is stored any more, if something failed."""
-        self.is_full = False
-        """Whether the store has reached its size. What is in it is read."""
+        self.full: str | None = None
+        """Why no more samples fit, if the store has reached its size. What is in it is read."""
         self.name = number, fingerprint
         self._store = store
         self._reader = store.reader(number, fingerprint)
@@ -61,7 +61,12 @@ class FrontEntries:
         return self.name in self._store.generations()
 
     def read(
-        self, keys: Sequence[bytes], leaves: Sequence[Leaf], tokens: Tokens | None, device: torch.device
+        self,
+        keys: Sequence[bytes],
+        leaves: Sequence[Leaf],
+        tokens: Tokens | None,
+        device: torch.device,
+        keeps_padding: bool = False,
     ) -> tuple[list[int], list[torch.Tensor]]:
         """Read what there is of these samples.
 
@@ -70,12 +75,16 @@ class FrontEntries:
             leaves: what an entry consists of.
             tokens: which columns of the leaves are stored, of those that are as wide as the batch.
             device: where the tensors are needed.
+            keeps_padding: whether padding is read as well, from entries that are at least as wide as the batch.
 
         Returns:
             The rows that are not in the store, and the tensors, in which these are undefined, and padding repeats the
             last token. No tensors if there is nothing.
         """
-        lengths, width = ([0] * len(keys), 0) if tokens is None else (tokens.lengths, tokens.width)
+        width = 0 if tokens is None else tokens.width
+        lengths: Sequence[int] = [0] * len(keys) if tokens is None else tokens.lengths
+        if keeps_padding:
+            lengths = self._widths(keys, leaves, width)
         sizes = [[leaf.row_bytes(length) for leaf in leaves] for length in lengths]
         buffers = [torch.empty(sum(of_row), dtype=torch.uint8) for of_row in sizes]
         found = self._reader.read_into(keys, [bytes_of(buffer) for buffer in buffers])
@@ -91,11 +100,19 @@ class FrontEntries:
             whole = torch.zeros((len(keys), *leaf.sized(width)), dtype=leaf.dtype)
             for into, part, length, is_found in zip(whole, parts, lengths, found, strict=True):
                 if is_found:
-                    own = into.narrow(1, 0, length)
-                    own.copy_(part.clone().view(leaf.dtype).view(own.shape))
+                    stored = part.clone().view(leaf.dtype).view(leaf.sized(length))[:, :width]
+                    own = into.narrow(1, 0, stored.shape[1])
+                    own.copy_(stored)
                     into[:, length:] = own[:, -1:]  # values as they occur: a norm of zeros has no gradient
             tensors.append(whole.flatten(0, 1).to(device))
         return missing, tensors
+
+    def _widths(self, keys: Sequence[bytes], leaves: Sequence[Leaf], width: int) -> list[int]:
+        """Numbers of columns of the widest entries; the batch's width where there is none that is wide enough."""
+        fixed = sum(leaf.row_bytes(0) for leaf in leaves)
+        of_column = sum(leaf.row_bytes(1) for leaf in leaves) - fixed
+        widths = [(size - fixed) // max(of_column, 1) for size in self._reader.sizes(keys)]
+        return [max(of_entry, width) for of_entry in widths]
 
     def write(
         self,
@@ -110,9 +127,9 @@ class FrontEntries:
             keys: of the samples.
             tensors: with some entries for each sample.
             leaves: what an entry consists of.
-            lengths: numbers of the samples' own tokens; None if everything is stored.
+            lengths: numbers of the columns that are stored of each sample; None if everything is stored.
         """
-        if self.failure is not None or self.is_full:
+        if self.failure is not None or self.full is not None:
             return 0
         entries: list[list[torch.Tensor]] = [[] for _ in keys]
         for tensor, leaf in zip(tensors, leaves, strict=True):
@@ -123,8 +140,8 @@ class FrontEntries:
             if self._writer is None:
                 self._writer = self._store.writer(*self.name)
             return self._writer.put(keys, [bytes_of(torch.cat(parts)) for parts in entries])
-        except StoreFull:
-            self.is_full = True
+        except StoreFull as error:
+            self.full = error.strerror
         except OSError as error:
             self.failure = error
         return 0

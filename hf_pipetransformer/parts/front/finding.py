@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from ...model.frozen_prefix import frozen_modules
 from ...model.method_override import MethodOverride
 from ...model.origins import (
     NOT_OF_STATES,
@@ -38,10 +37,14 @@ from ...model.origins import (
 from ...model.training_check import LIBRARIES
 from ...pipeline.devices import synchronise
 from ...randomness import torch_states
+from ..prefix_cache.cache.guards import unnoticed
+from ..prefix_cache.cache.known_code import FOREIGN, candidates, is_known
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CHEAP = 0.5
 """A module is computed, not stored, if its share of the time is below this part of its share of the bytes."""
+LEAKS = "something that is computed inside of it is recorded, such as attentions, and read outside"
+"""Why a module is not in the front whose parts the model asks for more than the module returns."""
 DRAWS = "it draws random numbers"
 """Why a module is not in the front that has dropout, for example."""
 NOTICEABLE = 0.05
@@ -111,7 +114,8 @@ def versions_of(leaves: Sequence[Any]) -> list[int]:
     return [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
 
 
-def _other_randomness() -> tuple[Any, ...]:
+def other_randomness() -> tuple[Any, ...]:
+    """States of the generators of Python and NumPy."""
     kind, keys, *rest = np.random.get_state()
     return random.getstate(), np.asarray(keys).tobytes(), *map(repr, rest), repr(kind)
 
@@ -130,6 +134,7 @@ def find_front(
     call: Callable[[], Any],
     device: torch.device,
     opened: Collection[str] = (),
+    declared: Collection[str] = (),
 ) -> tuple[Any, FoundFront]:
     """Watch one forward pass, and return its output and the front that it has shown, which may be empty.
 
@@ -139,11 +144,13 @@ def find_front(
         call: runs the forward.
         device: where it computes.
         opened: as for `frozen_modules`.
+        declared: names of modules with code of the user's own that may be stored.
     """
-    modules = frozen_modules(model, opened)
+    foreign = candidates(model, opened, declared)
+    modules = {name: model.get_submodule(name) for name in foreign}
     origins = Origins(model, inputs)
     calls: list[_Called] = []
-    at_start = _other_randomness()
+    at_start = other_randomness()
 
     def watch(
         name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -153,25 +160,29 @@ def find_front(
         of = origins.union(given)
         odd = next((leaf for leaf in leaves if not isinstance(leaf, (*PLAIN, torch.Tensor))), None)
         why = None if odd is None else f"it is given a {type(odd).__name__}"
+        if foreign[name]:
+            why = FOREIGN.format(foreign[name], name)
         if why is None and (name_of_hook := _users_hook(module)) is not None:
             why = f"it has a hook inside ({name_of_hook})"
         before, versions, kept = torch_states(), [*_versions(module), *versions_of(given)], _kept_by(module)
         synchronise(device)
         origins.is_paused = False
         began = time.perf_counter()
-        output = forward(*args, **kwargs)
+        with unnoticed():
+            output = forward(*args, **kwargs)
         synchronise(device)
         seconds = time.perf_counter() - began
         origins.is_paused = True
         if any(not torch.equal(a, b) for a, b in zip(before, torch_states(), strict=True)):
             why = why or DRAWS
             of.add(RANDOM)
-        if _other_randomness() != at_start:
+        if other_randomness() != at_start:
             why = why or "random numbers are drawn with Python or NumPy"
         if [*_versions(module), *versions_of(given)] != versions:
             why = why or "it changes its buffers, or what it is given"
         if _kept_by(module) != kept or arguments_of(args, kwargs)[1] != others:
             why = why or "it keeps something of what it computes"
+        output = origins.returned(output)
         outputs, structure = tree_flatten(output)
         odd = next((leaf for leaf in outputs if leaf is not None and not isinstance(leaf, torch.Tensor)), None)
         if odd is not None:
@@ -186,6 +197,7 @@ def find_front(
             if origins.is_inside:
                 return forward(*args, **kwargs)
             origins.is_inside = origins.is_paused = True
+            origins.inside_of = name
             try:
                 return watch(name, module, forward, args, kwargs)
             finally:
@@ -203,7 +215,11 @@ def find_front(
     synchronise(device)
     seconds = time.perf_counter() - began
     origins.note_read(tensors_in(output))
-    return output, _chosen(calls, origins, inputs, seconds)
+    for called in calls:
+        if called.name in origins.leaking:
+            called.why_not = called.why_not or LEAKS
+    found = _chosen(calls, origins, inputs, seconds)
+    return output, replace(found, closed=frozenset(name for name in found.closed if not foreign[name]))
 
 
 def _users_hook(module: nn.Module) -> str | None:
@@ -211,7 +227,7 @@ def _users_hook(module: nn.Module) -> str | None:
     for part in module.modules():
         hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values()) if part is not module else ()
         for hook in hooks:
-            if not str(getattr(hook, "__module__", type(hook).__module__)).startswith(LIBRARIES):
+            if not is_known(hook):
                 return str(getattr(hook, "__qualname__", type(hook).__qualname__))
     return None
 

@@ -28,14 +28,30 @@ from ...pipeline.devices import synchronise
 from ...randomness import generators_kept, global_state_kept, set_torch_states, torch_states
 from ..prefix_cache.cache.activation_cache import CacheCounts
 from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, rounding_of
+from ..prefix_cache.cache.guards import unnoticed
 from .calls import Call, Known, KnownBatch, ReturnedLeaf
 from .entries import FrontEntries, Leaf
-from .finding import FoundFront, Ran, arguments_of, rows_of, tensors_in, versions_of
-from .rows import DIGEST_BYTES, ArgumentDigests, keys_of, leaves_of, tokens_of
+from .finding import FoundFront, Ran, arguments_of, other_randomness, rows_of, tensors_in, versions_of
+from .rows import CAUSAL, DIGEST_BYTES, NO_MASK, ArgumentDigests, PaddingValues, keys_of, leaves_of, tokens_of
 from .trial import FrontTrial, cleared, is_wide, noisy, rows_in
 
 NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were looked for"
 ITEMS = "num_items_in_batch"
+VERIFYING = 0.03
+"""Share of the time that comparing stored outputs with computed ones may take."""
+LEAST_BETWEEN, MOST_BETWEEN = 16, 256
+"""Number of calls that are read between two comparisons: at least, and where times may not decide."""
+
+
+def _masks_in(digests: torch.Tensor) -> list[bytes]:
+    return [row.numpy().tobytes() for row in digests[:, DIGEST_BYTES // 2 :]]
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return not torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one != other)
+
+
+EITHER = {NO_MASK, CAUSAL}
 
 
 class OtherCallsError(Exception):
@@ -59,6 +75,7 @@ class FrozenFront:
         entries: what is stored.
         device: where the model computes.
         storage_dtype: data type in which fractions are stored; None stores them as they are computed.
+        is_timed: whether measurements may decide when stored outputs are compared with computed ones.
     """
 
     def __init__(
@@ -68,6 +85,7 @@ class FrozenFront:
         entries: FrontEntries,
         device: torch.device,
         storage_dtype: torch.dtype | None = None,
+        is_timed: bool = True,
     ) -> None:
         self.found = found
         self.seconds_per_row = 0.0
@@ -80,6 +98,9 @@ class FrozenFront:
         """Why what is stored is of no use any more."""
         self.is_verified = False
         """Whether what is stored was compared with what is computed, of one call: once in each epoch."""
+        self._verified = 0.0, 0.0, 0
+        """When that was, what computing took, and how many calls had been read."""
+        self._looks_for_draws = False  # in each module, as random numbers are drawn somewhere in the model
         self.num_missed = self.num_read = 0
         """Number of calls of which nothing was found, and of those that were read."""
         self._model, self._entries, self._device, self._storage_dtype = model, entries, device, storage_dtype
@@ -87,9 +108,11 @@ class FrozenFront:
         """What trials have shown of it."""
         self._known: dict[Any, dict[str, Known]] = {}
         self._around: str | None = None  # what it is called on besides tensors, on which names, autocast, and adapters
+        self._padding = PaddingValues()
+        self._implies_causal = False  # the modules do without a mask what they do with a causal one
         self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
         self._call: Call | None = None
-        self._stored = found.stored
+        self._stored, self._is_timed = found.stored, is_timed
         self._overrides: list[MethodOverride] = []
         self.open()
 
@@ -133,6 +156,8 @@ class FrozenFront:
         hits = 0 if found is None else batch.rows - len(found.missing)
         self.counts += CacheCounts(batch.rows, hits)
         self.num_missed += reads and found is None
+        if found is not None and self.is_verified and self._must_verify_again():
+            self.is_verified = False
         if found is not None and self.is_verified:
             before = torch_states()
             self._call = found
@@ -156,13 +181,16 @@ class FrozenFront:
             finally:
                 self._call = None
         self._call = call = Call(batch)
-        began = time.perf_counter()
+        began, states = time.perf_counter(), other_randomness()
         try:
             output = forward()
         finally:
             self._call = None
         synchronise(self._device)
         seconds = time.perf_counter() - began
+        if states != other_randomness() and not self._looks_for_draws:
+            self._looks_for_draws = True  # from the next call on; of this one, nothing is stored
+            return output
         of_now = {name: versions_of([*given, *leaves]) for name, (given, _, leaves, _) in call.ran.items()}
         if of_now != call.versions:
             self.trouble = "the model writes into it"
@@ -171,6 +199,7 @@ class FrozenFront:
         else:
             self._compare(call, found)
             self.is_verified = True
+            self._verified = time.perf_counter(), seconds, self.num_read
             if found.missing and writes and self.trouble is None:
                 self._write(Call(batch, found.known, ran=call.ran))
         return output
@@ -232,15 +261,33 @@ class FrozenFront:
             if pair[0].shape != stored.shape:
                 self.trouble = f"{name} returns something else than before"
                 return
-            if self.trial.wide.get((name, position)) and tokens is not None:
+            if self.trial.wide.get((name, position)) and tokens is not None and not self.trial.keeps_padding:
                 pair = [cleared(tensor, tokens.lengths) for tensor in pair]
             computed, expected = (tensor.unflatten(0, (rows, -1))[there] for tensor in pair)
             rounding = max(rounding_of(expected), TOLERANCES.get(self._storage_dtype or expected.dtype, 0.0))
             if relative_difference([computed], [expected]) > rounding:
                 self.trouble = f"{name} is called on something else than before"
                 return
+        digests = self._digests_of(call.batch, call.ran)
         for name, (_, others, *_) in call.ran.items():
             found.known[name].others.add(others)
+            pairs = zip(*(_masks_in(of[name][there.cpu()]) for of in (digests, found.digests)), strict=True)
+            self._implies_causal |= any(set(pair) == EITHER for pair in pairs)
+
+    def _generators(self) -> list[Any]:
+        """States of the generators from which a module may draw."""
+        return [*torch_states(), *(other_randomness() if self._looks_for_draws else ())]
+
+    def _must_verify_again(self) -> bool:
+        """Whether stored outputs are compared with computed ones once more: something unseen may have changed.
+
+        That takes at most `VERIFYING` of the time. Where runs must repeat bit by bit, it takes place at fixed times.
+        """
+        at, seconds, num_read = self._verified
+        if self._is_timed:
+            is_due = seconds < VERIFYING * (time.perf_counter() - at)
+            return is_due and self.num_read - num_read >= LEAST_BETWEEN
+        return self.num_read - num_read >= MOST_BETWEEN
 
     def _described(self, inputs: Batch) -> KnownBatch | None:
         """What is known of what the model is called on; None if nothing is stored of it, or read."""
@@ -258,6 +305,8 @@ class FrozenFront:
         reads = self.found.reads
         rows = rows_of(reads, inputs) if reads <= inputs.keys() else None
         if not rows or (tokens is not None and rows != len(tokens.lengths)):
+            return None
+        if tokens is not None and self.trial.keeps_padding and not self._padding.is_same(inputs, reads, tokens):
             return None
         keys = keys_of({name: inputs[name] for name in reads}, rows, tokens, f"{plain} {tokens is not None}")
         if keys is None:
@@ -297,7 +346,9 @@ class FrozenFront:
         if known is None:
             return None
         began = time.perf_counter()
-        missing, tensors = self._entries.read(batch.keys, self._layout(known), batch.tokens, self._device)
+        missing, tensors = self._entries.read(
+            batch.keys, self._layout(known), batch.tokens, self._device, self.trial.keeps_padding
+        )
         if not tensors:
             return None
         *leaves, digests = tensors
@@ -315,6 +366,15 @@ class FrozenFront:
         made = ArgumentDigests(batch.rows, batch.tokens, batch.covered)
         return {name: made.of(ran[name][0], of_front, self.trial.has_rows.get(name, ())) for name in self.found.needed}
 
+    def _are_equal(self, digests: torch.Tensor, stored: torch.Tensor) -> bool:
+        """Whether a module is called on what it was called on, apart from masks that are known to change nothing."""
+        if torch.equal(digests, stored):
+            return True
+        half = DIGEST_BYTES // 2
+        pairs = zip(_masks_in(digests), _masks_in(stored), strict=True)
+        are_masks = all(one == other or (self._implies_causal and {one, other} == EITHER) for one, other in pairs)
+        return are_masks and torch.equal(digests[:, :half], stored[:, :half])
+
     def _write(self, call: Call) -> None:
         """Store what the modules have returned in a call; of one in which something was given back, the rest."""
         batch = call.batch
@@ -323,6 +383,8 @@ class FrozenFront:
         leaves = [call.ran[name][2][position].detach() for name, position in self._stored]
         tensors = [*(leaf.to(self._stored_as(leaf.dtype)) for leaf in leaves), torch.cat(list(digests.values()), 1)]
         keys, lengths = list(batch.keys), None if batch.tokens is None else list(batch.tokens.lengths)
+        if self.trial.keeps_padding and batch.tokens is not None:
+            lengths = [batch.width] * batch.rows
         if call.missing:
             tensors = [rows_in(tensor, batch.rows, call.missing) for tensor in tensors]
             keys, lengths = [keys[n] for n in call.missing], lengths and [lengths[n] for n in call.missing]
@@ -337,10 +399,13 @@ class FrozenFront:
         if call.given_back is not None:
             return self._given_back(name, forward, args, kwargs, call)
         synchronise(self._device)
-        began = time.perf_counter()
-        output = forward(*args, **kwargs)
+        began, states = time.perf_counter(), self._generators()
+        with unnoticed():
+            output = forward(*args, **kwargs)
         synchronise(self._device)
         call.seconds += time.perf_counter() - began
+        if any(map(_differ, states, self._generators())):
+            self.trouble = f"{name} draws random numbers"
         # the leaves, as the model may write into a container afterwards
         leaves, structure = tree_flatten(output)
         given, others = arguments_of(args, kwargs)
@@ -368,7 +433,7 @@ class FrozenFront:
         call.made = call.made or ArgumentDigests(batch.rows, batch.tokens, batch.covered)
         digests = call.made.of(given, of_front, self.trial.has_rows.get(name, ()))
         digests[call.missing] = call.digests[name][call.missing]
-        if others not in known.others or not torch.equal(digests, call.digests[name]):
+        if others not in known.others or not self._are_equal(digests, call.digests[name]):
             raise _NewCallError
         computed = self._of_missing(name, forward, args, kwargs, call) if call.missing else []
         leaves = []
@@ -402,7 +467,7 @@ class FrozenFront:
 
         args, kwargs = tree_map_only(torch.Tensor, chosen, (args, kwargs))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), unnoticed():
                 leaves, structure = tree_flatten(forward(*args, **kwargs))
         except Exception as error:  # it does not run on a part of the samples
             raise _NewCallError from error

@@ -16,13 +16,13 @@ from ...model.called_inputs import named_inputs
 from ...model.frozen_prefix import frozen_modules
 from ...model.left_as_found import left_as_found
 from ...model.micro_batch import Batch
-from ...model.nested import in_new_containers, tensors_of
-from ...model.watched_weights import WatchedWeights
+from ...model.nested import in_new_containers
 from ...randomness import seeded, set_torch_states, torch_states
 from ...run.loss import Loss
 from ...training_args import CACHE_DTYPES
 from ..prefix_cache.cache.activation_cache import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
+from ..prefix_cache.cache.watched_weights import WatchedWeights
 from ..prefix_cache.cache_setup import describe_model
 from .dropout_hint import DropoutHint
 from .entries import FrontEntries
@@ -42,7 +42,9 @@ MOST_OF_IT = 0.25
 """Share of the forward pass from which on a part of a frozen module that is stored goes for the module, in the log."""
 MOST_OPENED = 3
 """Number of times that it is looked for in the parts of modules that cannot be stored as a whole."""
-ENTRIES_VERSION = 4
+NOTHING_FOUND = "it is not called on what comes from the batch alone, or nothing else reads what it returns"
+"""Why a frozen module is computed in every epoch of which nothing else is known."""
+ENTRIES_VERSION = 5
 """Of what an entry of the store consists of."""
 MOST_SEARCHES = 5
 """Number of times that the front is looked for: with each change of `requires_grad`."""
@@ -82,6 +84,8 @@ class FrontCalls:
         self._has_looked = False  # for a front, in this step or evaluation
         self._num_searches = self._num_opened = self._expected_in = 0
         self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
+        self._has_said_full = False
+        self._declared = loss.job.args.cached_modules or ()
         self._why_not: dict[str, str] = {}  # why they cannot
         self.why_not_read: dict[str, str] = {}
         """Frozen modules that are computed, and why, as far as it is known."""
@@ -133,36 +137,20 @@ class FrontCalls:
 
     def try_loss(self, batch: Batch) -> None:
         """Find out on a batch whether a stock loss reads padding in what the model returns, if that must be known."""
-        if self._loss.is_stock:
-            self._try(batch, lambda: (self._loss.of_batch(in_new_containers(batch)),))
-
-    def _try(self, batch: Batch, run: Callable[[], tuple[torch.Tensor, ...]]) -> None:
-        """Find out whether some values depend on padding. What computes them leaves everything as it was.
-
-        Args:
-            batch: what they are computed of.
-            run: computes them.
-        """
         trial = None if self._front is None else self._front.trial
         if trial is None or not trial.awaits_loss or self._flags != self._flags_now() or not may_have_padding(batch):
             return
 
-        def tried() -> tuple[torch.Tensor, ...]:
+        def loss_of() -> torch.Tensor:
             kept = left_as_found(self._job.trainer, self._model)
             with torch.no_grad(), kept, seeded(self._job.args.seed):
-                return run()
+                return self._loss.of_batch(in_new_containers(batch))
 
         self._is_trying = True
         try:
-            trial.try_padding(tried)
+            trial.try_loss(loss_of)
         finally:
             self._is_trying = False
-
-    @staticmethod
-    def _returned(front: FrozenFront, inputs: Batch, run_on: Callable[[Batch], Any]) -> tuple[torch.Tensor, ...]:
-        """What the model returns, for a trial: with noise as padding, if that is asked for."""
-        again: Callable[[], Any] = partial(run_on, in_new_containers(inputs))
-        return tensors_of(front.run(inputs, again, False, False) if front.trial.is_noisy else again())
 
     def _flags_now(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
@@ -203,8 +191,9 @@ class FrontCalls:
         if changed is not None:
             self._turn_off(changed, is_wrong=True)
             return run()
-        if not self._loss.is_stock:  # a user's loss may read anything that the model returns, and is not run for it
-            self._try(inputs, partial(self._returned, self._front, inputs, run_on))
+        if (why := self._weights.why_too_slow()) is not None:
+            self._turn_off(why)
+            return run()
         try:
             output = self._front.run(inputs, run, self._reads and self._is_decided, self.writes)
         except OtherCallsError as error:
@@ -212,6 +201,7 @@ class FrontCalls:
             return run()
         assert self._entries is not None
         failure = self._entries.failure
+        self._say_if_full(self._entries.full or (str(failure) if failure is not None and self._existed else None))
         if self._front.trouble is not None or (failure is not None and not self._existed):
             is_wrong = self._front.trouble is not None
             self._turn_off(self._front.trouble or f"it cannot be stored ({failure})", is_wrong)
@@ -224,11 +214,11 @@ class FrontCalls:
         return output
 
     def _look_for_front(self, inputs: Batch, run: Callable[[], Any], run_on: Callable[[Batch], Any]) -> Any:
-        device = self._job.device
+        job, device = self._job, self._job.device
         self._num_searches += not self._num_opened
         before, everything = torch_states(), WatchedWeights.of(list(frozen_modules(self._model).values()))
         try:
-            output, found = find_front(self._model, inputs, run, device, self._opened)
+            output, found = find_front(self._model, inputs, run, device, self._opened, self._declared)
         except Exception:  # of a model that does not run while it is watched
             logger.debug("Frozen modules could not be looked for.", exc_info=True)
             set_torch_states(before)
@@ -242,15 +232,19 @@ class FrontCalls:
         if self._is_training:
             self._say_why_not(found)
         if not any(found.needed.values()) or everything.what_changed(settings=False) is not None:
+            if self._is_training and job.args.activation_cache == "on" and not self.why_not_read:
+                self.why_not_read = dict.fromkeys(frozen_modules(self._model), NOTHING_FOUND)
             return output
         modules = list(map(self._model.get_submodule, found.needed))
         self._weights = WatchedWeights.of(modules)
+        self._weights.guard()
         self._entries = self._entries_of(found)
         self._existed = self._entries.exists
         self._reads = self._existed
         storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
         self._expected_in = self.epoch + (1 if self._begun < 0.5 else 2)  # half an epoch tells nothing
-        self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype)
+        is_timed = job.args.activation_cache == "auto" and not job.args.full_determinism
+        self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype, is_timed)
         self._of_front = CacheCounts()
         if self._is_of_samples(front, inputs, found, run_on):
             front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self.writes)
@@ -264,10 +258,9 @@ class FrontCalls:
         self, front: FrozenFront, inputs: Batch, found: FoundFront, run_on: Callable[[Batch], Any]
     ) -> bool:
         """Whether what the front returns for a sample depends on it alone, by a trial that leaves all as it was."""
-        is_plain = not self._loss.is_stock or self._job.trainer.label_smoother is None
+        may_cut = self._is_training and self._loss.is_stock and self._job.trainer.label_smoother is None
         # each process decides for itself, and what runs in the trial must not wait for the others
-        may_cut = self._job.mesh.world_size == 1 or (is_plain and not waits_for_others(self._model))
-        may_cut &= self._is_training
+        may_cut &= self._job.mesh.world_size == 1 or not waits_for_others(self._model)
         before = torch_states()
         try:
             return front.trial.is_of_samples(inputs, found.calls, run_on, may_cut)
@@ -303,6 +296,12 @@ class FrontCalls:
         about = f"{described} {self._is_training} {job.args.activation_cache_dtype} {self._digest}"
         content = f"{ENTRIES_VERSION} {about} {sorted(found.reads)} {found.needed}"
         return FrontEntries(self._store, len(found.needed), xxhash.xxh3_128_hexdigest(content.encode()))
+
+    def _say_if_full(self, why: str | None) -> None:
+        """Say once, in training and in evaluations, that some samples are not stored."""
+        if why is not None and not self._has_said_full:
+            self._has_said_full = True
+            logger.warning("Not all samples are stored, and the others are computed in each epoch: %s", why)
 
     # ------------------------------------------------------------------------------------ decisions
     def _decide(self) -> None:
@@ -354,6 +353,8 @@ class FrontCalls:
             self._front.close()
         if self._entries is not None:
             self._entries.close(deletes)
+        if self._weights is not None:
+            self._weights.release()
         self._front, self._weights, self._entries, self._is_decided = None, None, None, False
 
     def say_what_was_read(self, if_any: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +37,26 @@ class Front(RunPart):
         self._loss = found.loss
 
     def train_begins(self) -> None:
+        self._refuse_unknown_names()
         self._look_for_frozen()  # an evaluation may come before the first step
 
     def step_begins(self, is_first: bool) -> None:
         self._look_for_frozen()  # callbacks may have frozen parameters in `on_epoch_begin`
+
+    def _refuse_unknown_names(self) -> None:
+        """Refuse `cached_modules` that the model does not have. All processes have the same model.
+
+        Raises:
+            ValueError: there is no module of this name.
+        """
+        names = [name for name, _ in self._job.model.named_modules() if name]
+        for name in self._job.args.cached_modules or ():
+            if name not in names:
+                close = difflib.get_close_matches(name, names, 3) or names[:3]
+                raise ValueError(
+                    f"cached_modules contains {name!r}, but {type(self._job.model).__name__} has no module of this"
+                    f" name. Set it to names from model.named_modules(), such as {', '.join(map(repr, close))}."
+                )
 
     def _look_for_frozen(self) -> None:
         """Make the cache when a parameter is frozen. Collective over all processes.

@@ -2,7 +2,7 @@
 
 inputs [rows, width, ...]     a sample's own: the first `lengths[row]` columns, where there is a mask for it
 arguments, outputs            `times` entries for each row: several images, or choices, of one sample
-keys, digests                 16 bytes for each row, of its own values only
+keys, digests                 some bytes for each row, of its own values only
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ from ..prefix_cache.cache.content_keys import (
     spans_of,
 )
 
-DIGEST_BYTES = 16
+DIGEST_BYTES = 32
+"""Of a row's arguments: 16 bytes for its values, and 16 for its masks of truth values."""
+NO_MASK = bytes(16)
+"""The second half for a row without a mask, or with one that leaves out nothing of the row's own."""
+CAUSAL = b"causal".ljust(16)
+"""The second half for a row with a mask that leaves out what follows each token."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +149,9 @@ class ArgumentDigests:
         self._known: dict[tuple[int, bool], tuple[torch.Tensor, list[bytes]]] = {}
 
     def of(self, given: Sequence[torch.Tensor], of_front: Collection[int], has_rows: Sequence[bool]) -> torch.Tensor:
-        """Digests of a module's arguments, without those from the front itself, and without masks of truth values.
+        """Digests of a module's arguments, without those from the front itself.
 
-        A model may pass no mask where a batch has no padding.
+        Masks of truth values have a digest of their own: a model may pass none where a batch has no padding.
 
         Args:
             given: the tensors among the arguments.
@@ -158,13 +163,16 @@ class ArgumentDigests:
         """
         if len(has_rows) != len(given):
             has_rows = [tensor.dim() > 0 and len(tensor) == self._rows for tensor in given]
-        found = [
-            self._of_one(tensor, has)
-            for tensor, has in zip(given, has_rows, strict=True)
-            if id(tensor) not in of_front and tensor.dtype is not torch.bool and tensor.numel()
-        ]
-        rows = [xxhash.xxh3_128(b"".join(digests[row] for digests in found)) for row in range(self._rows)]
-        content = bytearray(b"".join(row.digest() for row in rows))
+        found, masks = list[list[bytes]](), list[list[bytes]]()
+        for tensor, has in zip(given, has_rows, strict=True):
+            if id(tensor) not in of_front and tensor.numel():
+                (masks if tensor.dtype is torch.bool else found).append(self._of_one(tensor, has))
+        content = bytearray()
+        for row in range(self._rows):
+            content += xxhash.xxh3_128(b"".join(digests[row] for digests in found)).digest()
+            of_masks = [digests[row] for digests in masks if digests[row] != NO_MASK] or [NO_MASK]
+            is_one = len(set(of_masks)) == 1
+            content += of_masks[0] if is_one else xxhash.xxh3_128(b"".join(of_masks)).digest()
         return torch.frombuffer(content, dtype=torch.uint8).view(self._rows, DIGEST_BYTES)
 
     def _of_one(self, tensor: torch.Tensor, has_rows: bool) -> list[bytes]:
@@ -183,8 +191,40 @@ class ArgumentDigests:
                 for dim in wide:
                     assert self._tokens is not None
                     part = part.narrow(dim, 0, self._tokens.lengths[row])
+                if part.dtype is torch.bool and (known := _known_mask(part)) is not None:
+                    digests.append(known)
+                    continue
                 digest = xxhash.xxh3_128(repr(shape).encode())
                 digest.update(bytes_of(part))
                 digests.append(digest.digest())
             self._known[key] = tensor, digests if len(digests) == self._rows else digests * self._rows
         return self._known[key][1]
+
+
+class PaddingValues:
+    """The values of padding in inputs, which are not part of the keys, as they were when padding was met first."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+
+    def is_same(self, inputs: Mapping[str, Any], names: Collection[str], tokens: Tokens) -> bool:
+        """Whether each of the named inputs has one value as padding, the same as before."""
+        if not tokens.has_padding:
+            return True
+        is_padding = torch.arange(tokens.width) >= torch.tensor(tokens.lengths)[:, None]
+        leaves = [leaf for of in sorted(names) for leaf in leaves_of(inputs[of], of)]
+        for name, tensor in leaves:
+            if isinstance(tensor, torch.Tensor) and name in TOKEN_INPUTS and tensor.shape[:2] == is_padding.shape:
+                values = tensor[is_padding.to(tensor.device)].unique()
+                if len(values) != 1 or float(values[0]) != self._values.setdefault(name, float(values[0])):
+                    return False
+        return True
+
+
+def _known_mask(mask: torch.Tensor) -> bytes | None:
+    """The digest of a row's mask that leaves out nothing, or what follows each token; None of another one."""
+    if bool(mask.all()):
+        return NO_MASK
+    is_square = mask.dim() >= 2 and mask.shape[-1] == mask.shape[-2]
+    is_causal = is_square and torch.equal(mask, torch.ones_like(mask).tril())
+    return CAUSAL if is_causal else None

@@ -19,8 +19,11 @@ MOST_TRIES = 3
 """Number of batches on which it is tried whether a loss reads padding."""
 LOUD = 2.0
 """Amplitude of the noise in place of padding, relative to the largest value."""
-EVERY_OTHER = slice(None, None, 2)
-"""The half of the samples that is tried."""
+
+
+def halves_of(rows: int) -> tuple[list[int], list[int]]:
+    """The two halves of the samples that are tried, each in another order than in the batch."""
+    return list(range(0, rows, 2))[::-1], list(range(1, rows, 2))[::-1]
 
 
 class FrontTrial:
@@ -33,7 +36,10 @@ class FrontTrial:
 
     def __init__(self, found: FoundFront, tried: Callable[[Callable[[], Any]], Mapping[str, Ran]]) -> None:
         self.cuts_padding = False
-        """Whether samples are stored without their padding."""
+        """Whether a sample's own tokens are its key, whatever padding there is."""
+        self.keeps_padding = False
+        """Whether its padding is stored nevertheless, which something may read in batches that are not wider."""
+        self._padding_holds = False  # it does not depend on the columns behind it, which are padding too
         self.awaits_loss = False
         """Whether it must be found out yet whether anything reads padding in the outputs (`try_padding`)."""
         self.is_noisy = self.has_made_noise = False
@@ -51,27 +57,35 @@ class FrontTrial:
         forward: Callable[[Batch], Any],
         may_cut: bool = True,
     ) -> bool:
-        """Whether half of the samples alone have the same outputs of the front, up to rounding.
+        """Whether each half of the samples alone has the same outputs of the front, up to rounding.
 
-        It finds out as well whether padding may be left out (`cuts_padding`), as far as the outputs show it.
+        It finds out as well whether padding may be left out of keys (`cuts_padding`), and of what is stored.
 
         Args:
             inputs: what the model was called on.
             calls: what the modules were called on, and have returned.
             forward: runs the model's forward on a batch.
-            may_cut: whether padding may be left out.
+            may_cut: whether padding need not be stored if the loss does not read it.
         """
-        rows, tokens = batch_rows(inputs), self._cuttable(inputs) if may_cut else None
+        rows, tokens = batch_rows(inputs), self._cuttable(inputs)
+        first, second = halves_of(rows)
+        if second:
+            others = self._tried(partial(forward, _some(inputs, rows, second)))
+            if not self._hold(calls, others, rows, second):
+                return False
         if tokens is not None and len(tokens.lengths) == rows:
             columns = max(1, tokens.width // 4)
-            batch = with_less_columns(inputs, columns, removes=False)
-            half = _half(with_less_columns(batch, columns, removes=True), rows)
+            batch = with_less_columns(inputs, min(2 * columns, tokens.width - 1), removes=False)
+            half = _some(with_less_columns(batch, columns, removes=True), rows, first)
             ran, part = (self._tried(partial(forward, given)) for given in (batch, half))
-            if self._hold(ran, part, rows, tokens.cut(columns), columns):
-                self.cuts_padding = self.awaits_loss = True
+            cut = tokens.cut(min(2 * columns, tokens.width - 1))
+            if self._hold(ran, part, rows, first, cut, columns):
+                self.cuts_padding, self.awaits_loss = True, may_cut
+                if not may_cut:
+                    self._keep_padding()
                 return True
-        part = self._tried(partial(forward, _half(inputs, rows)))
-        return self._hold(calls, part, rows)
+        part = self._tried(partial(forward, _some(inputs, rows, first)))
+        return self._hold(calls, part, rows, first)
 
     def _cuttable(self, inputs: Batch) -> Tokens | None:
         """The samples' own tokens, if the front reads some that may be cut."""
@@ -85,11 +99,13 @@ class FrontTrial:
         ran: Mapping[str, Ran],
         half: Mapping[str, Ran],
         rows: int,
+        chosen: list[int],
         tokens: Tokens | None = None,
         columns: int = 0,
     ) -> bool:
         """Whether outputs are the same for half of the samples alone, with so many columns of padding less."""
         wide: dict[tuple[str, int], tuple[int, ...]] = {}
+        padding_holds = tokens is not None
         if not ran.keys() == half.keys() == self._found.needed.keys():
             return False
         pairs = ((n, k, *pair) for n in ran for k, pair in enumerate(zip(ran[n][2], half[n][2], strict=False)))
@@ -104,42 +120,51 @@ class FrontTrial:
                 if any((whole.shape[d], part.shape[d]) != (tokens.width, tokens.width - columns) for d in dims):
                     return False
             if (name, position) in self._found.stored:
-                expected = rows_in(whole, rows, EVERY_OTHER)
+                expected = rows_in(whole, rows, chosen)
                 if tokens is not None and dims == (1,):
-                    expected, part = (cleared(t, tokens.lengths[::2]) for t in (expected[:, :-columns], part))
+                    difference = relative_difference([part], [expected[:, :-columns]])
+                    padding_holds &= difference <= rounding_of(expected)
+                    expected, part = (
+                        cleared(t, [tokens.lengths[row] for row in chosen]) for t in (expected[:, :-columns], part)
+                    )
                 if relative_difference([part], [expected]) > rounding_of(expected):
                     return False  # also where they are wide in another dimension
-        self.wide = wide
+        self.wide, self._padding_holds = wide, padding_holds
         self._note_rows(ran, half, rows)
         return True
 
-    def try_padding(self, run: Callable[[], tuple[torch.Tensor, ...]]) -> None:
-        """Find out whether anything reads padding in the front's outputs; then samples keep theirs.
+    def _keep_padding(self) -> None:
+        """Store padding with the samples, or take it as a part of them if it depends on the width of the batch."""
+        self.keeps_padding = self.cuts_padding = self._padding_holds
+        if not self._padding_holds:
+            self.wide = {}
 
-        The rest of the model, and a stock loss, run with noise in its place. A user's loss does not: it may read what
-        the model returns, also the padding in it.
+    def try_loss(self, loss_of: Callable[[], torch.Tensor]) -> None:
+        """Find out whether a stock loss, or anything up to it, reads padding in the outputs; then samples keep theirs.
+
+        The rest of the model, and the loss, run with noise in its place.
 
         Args:
-            run: computes the loss of a batch, or what the model returns, and leaves everything as it was.
+            loss_of: computes the loss of a batch, and leaves everything as it was.
         """
         self.awaits_loss = self.has_made_noise = False
         self._num_tries += 1
-        found: list[list[torch.Tensor]] = []
+        losses = []
         try:
             for self.is_noisy in (False, True):
-                found.append([tensor.detach().clone() for tensor in run()])
+                losses.append(loss_of().detach())
         except Exception:  # it needs gradients, perhaps
-            found.clear()
+            losses.clear()
         finally:
             self.is_noisy = False
-        if found and not self.has_made_noise and self._num_tries < MOST_TRIES:
+        if losses and not self.has_made_noise and self._num_tries < MOST_TRIES:
             self.awaits_loss = True  # the model was called on something without padding
-        elif not found or not self.has_made_noise or not _are_same(*found):
-            self.cuts_padding, self.wide = False, {}
+        elif not losses or not self.has_made_noise or relative_difference(losses[1:], losses[:1]) > SAME:
+            self._keep_padding()
 
     def _note_rows(self, whole: Mapping[str, Ran], half: Mapping[str, Ran], rows: int) -> None:
         """Note which of the tensors that a module is called on have entries for each row: they became half as long."""
-        less = -(-rows // 2)
+        less = -(-rows // 2)  # the first half
         for name in whole.keys() & half.keys() if less < rows else ():
             pairs = zip(whole[name][0], half[name][0], strict=False)
             self.has_rows[name] = tuple(
@@ -147,14 +172,8 @@ class FrontTrial:
             )
 
 
-def _are_same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(
-        relative_difference([b], [a]) <= SAME for a, b in zip(one, other, strict=True) if a.numel() or b.numel()
-    )
-
-
-def _half(inputs: Batch, rows: int) -> Batch:
-    part: Batch = recursively_apply(lambda tensor: rows_in(tensor, rows, EVERY_OTHER), inputs)
+def _some(inputs: Batch, rows: int, chosen: list[int]) -> Batch:
+    part: Batch = recursively_apply(lambda tensor: rows_in(tensor, rows, chosen), inputs)
     return part
 
 

@@ -18,10 +18,10 @@ import xxhash
 from torch import nn
 
 from ...model.nested import are_close, on_device
-from ...model.watched_weights import WatchedWeights, digest_of
 from ...pipeline.elastic_pipeline import ElasticPipeline
 from ...pipeline.prediction import outputs_of_frozen
 from .cache.comparing import SAME
+from .cache.watched_weights import WatchedWeights, digest_of
 
 MOST_NUMBERS = 2**16
 """Maximum number of values of an output, evenly spaced, that are kept for comparisons."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ...model.layer_stack import LayerStack
 from ...planning.layout import Layout
 from ...randomness import generators_kept
 from ...resilience.exit import SECONDS
@@ -21,6 +22,7 @@ from ...run.placing import Examined
 from ...run.run import PipelineRun
 from .cache.content_keys import KeyingCollator
 from .cache.file_store import FileStore
+from .cache.known_code import FOREIGN, foreign_code, is_declared
 from .cache.sharing import store_file
 from .cache_control import OTHER_INPUTS, AutoCache
 from .cache_setup import check_folder, make_cache
@@ -72,11 +74,23 @@ class PrefixCache(RunPart):
                     " without the cache."
                 )
             return why
+        if job.freeze_callback is None and (why := self._why_not_known(pipeline.stack)):
+            return why
         trouble = check_folder(job, data, costs, generations)
         if trouble is not None:
             return trouble
         with generators_kept(job.trainer, job.model), sparing_memory(job.model):
             return make_cache(found, job, data, generations, run.most_frozen)
+
+    def _why_not_known(self, stack: LayerStack) -> str:
+        """Why layers that the user has frozen are not stored: their code is not known. A policy asks for a trial."""
+        declared = self._job.args.cached_modules or ()
+        for name, module in stack.model.named_modules():
+            is_layer = any(module is unit.module for unit in stack.units)
+            is_frozen = not any(parameter.requires_grad for parameter in module.parameters())
+            if is_layer and is_frozen and not is_declared(name, declared) and (why := foreign_code(module)):
+                return FOREIGN.format(f"{name}: {why}", name)
+        return ""
 
     def placed(self, layout: Layout) -> None:
         if self.cache is not None and layout.num_frozen_layers:

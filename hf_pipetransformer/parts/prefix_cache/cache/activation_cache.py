@@ -34,7 +34,6 @@ from ....model.frozen_prefix import frozen_modules
 from ....model.layer_range import Carry, Observer, Unit, tensors_of
 from ....model.layer_stack import CarrySlot, LayerStack
 from ....model.micro_batch import Batch, select_rows
-from ....model.watched_weights import WatchedWeights
 from ....pipeline.side_stream import SideStream
 from .content_keys import (
     RowKey,
@@ -45,6 +44,7 @@ from .content_keys import (
 )
 from .file_store import FileStore, StoreFull
 from .reading import Found, Generation, States, StoreReading, joined
+from .watched_weights import WatchedWeights
 from .writing import FULL, StoreWriting
 
 SECONDS_BETWEEN_MARKS = 600.0

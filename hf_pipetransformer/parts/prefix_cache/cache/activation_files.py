@@ -105,6 +105,15 @@ class FileReader:
         """
         return self.look_up(keys, [_flat(row) for row in rows]) if self._is_open() else [False] * len(keys)
 
+    def sizes(self, keys: Sequence[bytes]) -> list[int]:
+        """Length in bytes of the longest payload of each key; 0 if there is none."""
+        if not self._is_open():
+            return [0] * len(keys)
+        found = self._find(keys)
+        if not all(found) and self._read_indices():
+            found = self._find(keys)
+        return [max((nbytes for _, _, nbytes, _ in records), default=0) for records in found]
+
     def look_up(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[bool]:
         """Read payloads as `read_into` does, from the generation that is open, even if it was deleted meanwhile."""
         found = self._read_known(keys, payloads)

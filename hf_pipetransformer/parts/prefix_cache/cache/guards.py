@@ -1,0 +1,133 @@
+"""Notices that a tensor's memory has been given out, through which it may be written to without being counted.
+
+PyTorch counts writes into a tensor and its views, but not those through `.data`, a NumPy array or a pointer. A guarded
+tensor stays the object that it is; only its class changes. Operations on it are PyTorch's own, at PyTorch's speed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_state = threading.local()
+
+GIVES_OUT = (
+    *("detach", "numpy", "storage", "untyped_storage", "data_ptr", "set_", "share_memory_"),
+    *("__array__", "__dlpack__", "__getitem__", "view", "view_as", "reshape", "flatten", "as_strided"),
+    *("narrow", "select", "unbind", "split", "chunk", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand"),
+)
+"""Methods that return memory, or views of which one can ask for memory."""
+
+
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """Inside, on this thread, accesses are not noted: by the module itself when it runs, and by this package."""
+    before = getattr(_state, "is_inside", False)
+    _state.is_inside = True
+    try:
+        yield
+    finally:
+        _state.is_inside = before
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    method = getattr(torch.Tensor, name)
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _note(self, name)
+        return method(self, *args, **kwargs)
+
+    return noted
+
+
+def _note(tensor: Any, access: str) -> None:
+    if not getattr(_state, "is_inside", False):
+        tensor.num_given_out += 1
+        tensor.access = access
+
+
+class _Guard:
+    """What guarded parameters and buffers have in common."""
+
+    num_guards: int
+    """Number of those who have guarded it."""
+    num_given_out: int
+    """Number of accesses through which it may have been written to."""
+    access: str
+    """The latest one."""
+
+    @property
+    def data(self) -> Any:
+        _note(self, "data")
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        _note(self, "data")
+        torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+
+
+class GuardedParameter(_Guard, nn.Parameter):
+    """A guarded parameter. Copies and pickles are plain parameters."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with unnoticed():
+            memo[id(self)] = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with unnoticed():
+            return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+class GuardedBuffer(_Guard, torch.Tensor):
+    """A guarded tensor that is no parameter. Copies and pickles are plain tensors."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with unnoticed():
+            memo[id(self)] = self.data.clone(memory_format=torch.preserve_format)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with unnoticed():
+            return self.data.__reduce_ex__(protocol)
+
+
+PLAIN: dict[type, type] = {nn.Parameter: GuardedParameter, torch.Tensor: GuardedBuffer}
+_OVERRIDES: dict[str, Any] = {name: _noting(name) for name in GIVES_OUT}
+# as a parameter's own: otherwise each operation would call Python
+_OVERRIDES["__torch_function__"] = torch._C._disabled_torch_function_impl
+for _guarded in PLAIN.values():
+    for _name, _override in _OVERRIDES.items():
+        setattr(_guarded, _name, _override)
+
+
+def guard(tensors: Sequence[torch.Tensor]) -> None:
+    """Guard tensors. Those of other classes (quantised weights) stay as they are."""
+    for tensor in tensors:
+        if type(tensor) in PLAIN:
+            tensor.__class__ = PLAIN[type(tensor)]
+            vars(tensor).update(num_guards=0, num_given_out=0, access="")
+        if isinstance(tensor, _Guard):
+            tensor.num_guards += 1
+
+
+def unguard(tensors: Sequence[torch.Tensor]) -> None:
+    """Make tensors plain ones again that nobody else guards."""
+    for tensor in tensors:
+        if isinstance(tensor, _Guard):
+            tensor.num_guards -= 1
+            if tensor.num_guards == 0:
+                del tensor.num_guards, tensor.num_given_out, tensor.access
+                plain: Any = nn.Parameter if isinstance(tensor, GuardedParameter) else torch.Tensor
+                tensor.__class__ = plain
+
+
+def accesses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often the memory of each of these tensors has been given out; 0 for those that are not guarded."""
+    return [getattr(tensor, "num_given_out", 0) for tensor in tensors]

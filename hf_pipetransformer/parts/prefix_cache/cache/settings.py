@@ -1,0 +1,205 @@
+"""Notices changes of what frozen modules compute with besides their weights: attributes, code, and what it reads.
+
+attributes        of each part, also private ones; containers and configurations by their values
+code              `forward` of each part, the functions of its class, and hooks
+what code reads   global variables and closures of functions that are not of a known library
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ....model.method_override import MethodOverride
+from .known_code import is_known
+
+PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+"""Types of values that are compared as they are."""
+OF_CALLS = frozenset({"_disable_adapters", "_active_adapter"})
+"""Names of attributes that a loss may change from call to call: PEFT's. What is stored is of a call in one state."""
+OF_MODULES = frozenset(vars(nn.Module())) | {"forward"} | OF_CALLS
+"""Names of the attributes that each module has: its parts, hooks and mode, which are compared in other ways."""
+TABLES = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
+MOST_ENTRIES = 256
+"""Maximum number of entries in a container or object that is a setting; larger ones are data."""
+DEEPEST = 4
+"""Maximum depth of containers and objects inside one another."""
+MOST_FUNCTIONS = 200
+"""Maximum number of functions whose global variables are compared."""
+
+Slot = tuple[Mapping[str, Any], str]
+"""Where a value is: a namespace, and its name there."""
+
+
+class Settings:
+    """Attributes and code of modules, as they are now.
+
+    Args:
+        modules: the modules, each without those inside of it.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._owners = [vars(module) for module in modules]
+        self._types = [type(module) for module in modules]
+        self._slots: list[Slot] = [(of, name) for of in self._owners for name in of if name not in OF_MODULES]
+        functions = list(self._note_code())
+        self._cells: list[CellType] = []
+        self._slots += _read_by(functions, self._cells)
+        attributes = (of.get(name) for of, name in self._slots[: self._num_attributes])
+        self.tensors = [value for value in attributes if type(value) is torch.Tensor]
+        """Tensors that are attributes and no buffers."""
+        self._noted = self._now()
+        self._containers = [(one, list(_entries(one))) for one in _containers_in(self._noted[1])]
+
+    def _note_code(self) -> Iterator[FunctionType]:
+        """Note where the functions of the modules' classes are; yield those that are not of a known library."""
+        self._num_attributes = len(self._slots)
+        for base in dict.fromkeys(base for cls in dict.fromkeys(self._types) for base in _bases(cls)):
+            if "forward" not in vars(base):
+                self._slots.append((vars(base), "forward"))  # it may be given one
+            for name, value in vars(base).items():
+                function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+                if isinstance(function, FunctionType):
+                    self._slots.append((vars(base), name))
+                    if not is_known(function):
+                        yield function
+        yield from (f for of in self._owners if isinstance(f := _own_forward(of), FunctionType) and not is_known(f))
+
+    def are_same(self) -> bool:
+        """Whether nothing has changed. Objects are compared first, as only what is inside of them may change then."""
+        (sizes, values, code), (noted_sizes, noted, noted_code) = self._now(), self._noted
+        if sizes != noted_sizes or not are_identical(code, noted_code):
+            return False
+        are_equal = are_identical(values, noted) or all(
+            one is other or _value(one) == _value(other) for one, other in zip(values, noted, strict=True)
+        )
+        return are_equal and all(map(_is_same_inside, self._containers))
+
+    def _now(self) -> tuple[list[int], list[Any], list[Any]]:
+        """Numbers of attributes, values, and parts, hooks and methods that were replaced."""
+        sizes = [len(of) - ("forward" in of) for of in self._owners]
+        tables = [of[table] for of in self._owners for table in TABLES if of[table]]
+        code = [*chain.from_iterable(tables), *chain.from_iterable([table.values() for table in tables])]
+        code += [own for of in self._owners if "forward" in of and (own := _own_forward(of)) is not None]
+        values = [of.get(name) for of, name in self._slots]
+        return sizes, [*values, *map(_content, self._cells)], code
+
+
+def are_identical(now: Sequence[Any], noted: Sequence[Any]) -> bool:
+    """Whether two sequences contain the very same objects."""
+    return len(now) == len(noted) and all(map(is_, now, noted))
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound any more
+        return None
+
+
+def _bases(cls: type) -> Iterable[type]:
+    return cls.__mro__[: cls.__mro__.index(nn.Module)]
+
+
+def _own_forward(of: Mapping[str, Any]) -> Any:
+    """What replaces a module's `forward`, apart from our own overrides."""
+    function = of.get("forward")
+    while isinstance(function, MethodOverride):
+        function = function.earlier
+    return function
+
+
+def _read_by(functions: Sequence[FunctionType], cells: list[CellType]) -> Iterator[Slot]:
+    """Where the global variables are that functions read, with those of other users' functions among them.
+
+    Args:
+        functions: the functions.
+        cells: their closures are added here.
+    """
+    waiting, seen = list(functions), set[int]()
+    while waiting and len(seen) < MOST_FUNCTIONS:
+        function = waiting.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        names = set(_names_in(function.__code__))
+        for name in names & function.__globals__.keys():
+            value = function.__globals__[name]
+            yield function.__globals__, name
+            if isinstance(value, ModuleType):
+                yield from ((vars(value), inside) for inside in names & vars(value).keys())
+            elif isinstance(value, FunctionType) and not is_known(value):
+                waiting.append(value)
+        for cell in function.__closure__ or ():
+            cells.append(cell)
+            if isinstance(value := _content(cell), FunctionType) and not is_known(value):
+                waiting.append(value)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):  # a function inside
+            yield from _names_in(constant)
+
+
+def _has_inside(value: Any) -> bool:
+    """Whether something may change inside of a value while it stays the same object."""
+    if isinstance(value, (*PLAIN, float, torch.Tensor, nn.Module, type, ModuleType)) or callable(value):
+        return False
+    return isinstance(value, (Mapping, list, tuple, set, frozenset, np.ndarray)) or hasattr(value, "__dict__")
+
+
+def _containers_in(values: Iterable[Any]) -> list[Any]:
+    """The containers and objects among values, and inside of these, each once."""
+    found: dict[int, Any] = {}
+    level = list(values)
+    for _ in range(DEEPEST):
+        level = [value for value in level if id(value) not in found and _has_inside(value)]
+        level = list({id(value): value for value in level}.values())
+        found |= {id(value): value for value in level}
+        level = [entry for value in level for entry in _entries(value)]
+    return list(found.values())
+
+
+def _entries(container: Any) -> list[Any]:
+    """What is inside of a container or object; its length or bytes instead, if it is data."""
+    kind = type(container)
+    if kind is dict and len(container) <= MOST_ENTRIES:
+        return [*container, *container.values()]
+    if kind in (tuple, list) and len(container) <= MOST_ENTRIES:
+        return container
+    if isinstance(container, np.ndarray):
+        return [container.tobytes()] if container.size <= MOST_ENTRIES else []
+    entries = container if isinstance(container, (Mapping, list, tuple, set, frozenset)) else vars(container)
+    if len(entries) > MOST_ENTRIES:
+        return [len(entries)]
+    return [*entries, *entries.values()] if isinstance(entries, Mapping) else list(entries)
+
+
+def _is_same_inside(container: tuple[Any, list[Any]]) -> bool:
+    """Whether a container has the entries that it had."""
+    value, noted = container
+    now = _entries(value)
+    return are_identical(now, noted) or list(map(_value, now)) == list(map(_value, noted))
+
+
+def _value(value: Any) -> Any:
+    """Something that equals that of another value if both are the same setting."""
+    if isinstance(value, float):
+        return repr(value)  # NaN equals nothing
+    if isinstance(value, PLAIN):
+        return value
+    if type(value) in (list, tuple):
+        return list(map(_value, value))
+    if isinstance(value, dict):
+        return [(_value(key), _value(entry)) for key, entry in value.items()]
+    return id(value)

@@ -1,0 +1,186 @@
+"""Notices when frozen modules no longer compute what was stored of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from ....model.placeholders import is_wrapper, values_of
+from .guards import accesses, guard, unguard, unnoticed
+from .settings import Settings, are_identical
+
+OFTEN, MOST_OF_TIME = 10, 0.03
+"""Number of comparisons of all values after which they may not take more than this share of the time."""
+
+
+class WatchedWeights:
+    """Weights, buffers, modes and settings of frozen modules, as they are now.
+
+    PyTorch counts writes into a tensor. Where its memory is given out (`.data`, NumPy), through which it may be
+    written to without being counted, a guarded tensor notes it, and all its values are compared before the next use.
+    One number of each tensor is compared always, as memory may have been given out before.
+
+    Args:
+        modules: the modules, each without those inside of it.
+        parameters: those that are watched.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> None:
+        self._compared = 0, 0.0, 0.0  # how often all values of a tensor were compared, when first, and for how long
+        self._access = ""  # the latest one after which they were
+        self._modules = list(dict.fromkeys(modules))
+        self._parameters = list(dict.fromkeys(parameters))
+        self._owners = [vars(module) for module in self._modules]
+        self._settings = Settings(self._modules)
+        held = [buffer for buffer in self._held_buffers() if buffer is not None]
+        self.buffers = list(dict.fromkeys(b for b in (*held, *self._settings.tensors) if b.numel()))
+        """The buffers of the modules, and tensors that are attributes."""
+        self._tensors = [*self._parameters, *self.buffers]
+        self._counting = [p for p in self._parameters if not p.is_inference()]  # those whose writes are counted
+        self._held, self._wrappers = ([t for t in self._tensors if is_wrapper(t) is kind] for kind in (False, True))
+        self._where: list[int] = []  # of the parameters that the views belong to
+        self._middles: list[list[torch.Tensor]] = []
+        self._digests: dict[int, str] = {}  # of all values, by identity; while they are guarded
+        self._accesses: list[int] = []  # to the memory of the tensors, that were counted
+        self._checksums: dict[int, tuple[int, str]] = {}  # of buffers: with the number of writes
+        self._noted_modes = self._modes()
+        self._noted_buffers, self._noted_values = self._held_buffers(), self._values()
+
+    @classmethod
+    def of(cls, roots: Sequence[nn.Module]) -> WatchedWeights:
+        """Watch whole modules."""
+        return cls([m for root in roots for m in root.modules()], [p for root in roots for p in root.parameters()])
+
+    def guard(self) -> None:
+        """Note from now on that memory of the tensors is given out, until `release`."""
+        with unnoticed():
+            self._digests = {id(tensor): digest_of(tensor) for tensor in self._tensors}
+        guard(self._tensors)
+        self._accesses = accesses(self._tensors)
+
+    def release(self) -> None:
+        """Make the tensors plain ones again."""
+        if self._digests:
+            unguard(self._tensors)
+        self._digests = {}
+
+    def digest(self) -> str:
+        """Of all values, and of the modes."""
+        content = xxhash.xxh3_128(repr(self._modes()).encode())
+        with unnoticed():
+            for tensor in self._tensors:
+                content.update((self._digests.get(id(tensor)) or digest_of(tensor)).encode())
+        return content.hexdigest()
+
+    def what_changed(self, settings: bool = True, values: bool = True, modes: bool = True) -> str | None:
+        """What is another than when this was made, in words; None if nothing is.
+
+        Args:
+            settings: whether attributes, code, hooks and modes count.
+            values: whether the values of weights and buffers count.
+            modes: whether modes count, if settings do.
+        """
+        if settings and not self._settings.are_same():
+            return "an attribute, a hook, code or a part of its modules has been changed, added or removed"
+        if settings and modes and self._modes() != self._noted_modes:
+            return "its modules have been set to another mode (train() or eval())"
+        if not values:
+            return None
+        with unnoticed():
+            are_same = self._values() == self._noted_values and self._are_given_out_same()
+        if not are_same or not are_identical(self._held_buffers(), self._noted_buffers):
+            return "its weights or buffers have been changed, or are trained again"
+        return None
+
+    def why_too_slow(self) -> str | None:
+        """Why watching takes too long: memory is given out again and again, and each time all values are compared."""
+        number, first, seconds = self._compared
+        if number < OFTEN or seconds < MOST_OF_TIME * (time.perf_counter() - first):
+            return None
+        share = f"{seconds / (time.perf_counter() - first):.0%} of the time"
+        return f"its weights are accessed again and again (.{self._access}), and comparing them takes {share}"
+
+    def take_rewritten(self, digest: str) -> bool:
+        """Take values that were written anew for the noted ones, if all are equal. Returns whether they are.
+
+        Args:
+            digest: `digest()` of the noted values.
+        """
+        are_held = are_identical(self._held_buffers(), self._noted_buffers)
+        self._digests, noted_digests = {}, self._digests
+        if not are_held or self.what_changed(values=False) is not None or self.digest() != digest:
+            return False
+        self._digests = noted_digests
+        self._accesses = accesses(self._tensors)
+        with unnoticed():
+            noted, self._noted_values = self._noted_values, self._values()
+        return bool(self._noted_values[0] == noted[0])  # what is trained again is another model
+
+    def _are_given_out_same(self) -> bool:
+        """Whether the tensors whose memory has been given out have the values that they had."""
+        now = accesses(self._tensors)
+        if not self._digests or now == self._accesses:
+            return True
+        pairs = zip(now, self._accesses, strict=True)
+        touched = [tensor for tensor, (one, other) in zip(self._tensors, pairs, strict=True) if one != other]
+        began, (number, first, seconds) = time.perf_counter(), self._compared
+        are_same = all(digest_of(tensor) == self._digests.get(id(tensor)) for tensor in touched)
+        self._compared = number + 1, first or began, seconds + time.perf_counter() - began
+        self._access = str(getattr(touched[0], "access", ""))
+        if are_same:
+            self._accesses = now
+        return are_same
+
+    def _modes(self) -> list[bool]:
+        return [of["training"] for of in self._owners]
+
+    def _held_buffers(self) -> list[Any]:
+        return [buffer for of in self._owners for buffer in of["_buffers"].values()]
+
+    def _values(self) -> tuple[list[Any], ...]:
+        """Flags of weights, how often they were written to, what is in buffers, and one number of each tensor."""
+        where = [torch.Tensor.data_ptr(tensor) for tensor in self._held]  # also of guarded ones
+        where += [values_of(tensor)[0].data_ptr() for tensor in self._wrappers]
+        if where != self._where:  # weights may be moved to other memory
+            self._where, self._middles = where, self._views_of_middles()
+        numbers = [torch.cat(views) for views in self._middles]
+        return (
+            [p.requires_grad for p in self._parameters],
+            [p._version for p in self._counting],
+            [self._checksum(buffer) for buffer in self.buffers],
+            [(n.nan_to_num() if n.is_floating_point() else n).tolist() for n in numbers],  # NaN equals nothing
+        )
+
+    def _checksum(self, buffer: torch.Tensor) -> str:
+        """A digest of a buffer, computed anew only if it was written to: DDP writes the same values in each step."""
+        version, checksum = self._checksums.get(id(buffer), (-2, ""))
+        if version != _version(buffer):
+            version, checksum = _version(buffer), digest_of(buffer)
+            self._checksums[id(buffer)] = version, checksum
+        return checksum
+
+    def _views_of_middles(self) -> list[list[torch.Tensor]]:
+        by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in self._tensors:
+            for value in values_of(tensor)[:1]:
+                if value.numel() and not value.is_complex():
+                    middle = value.detach()[tuple(size // 2 for size in value.shape)]
+                    by_type.setdefault((value.dtype, value.device), []).append(middle.view(1))
+        return list(by_type.values())
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """A digest of a tensor's dtype, shape and all bits."""
+    content = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    for value in values_of(tensor):
+        content.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return content.hexdigest()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
