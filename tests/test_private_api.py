@@ -267,6 +267,7 @@ GUARDS: dict[str, Callable[[], Any]] = {
     "_non_persistent_buffers_set": lambda: module_with_all()._non_persistent_buffers_set == {"dropped"},
     "_forward_hooks": lambda: len(module_with_all()._forward_hooks) == 1,
     "_forward_pre_hooks": lambda: len(module_with_all()._forward_pre_hooks) == 1,
+    "_backward_pre_hooks": lambda: nn.Linear(1, 1)._backward_pre_hooks == {},
     "_version": counts_writes,
     "_base": knows_what_it_is_a_view_of,
     "_backward_hooks": lists_gradient_hooks,

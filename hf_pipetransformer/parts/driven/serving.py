@@ -124,7 +124,8 @@ class ServingStage(StageCalls):
             else:
                 if number == len(parts) - 1:
                     note = self._state.after_call(note, bool(order.spans))
-                self.keep(self.messages.send_values(crossing._replace(note=note)))
+                noted = Crossing(crossing.virtual_stage, crossing.slots, crossing.values, note)
+                self.keep(self.messages.send_values(noted))
 
     def _give_up(self, failure: FailedBelow) -> None:
         """Tell the last stage, whose user's code may catch the error, that layers have failed in a call."""
