@@ -224,8 +224,9 @@ def hide(tensor: torch.Tensor, about: str, remedy: str, is_trained: bool | None 
         remedy: what the user can do, as a sentence.
         is_trained: what `requires_grad` shall say to the user, who may choose parameters by it; None: what it says.
     """
-    if type(tensor) in (torch.Tensor, nn.Parameter):
-        tensor.__class__ = HiddenParameter if type(tensor) is nn.Parameter else Hidden
+    kind = getattr(tensor, "plain_class", type(tensor))  # a guarded weight stands for a plain one
+    if kind in (torch.Tensor, nn.Parameter):
+        tensor.__class__ = HiddenParameter if kind is nn.Parameter else Hidden
     if isinstance(tensor, Hidden):
         with torch._C.DisableTorchFunctionSubclass():
             tensor.is_trained = tensor.requires_grad if is_trained is None else is_trained

@@ -471,6 +471,7 @@ class AutoCache:
             has_ended: this training will not be resumed, so everything that only it could use is removed.
         """
         self._pipeline.use_shortcut(None)
+        self._function.release()
         self.cache.close()
         if has_ended and self._is_first_here and not self._is_shared:
             self._store.remove()

@@ -79,8 +79,16 @@ class FrozenFunction:
         return xxhash.xxh3_128_hexdigest("\n".join(content).encode())
 
     def note(self) -> None:
-        """Record the weights and buffers on this process under the plan in force. Not collective."""
+        """Record the weights and buffers on this process under the plan in force, and guard them. Not collective."""
+        self.release()
+        table = self._pipeline.stack.table
         self._watched = self._watch()
+        self._watched.guard({id(table[name]): digest for name, digest in self._digests.items()})
+
+    def release(self) -> None:
+        """Guard the weights no longer."""
+        if self._watched is not None:
+            self._watched.release()
 
     def what_changed(self) -> str | None:
         """Return why the cached outputs are no longer those of the frozen layers; None if they are.

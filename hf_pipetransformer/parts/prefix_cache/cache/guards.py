@@ -54,6 +54,8 @@ def _note(tensor: Any, access: str) -> None:
 class _Guard:
     """What guarded parameters and buffers have in common."""
 
+    plain_class: type
+    """The class that it has without a guard."""
     num_guards: int
     """Number of those who have guarded it."""
     num_given_out: int
@@ -75,6 +77,8 @@ class _Guard:
 class GuardedParameter(_Guard, nn.Parameter):
     """A guarded parameter. Copies and pickles are plain parameters."""
 
+    plain_class = nn.Parameter
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with unnoticed():
             memo[id(self)] = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
@@ -88,6 +92,8 @@ class GuardedParameter(_Guard, nn.Parameter):
 class GuardedBuffer(_Guard, torch.Tensor):
     """A guarded tensor that is no parameter. Copies and pickles are plain tensors."""
 
+    plain_class = torch.Tensor
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with unnoticed():
             memo[id(self)] = self.data.clone(memory_format=torch.preserve_format)
@@ -98,7 +104,7 @@ class GuardedBuffer(_Guard, torch.Tensor):
             return self.data.__reduce_ex__(protocol)
 
 
-PLAIN: dict[type, type] = {nn.Parameter: GuardedParameter, torch.Tensor: GuardedBuffer}
+PLAIN: dict[type, type] = {guarded.plain_class: guarded for guarded in (GuardedParameter, GuardedBuffer)}
 _OVERRIDES: dict[str, Any] = {name: _noting(name) for name in GIVES_OUT}
 # as a parameter's own: otherwise each operation would call Python
 _OVERRIDES["__torch_function__"] = torch._C._disabled_torch_function_impl
@@ -124,8 +130,7 @@ def unguard(tensors: Sequence[torch.Tensor]) -> None:
             tensor.num_guards -= 1
             if tensor.num_guards == 0:
                 del tensor.num_guards, tensor.num_given_out, tensor.access
-                plain: Any = nn.Parameter if isinstance(tensor, GuardedParameter) else torch.Tensor
-                tensor.__class__ = plain
+                tensor.__class__ = tensor.plain_class
 
 
 def accesses(tensors: Sequence[torch.Tensor]) -> list[int]:

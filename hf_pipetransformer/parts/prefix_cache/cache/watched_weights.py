@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,10 +56,15 @@ class WatchedWeights:
         """Watch whole modules."""
         return cls([m for root in roots for m in root.modules()], [p for root in roots for p in root.parameters()])
 
-    def guard(self) -> None:
-        """Note from now on that memory of the tensors is given out, until `release`."""
+    def guard(self, known: Mapping[int, str] | None = None) -> None:
+        """Note from now on that memory of the tensors is given out, until `release`.
+
+        Args:
+            known: digests of some of the tensors, by identity.
+        """
+        known = known or {}
         with unnoticed():
-            self._digests = {id(tensor): digest_of(tensor) for tensor in self._tensors}
+            self._digests = {id(tensor): known.get(id(tensor)) or digest_of(tensor) for tensor in self._tensors}
         guard(self._tensors)
         self._accesses = accesses(self._tensors)
 
