@@ -139,9 +139,9 @@ class Origins(TorchFunctionMode):
         """
 
         def alias(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor not in self._made_inside or tensor.requires_grad:
+            if tensor not in self._made_inside:
                 return tensor
-            other = tensor.detach()
+            other = tensor.view_as(tensor)  # with its graph: wav2vec2's features require a gradient
             self.of(other, set()).update(self.of(tensor))
             return other
 
