@@ -117,6 +117,7 @@ class OptimizerState:
     # ------------------------------------------------------------------------------------ the groups' lists
     def put_hooks_in_order(self) -> None:
         """Let the groups list all parameters in the step hooks that the user has registered, whenever that was."""
+        self._show_all()  # a step that has failed may have left them shorter
         before: Any = self.optimizer._optimizer_step_pre_hooks
         behind: Any = self.optimizer._optimizer_step_post_hooks
         before.move_to_end(self._begins.id)

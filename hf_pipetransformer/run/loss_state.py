@@ -6,6 +6,7 @@ last stage     self.parts.append(loss)  anything else: the others have something
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -22,6 +23,8 @@ MOST_LEAVES = 100
 """Number of plain values in a container up to which it is carried."""
 MOST_LOOKED_INTO = 1000
 """Number of members of a container up to which a change is looked for inside of them."""
+MOST_BYTES = 2**20
+"""Size of a NumPy array up to which its values are compared."""
 OF_THE_LOOP = ("transformers.", "accelerate.", "hf_pipetransformer.")
 """Modules of objects that the training loop replaces on every process, such as the `TrainerControl`."""
 
@@ -97,11 +100,13 @@ class Changes:
         """
         mine = vars(trainer)
         changed_here = since.changes(trainer)
+        own = {*changed_here.values, *changed_here.others, *changed_here.removed}
         for name in self.removed:
-            mine.pop(name, None)
-        mine.update(self.values)
+            if name not in own:
+                mine.pop(name, None)
+        mine.update({name: value for name, value in self.values.items() if name not in own})
         for name in self.others:
-            if name not in changed_here.values and name not in changed_here.others:
+            if name not in own:
                 before = mine.get(name, MISSING)
                 if type(before) is not OnLastStage:
                     mine[name] = OnLastStage(name, before)
@@ -154,7 +159,12 @@ def _state_of(value: Any) -> Any:
     """What a change of an object in place shows in."""
     if isinstance(value, torch.Tensor):
         return value._version
-    if isinstance(value, (list, tuple, Mapping, Set)):
+    if isinstance(value, np.ndarray):
+        return value.tobytes() if value.nbytes <= MOST_BYTES else None
+    is_sequence = isinstance(value, (list, tuple, deque)) and len(value) <= MOST_LOOKED_INTO
+    if is_sequence and all(type(entry) in PLAIN for entry in value):
+        return repr(list(value))
+    if isinstance(value, (list, tuple, deque, Mapping, Set)):
         return repr(value) if _num_leaves(value) <= MOST_LEAVES else _lengths(value)
     return None
 
@@ -167,7 +177,7 @@ def _lengths(value: Any) -> Any:
     """The lengths of nested containers, and what changes tensors in them."""
     if isinstance(value, torch.Tensor):
         return id(value), value._version
-    if not isinstance(value, (list, tuple, Mapping, Set)):
+    if not isinstance(value, (list, tuple, deque, Mapping, Set)):
         return None
     if len(value) > MOST_LOOKED_INTO:
         return len(value)

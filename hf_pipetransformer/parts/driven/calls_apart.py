@@ -101,8 +101,10 @@ class CallsApart:
                     if mine is not None and len(results) == self._messages.stage_index:
                         call = mine  # as it was made: what requires a gradient has not been sent
                     undo = put_all(self._modules, call.state)
-                    results.append(self._served.run({}, partial(self._run, call)))
-                    undo()
+                    try:
+                        results.append(self._served.run({}, partial(self._run, call)))
+                    finally:
+                        undo()
             mine_back = self._messages.scatter(results)
         self._has_failed = False
         return mine_back

@@ -120,6 +120,7 @@ class StateBelow:
         watched = groups.outside.union(*groups.of_units[stage.start : stage.stop])
         self._state = ModuleState(groups.chosen(watched))
         self._reported: Note = {}
+        self._unsent: Note = {}  # of calls that have failed
 
     def begin(self) -> None:
         """A batch begins."""
@@ -136,9 +137,18 @@ class StateBelow:
         self._state.note()
         return undo
 
+    def keep(self, from_below: Note | None) -> None:
+        """Keep what the layers below have written for the next call, as this one fails here."""
+        self._unsent.update(from_below or {})
+
+    def note(self) -> None:
+        """Note the present state, which layers have not written."""
+        self._state.note()
+
     def after_call(self, from_below: Note | None, is_split: bool) -> Note | None:
         """A call has run: what the layers below and here have written that has not been reported."""
-        note = dict(from_below or {})
+        note = {**self._unsent, **(from_below or {})}
+        self._unsent = {}
         for change in self._state.changes():
             if change.place[1][0] in TABLES - {BUFFERS}:
                 continue
@@ -247,11 +257,12 @@ class StateOnLast:
         shown = [place for place in hidden if self._show(place)]
         if hidden:
             self._note()
-        self._heard = {}
+        self._heard, heard = {}, {}
         try:
             yield
             written = {change.place for change in self._around.changes()}
-            for place, left in self._heard.items():
+            heard, self._heard = self._heard, {}
+            for place, left in heard.items():
                 self._take(place, left, place in written)
             for change in self._own.changes() if looks else ():
                 if change.place[0] in self._groups.layers and change.place[1][0] not in TABLES - {BUFFERS}:
@@ -261,8 +272,17 @@ class StateOnLast:
         finally:
             for place in dict.fromkeys(shown):
                 self._hide(place)
-            if shown or self._heard:
+            if shown or heard or self._heard:
                 self._note()
+            else:
+                self._below.note()  # what the model's own forward sets on layers below is no change of the loss's
+
+    def call_has_failed(self) -> None:
+        """A call has failed, and the loss may go on: what layers below have written in it is not said again."""
+        for place, left in self._heard.items():
+            self._take(place, left, False)
+        self._heard = {}
+        self._note()
 
     def hear(self, note: Note | None) -> None:
         """What the stages below have written in the call that runs."""
@@ -317,6 +337,7 @@ class StateOnLast:
             if is_known:
                 return
         if _is_whole(left):
+            self._left.pop(place, None)
             put(self._modules, place, left)
             return
         self._left[place] = left, BELOW, REMEDY

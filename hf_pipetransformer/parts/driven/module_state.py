@@ -405,6 +405,8 @@ def put(modules: list[nn.Module], place: Place, value: Any, is_written: bool = F
     if owner is None:
         return lambda: None
     before = owner.get(name, ABSENT)
+    if before is value or (is_plain(value) and type(before) is type(value) and before == value):
+        return lambda: None
     if is_written and isinstance(before, torch.Tensor) and before.shape == value.shape:
         with torch.no_grad():
             before.copy_(value)
@@ -413,7 +415,12 @@ def put(modules: list[nn.Module], place: Place, value: Any, is_written: bool = F
         owner.pop(name, None)
     else:
         owner[name] = value
-    return lambda: _restore(owner, name, before)
+
+    def restore() -> None:
+        if owner.get(name, ABSENT) is value:  # otherwise code that has run meanwhile has set it
+            _restore(owner, name, before)
+
+    return restore
 
 
 def put_all(modules: list[nn.Module], changes: Changes) -> Callable[[], None]:

@@ -127,7 +127,9 @@ class ServedCalls(StageCalls):
             self._expected, error = 0, failure.error
         except Exception:
             self._drain()
+            self._state.call_has_failed()
             raise
+        self._state.call_has_failed()
         raise error  # here, where no error is handled, so that its own cause stays
 
     def _drain(self) -> None:
@@ -136,6 +138,7 @@ class ServedCalls(StageCalls):
             while self._expected:
                 self._expected -= 1
                 self.messages.receive_values(self.index, self.stage.slots_in)
+                self._state.hear(self.messages.note)
 
     def _serve_call(
         self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -115,11 +115,13 @@ class ServingStage(StageCalls):
                         self._give_up(failure)
                     return  # the stages below have left the call
             if has_failed:
-                continue  # what the stages below still send of this call is not needed
+                self._state.keep(note)
+                continue  # what else the stages below still send of this call is not needed
             try:
                 crossing = self._run(order, number, module, values, part)
             except Exception as error:
                 has_failed = True
+                self._state.keep(note)
                 self._give_up(FailedBelow.of(error, self.messages.ranks[self.index]))
             else:
                 if number == len(parts) - 1:
@@ -166,6 +168,8 @@ class ServingStage(StageCalls):
         else:
             torch.autograd.backward(held.sent, gradients, retain_graph=order.keeps_graph)
         undo()
+        if order.changes:
+            self._state.note()
         down = [torch.zeros_like(x) if x.grad is None else x.grad for x in held.received]
         if not order.keeps_graph:
             del self._held[order.call, order.part]

@@ -170,8 +170,8 @@ class ArgumentDigests:
         content = bytearray()
         for row in range(self._rows):
             content += xxhash.xxh3_128(b"".join(digests[row] for digests in found)).digest()
-            of_masks = [digests[row] for digests in masks if digests[row] != NO_MASK] or [NO_MASK]
-            is_one = len(set(of_masks)) == 1
+            of_masks = [digests[row] for digests in masks] or [NO_MASK]
+            is_one = len(set(of_masks)) == 1 and of_masks[0] in (NO_MASK, CAUSAL)
             content += of_masks[0] if is_one else xxhash.xxh3_128(b"".join(of_masks)).digest()
         return torch.frombuffer(content, dtype=torch.uint8).view(self._rows, DIGEST_BYTES)
 

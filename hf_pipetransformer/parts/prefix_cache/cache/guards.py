@@ -19,6 +19,7 @@ _state = threading.local()
 GIVES_OUT = (
     *("detach", "numpy", "storage", "untyped_storage", "data_ptr", "set_", "share_memory_"),
     *("__array__", "__dlpack__", "__getitem__", "view", "view_as", "reshape", "flatten", "as_strided"),
+    *("ravel", "diagonal", "unfold", "movedim", "swapaxes", "swapdims", "unsqueeze_", "unflatten", "tensor_split"),
     *("narrow", "select", "unbind", "split", "chunk", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand"),
 )
 """Methods that return memory, or views of which one can ask for memory."""
@@ -43,6 +44,16 @@ def _noting(name: str) -> Callable[..., Any]:
         return method(self, *args, **kwargs)
 
     return noted
+
+
+def _noting_property(name: str) -> Any:
+    read = getattr(torch.Tensor, name).__get__
+
+    def noted(self: Any) -> Any:
+        _note(self, name)
+        return read(self)
+
+    return property(noted)
 
 
 def _note(tensor: Any, access: str) -> None:
@@ -108,6 +119,8 @@ PLAIN: dict[type, type] = {guarded.plain_class: guarded for guarded in (GuardedP
 _OVERRIDES: dict[str, Any] = {name: _noting(name) for name in GIVES_OUT}
 # as a parameter's own: otherwise each operation would call Python
 _OVERRIDES["__torch_function__"] = torch._C._disabled_torch_function_impl
+for _name in ("T", "mT", "H", "mH"):
+    _OVERRIDES[_name] = _noting_property(_name)
 for _guarded in PLAIN.values():
     for _name, _override in _OVERRIDES.items():
         setattr(_guarded, _name, _override)

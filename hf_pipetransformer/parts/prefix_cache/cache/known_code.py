@@ -97,7 +97,9 @@ def _why_not_known(cls: type) -> str:
         is_of_library = _package(base.__module__) in LIBRARIES
         for value in vars(base).values():
             function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-            if isinstance(function, FunctionType) and not (is_of_library and is_known(function)):
+            function = function.func if isinstance(function, functools.cached_property) else function
+            is_code = isinstance(function, FunctionType) or (callable(function) and not isinstance(function, type))
+            if is_code and not (is_of_library and is_known(function)):
                 what = f"its code is of {base.__module__}.{base.__qualname__}"
                 return what if not is_of_library else f"{what}, where {_name(function)} replaces a method"
         if base is nn.Module:

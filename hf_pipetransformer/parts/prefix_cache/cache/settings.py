@@ -47,6 +47,7 @@ class Settings:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = list(modules)
         self._owners = [vars(module) for module in modules]
         self._types = [type(module) for module in modules]
         self._slots: list[Slot] = [(of, name) for of in self._owners for name in of if name not in OF_MODULES]
@@ -88,6 +89,7 @@ class Settings:
         sizes = [len(of) - ("forward" in of) for of in self._owners]
         tables = [of[table] for of in self._owners for table in TABLES if of[table]]
         code = [*chain.from_iterable(tables), *chain.from_iterable([table.values() for table in tables])]
+        code += [type(module) for module in self._modules]
         code += [own for of in self._owners if "forward" in of and (own := _own_forward(of)) is not None]
         values = [of.get(name) for of, name in self._slots]
         return sizes, [*values, *map(_content, self._cells)], code

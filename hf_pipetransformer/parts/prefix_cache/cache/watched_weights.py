@@ -46,6 +46,7 @@ class WatchedWeights:
         self._where: list[int] = []  # of the parameters that the views belong to
         self._middles: list[list[torch.Tensor]] = []
         self._digests: dict[int, str] = {}  # of all values, by identity; while they are guarded
+        self._is_guarding = False
         self._accesses: list[int] = []  # to the memory of the tensors, that were counted
         self._checksums: dict[int, tuple[int, str]] = {}  # of buffers: with the number of writes
         self._noted_modes = self._modes()
@@ -66,13 +67,14 @@ class WatchedWeights:
         with unnoticed():
             self._digests = {id(tensor): known.get(id(tensor)) or digest_of(tensor) for tensor in self._tensors}
         guard(self._tensors)
+        self._is_guarding = True
         self._accesses = accesses(self._tensors)
 
     def release(self) -> None:
         """Make the tensors plain ones again."""
-        if self._digests:
+        if self._is_guarding:
             unguard(self._tensors)
-        self._digests = {}
+        self._digests, self._is_guarding = {}, False
 
     def digest(self) -> str:
         """Of all values, and of the modes."""
@@ -118,9 +120,11 @@ class WatchedWeights:
         """
         are_held = are_identical(self._held_buffers(), self._noted_buffers)
         self._digests, noted_digests = {}, self._digests
-        if not are_held or self.what_changed(values=False) is not None or self.digest() != digest:
-            return False
-        self._digests = noted_digests
+        try:
+            if not are_held or self.what_changed(values=False) is not None or self.digest() != digest:
+                return False
+        finally:
+            self._digests = noted_digests
         self._accesses = accesses(self._tensors)
         with unnoticed():
             noted, self._noted_values = self._noted_values, self._values()
