@@ -21,7 +21,7 @@ from ...model.watched_weights import WatchedWeights
 from ...randomness import seeded, set_torch_states, torch_states
 from ...run.loss import Loss
 from ...training_args import CACHE_DTYPES
-from ..prefix_cache.cache.activation_cache import CacheCounts
+from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
 from ..prefix_cache.cache_setup import describe_model
 from .dropout_hint import DropoutHint
