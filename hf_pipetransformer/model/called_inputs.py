@@ -112,6 +112,17 @@ def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
+def added_settings(batch: Collection[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values among a model's arguments that are not in the batch, and may change states.
+
+    Args:
+        batch: the names of what is in the batch.
+        inputs: the model's arguments in a call on this batch.
+    """
+    unknown = inputs.keys() - NOT_OF_STATES - set(batch)
+    return {name: inputs[name] for name in unknown if inputs[name] is not None and isinstance(inputs[name], PLAIN)}
+
+
 def defaults_of(model: nn.Module) -> dict[str, Any]:
     """The default values of a forward's parameters."""
     return {name: p.default for name, p in inspect.signature(type(model).forward).parameters.items()}

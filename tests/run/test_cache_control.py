@@ -29,7 +29,7 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer.model.tags import TAGS
 from hf_pipetransformer.parts.prefix_cache import cache_control
-from hf_pipetransformer.parts.prefix_cache.cache.activation_cache import CacheCounts
+from hf_pipetransformer.parts.prefix_cache.cache.cache_counts import CacheCounts
 
 
 def cached_and_changed(

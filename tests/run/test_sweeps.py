@@ -18,7 +18,7 @@ from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.parts.prefix_cache.cache import writing
-from hf_pipetransformer.parts.prefix_cache.cache.activation_cache import CacheCounts
+from hf_pipetransformer.parts.prefix_cache.cache.cache_counts import CacheCounts
 from hf_pipetransformer.parts.prefix_cache.cache_control import AutoCache
 
 RUN = Run(epochs=1, samples=48)

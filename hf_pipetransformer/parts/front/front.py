@@ -26,7 +26,7 @@ from ...model.micro_batch import Batch
 from ...model.origins import NOT_OF_STATES
 from ...pipeline.devices import synchronise
 from ...randomness import generators_kept, global_state_kept, set_torch_states, torch_states
-from ..prefix_cache.cache.activation_cache import CacheCounts
+from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, rounding_of
 from ..prefix_cache.cache.guards import unnoticed
 from .calls import Call, Known, KnownBatch, ReturnedLeaf

@@ -33,7 +33,8 @@ from ...data.node_order import node_name
 from ...pipeline.elastic_pipeline import ElasticPipeline
 from ...planning.predictions import is_worth_loading
 from ...planning.tables import MIB
-from .cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache, CacheCounts
+from .cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache
+from .cache.cache_counts import CacheCounts
 from .cache.file_store import FileStore
 from .frozen_function import FrozenFunction
 
@@ -207,6 +208,7 @@ class AutoCache:
                     logger.info("The activation cache holds the outputs of the first %d layers already.", boundary)
         # records the weights that this process holds under the plan in force
         self._function.note()
+        self.judge_settings()
         if boundary <= before or self.num_cached == boundary or not (self.is_on and self._writes):
             return None
         size = self._epoch_bytes[boundary - 1] if boundary <= len(self._epoch_bytes) else None
@@ -373,6 +375,15 @@ class AutoCache:
                 counts.rows,
                 counts.found,
             )
+
+    def judge_settings(self) -> None:
+        """Turn the cache off if frozen layers, or what is returned of padding, may depend on the loss's settings.
+
+        With several stages, calls with settings are not looked up.
+        """
+        given = self.cache.settings if self.is_on and self._boundary and self._pipeline.num_stages == 1 else None
+        if given and (not self.cache.keeps_padding or self._function.depends_on(given)):
+            self._turn_off(OTHER_INPUTS)
 
     def disable(self, reason: str) -> None:
         """Turn the cache off, unless it is off already."""

@@ -10,6 +10,7 @@ hook. The outputs do, if they change for these samples.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from ...pipeline.elastic_pipeline import ElasticPipeline
 from ...pipeline.prediction import outputs_of_frozen
 from .cache.comparing import SAME
 from .cache.watched_weights import WatchedWeights, digest_of
+
+logger = logging.getLogger(__name__)
 
 MOST_NUMBERS = 2**16
 """Maximum number of values of an output, evenly spaced, that are kept for comparisons."""
@@ -108,13 +111,28 @@ class FrozenFunction:
             return OTHER_WEIGHTS
         return None if all(outputs for _, outputs in votes) else OTHER_OUTPUTS
 
+    def depends_on(self, settings: Mapping[str, Any]) -> bool:
+        """Whether the outputs for the samples are others if the model is called with such settings as well.
+
+        With one stage. Collective over all processes.
+        """
+        outputs: list[torch.Tensor] = []
+        try:
+            outputs = self._run(self._boundary, seed=0, settings=settings) or []
+        except TypeError:  # it takes them for what else the loss adds, perhaps
+            logger.debug("The frozen layers could not be run with %s.", settings, exc_info=True)
+        is_same = len(outputs) == len(self._outputs) and all(
+            are_close(one, other, SAME, SAME) for one, other in zip(outputs, self._outputs, strict=True)
+        )
+        return not all(self._pipeline.mesh.gather_objects(is_same))
+
     def looks_same(self) -> bool:
         """Whether a cheap check finds no change. Not collective."""
         return self._watched is None or self._watched.what_changed(settings=self._are_settings_known) is None
 
-    def _run(self, boundary: int, seed: int) -> list[torch.Tensor] | None:
-        running = self._pipeline.running
-        outputs = outputs_of_frozen(running.stage, running.messages, self._rows, boundary, seed)
+    def _run(self, boundary: int, seed: int, settings: Mapping[str, Any] | None = None) -> list[torch.Tensor] | None:
+        running, rows = self._pipeline.running, {**self._rows, **(settings or {})}
+        outputs = outputs_of_frozen(running.stage, running.messages, rows, boundary, seed)
         some = [output.flatten()[:: 1 + output.numel() // MOST_NUMBERS] for output in outputs or ()]
         return None if outputs is None else [numbers.cpu() for numbers in some]
 

@@ -9,9 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader
 
+from ...model.called_inputs import added_settings, named_inputs
 from ...model.layer_stack import LayerStack
+from ...model.micro_batch import Batch
 from ...planning.layout import Layout
 from ...randomness import generators_kept
 from ...resilience.exit import SECONDS
@@ -45,6 +48,8 @@ class PrefixCache(RunPart):
         self._run, self._job = run, run.job
         self.cache: AutoCache | None = None
         self.why_not: str | None = None
+        self._seen: dict[str, Any] | None = None  # settings that the loss has added to the first batch
+        self._has_learnt = False  # whether all processes know of them
         self._other_weights = False  # a callback seems to have changed frozen weights on this process
         # what any process has noticed since the last step
         self._met_other_inputs = self._doubts_weights = False
@@ -109,6 +114,13 @@ class PrefixCache(RunPart):
         self._met_other_inputs = self._doubts_weights = False
         if self.cache is None:
             return
+        if self._seen is not None and not self._has_learnt:  # after the first step, on all processes
+            self._has_learnt = True
+            everyone = self._job.mesh.gather_objects(self._seen)
+            self.cache.cache.settings = everyone[0]  # rank 0 computes a loss in any layout
+            if self._run.pipeline.num_stages == 1 and any(theirs != everyone[0] for theirs in everyone):
+                self.cache.disable(OTHER_INPUTS)
+            self.cache.judge_settings()
         if other_inputs:
             self.cache.disable(OTHER_INPUTS)
         report = self.cache.follow(
@@ -137,6 +149,25 @@ class PrefixCache(RunPart):
             self.cache.disable("layers that were frozen are trained again")
 
     # ------------------------------------------------------------------------------------ steps
+    @contextmanager
+    def around_step(self, batch: Batch) -> Iterator[None]:
+        """In the first step, note what settings the loss adds to the batch."""
+        if self.cache is None or self._seen is not None:
+            yield
+            return
+        calls: list[dict[str, Any]] = []
+        model = self._job.model
+
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append(added_settings(batch, named_inputs(model, args, kwargs)))
+
+        hook = model.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+        self._seen = calls[0] if calls else {}
+
     def blanks_tags(self) -> bool:
         # if a callback has changed frozen weights since the last step, the stored outputs no longer belong to them
         watches = self._run.watches_steps and self.cache is not None

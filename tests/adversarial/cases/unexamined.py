@@ -347,3 +347,13 @@ def logits_of_a_classifier_cut_padding() -> Script:
         options=options,
         observe=lambda trainer: {"runs": trainer.runs},
     )
+
+
+@case("K1", "K2")
+def setting_beside_a_policy() -> Script:
+    """The loss calls the model with a setting; a freeze policy has the layers and the cache examined."""
+
+    def loss(trainer: Any, model: Any, inputs: Any) -> LossAndOutputs:
+        return plain_loss(trainer, model, {**inputs, "factor": 0.5})
+
+    return with_loss(loss, Segments(), collator=with_segments, product=NEVER)

@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -29,12 +28,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ....model.called_inputs import LABELS_AND_DECODER, RecordedInputs, TagsApart, named_inputs
+from ....model.called_inputs import LABELS_AND_DECODER, RecordedInputs, TagsApart, added_settings, named_inputs
 from ....model.frozen_prefix import frozen_modules
 from ....model.layer_range import Carry, Observer, Unit, tensors_of
 from ....model.layer_stack import CarrySlot, LayerStack
 from ....model.micro_batch import Batch, select_rows
 from ....pipeline.side_stream import SideStream
+from .cache_counts import CacheCounts
 from .content_keys import (
     RowKey,
     keys_of,
@@ -54,38 +54,6 @@ RECORDS = ("output_hidden_states", "output_attentions")
 """Settings of a call for which a model returns what each of its layers computes."""
 
 SECONDS_MARKS_LAST = 2 * SECONDS_BETWEEN_MARKS
-
-
-@dataclass
-class CacheCounts:
-    """What a process has done with the cache since the counts were last taken."""
-
-    rows: int = 0
-    """Number of samples whose hidden states were needed."""
-    hits: int = 0
-    """Number of them that were found at the current boundary of the frozen layers."""
-    older_hits: int = 0
-    """Number of them that were found at an earlier, lower boundary."""
-    stored: int = 0
-    """Number of samples stored at the current boundary."""
-    older_stored: int = 0
-    present: int = 0
-    """Number of samples that were not stored because they were in the store already."""
-    dropped: int = 0
-    """Number of samples that were not stored because the writer was too slow."""
-    damaged: int = 0
-    """Number of entries that were damaged in the store, and were therefore recomputed."""
-    layers_skipped: int = 0
-    """Number of layers that were not run, summed over the samples that were found."""
-    load_seconds: float = 0.0
-    """Time spent loading the samples that were found."""
-
-    @property
-    def found(self) -> int:
-        return self.hits + self.older_hits
-
-    def __add__(self, other: CacheCounts) -> CacheCounts:
-        return CacheCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 class ActivationCache:
@@ -120,6 +88,8 @@ class ActivationCache:
         """Counts of the latest evaluation (`counting_apart`)."""
         self.met_other_inputs = False
         """Whether the model was called, in training, on other inputs than those that were looked up."""
+        self.settings: Mapping[str, Any] | None = None
+        """What the loss adds to every batch, and frozen layers do not depend on; None until a call has shown it."""
         self._stack = stack
         self._slots = slots
         self._store = store
@@ -352,7 +322,8 @@ class ActivationCache:
         one layer.
         """
         kept_back = self._stack.runner.called.kept_back - LABELS_AND_DECODER
-        return any(called.get(name) is not None for name in kept_back) or any(map(called.get, RECORDS))
+        is_less = any(name not in called for name in self.settings or ())
+        return is_less or any(called.get(n) is not None for n in kept_back) or any(map(called.get, RECORDS))
 
     def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
         """Wait for the model to be called on these inputs."""
@@ -391,6 +362,11 @@ class ActivationCache:
         if self.is_called_otherwise(called):
             return
         inputs, begin = awaited
+        added = added_settings(inputs.named, called)
+        if added and self.settings is None:
+            return  # the first step
+        if added == (self.settings or {}):
+            called = {name: value for name, value in called.items() if name not in added}
         if not inputs.are(called, self._ignored):
             self.met_other_inputs = True
             return
