@@ -105,10 +105,13 @@ def test_as_often_as_under_the_stock_trainer(way: str, layout: str, tmp_path: Pa
     for rank, found in enumerate(run_ranks(counts, world, stages, way, str(tmp_path), timeout=120)):
         is_examined = stages > 1 or way in ("policy", "stock loss")
         assert bool(found.pop(BEFORE, 0)) <= is_examined
-        if stages > 1 and rank:  # the loss runs on the last stage, which rank 0 has
-            assert not any(count for name, count in found.items() if name.startswith("compute_loss"))
-            found |= {name: count for name, count in expected.items() if name.startswith("compute_loss")}
-        if stages > 1 or way == "policy":  # the layout's and the cache's metrics are logged as well
-            assert found["log"] == found["on_log"] > expected["log"]
-            found["log"] = found["on_log"] = expected["log"]
+        if stages > 1 and rank:  # the loss and the user's `log` run on the last stage, which rank 0 has
+            there = {
+                name: count for name, count in expected.items() if name == "log" or name.startswith("compute_loss")
+            }
+            assert not any(found.get(name) for name in there)
+            found |= there
+        if stages > 1 or way == "policy":  # the layout's and the cache's metrics reach callbacks as well
+            assert found["on_log"] > expected["on_log"]
+            found["on_log"] = expected["on_log"]
         assert found == expected, rank
