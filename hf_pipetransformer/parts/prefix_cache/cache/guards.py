@@ -118,7 +118,7 @@ class GuardedBuffer(_Guard, torch.Tensor):
 PLAIN: dict[type, type] = {guarded.plain_class: guarded for guarded in (GuardedParameter, GuardedBuffer)}
 _OVERRIDES: dict[str, Any] = {name: _noting(name) for name in GIVES_OUT}
 # as a parameter's own: otherwise each operation would call Python
-_OVERRIDES["__torch_function__"] = torch._C._disabled_torch_function_impl
+_OVERRIDES["__torch_function__"] = nn.Parameter.__torch_function__
 for _name in ("T", "mT", "H", "mH"):
     _OVERRIDES[_name] = _noting_property(_name)
 for _guarded in PLAIN.values():
