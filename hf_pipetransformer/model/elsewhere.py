@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -66,6 +66,7 @@ _WITHOUT_DISPATCH = frozenset(
 _FLAG = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SETS_FLAG = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
 _GRADIENT = torch.Tensor.__dict__.get("grad", torch._C.TensorBase.grad).__get__
+_SETS_GRADIENT = torch.Tensor.__dict__.get("grad", torch._C.TensorBase.grad).__set__
 
 
 def placeholder(parameter: torch.Tensor, fill: float = 0.0, device: torch.device | None = None) -> torch.Tensor:
@@ -82,6 +83,31 @@ def computing_with_nan() -> Iterator[None]:
         yield
     finally:
         _state.is_inside = before
+
+
+@contextmanager
+def keeping_gradients(has_some: Callable[[], bool]) -> Iterator[None]:
+    """Inside, on this thread, gradients of hidden parameters cannot be cleared: their owners do not do the same.
+
+    Args:
+        has_some: whether there are any, so that clearing them changes something.
+    """
+    before = getattr(_state, "has_gradients", None)
+    _state.has_gradients = has_some
+    try:
+        yield
+    finally:
+        _state.has_gradients = before
+
+
+def _refuse_clearing(parameter: Hidden, clears: bool) -> None:
+    has_some = getattr(_state, "has_gradients", None)
+    if clears and has_some is not None and has_some():
+        raise ValueError(
+            f"zero_grad: gradients are cleared in the loss, which runs on the last pipeline stage only, and"
+            f" {parameter.about}. Clear them in training_step or a callback, which run on all stages, or compute those"
+            " that you do not want by torch.autograd.grad, which stores none; or set pipeline_parallel_size=1."
+        )
 
 
 class Hidden(torch.Tensor):
@@ -105,7 +131,10 @@ class Hidden(torch.Tensor):
             if function in _WITHOUT_DISPATCH:
                 _refuse(function, args, kwargs)
             if function == _GRADIENT:
+                _refuse_clearing(args[0], sys._getframe(1).f_code.co_name == "zero_grad")
                 return _gradient_of(args[0], _caller())
+            if function == _SETS_GRADIENT:
+                _refuse_clearing(args[0], not _is_in(_caller(), OURS))
             with _Watching():
                 return function(*args, **kwargs)
 

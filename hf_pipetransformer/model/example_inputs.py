@@ -4,6 +4,8 @@ forward(input_ids, attention_mask)     {"input_ids": ..., "attention_mask": ...,
                                        the entries that the forward names; the loss keeps "weight" for itself
 the same                               {"anchor_input_ids": ..., "positive_input_ids": ...}
                                        the first group of entries that end in such names
+the same                               {"chosen_input_ids": ..., "attention_mask": ...}
+                                       the entries that it names; if it does not run on these, the group beside them
 the same                               {"chosen": {"input_ids": ...}, "rejected": {...}}, or lists of dicts
                                        the first of them
 forward(features, **settings)          any of the above, as one dict
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,7 +87,7 @@ def example_inputs(model: nn.Module, batch: Mapping[str, Any], labels: Collectio
     found = [place for place in _places(model, batch, {*labels, *LABELS}) if _has_all(model, place)]
     if not found:
         lacking = [name for name in _needed(model) if name not in batch]
-        needed = ", ".join(lacking or sorted(_named_parameters(model))[:MOST_NAMES])
+        needed = ", ".join(lacking or sorted(_names_of_inputs(model) or ())[:MOST_NAMES])
         raise UnsupportedModelError(
             model,
             f"its forward takes {needed}, and the batch has none of these, but only {', '.join(sorted(batch))}.",
@@ -106,10 +108,13 @@ def _places(model: nn.Module, batch: Mapping[str, Any], labels: Set[str]) -> Ite
         for some in dict.fromkeys((taken, taken - labels)):
             place = _called_on(model, {name: (name,) for name in batch if name in some}, outer)
             yield replace(place, called=replace(place.called, kept_back=everything - some))
-    elif names is not None:
-        groups = [*_by_prefix(batch, names - labels), *_inside(batch, names - labels)]
+    if names is not None:
+        # if entries have the names as well, the groups may share them: a mask of several sequences
+        shared = {name: (name,) for name in batch if is_direct and name in taken - labels}
+        others = {name: value for name, value in batch.items() if name not in names}
+        groups = [*_by_prefix(others, names - labels), *_inside(others, names - labels)]
         if groups:
-            place = _called_on(model, groups[0], outer)
+            place = _called_on(model, {**shared, **groups[0]}, outer)
             yield replace(place, called=replace(place.called, takes_batch=False), num_calls=len(groups))
     if _own_dummy_inputs(model) is not None or not is_direct:
         made = made_inputs(model, DUMMY_ROWS)
@@ -182,9 +187,13 @@ def _parameters_of(module: nn.Module) -> list[inspect.Parameter]:
     return list(inspect.signature(type(module).forward).parameters.values())[1:]  # without `self`
 
 
-def _named_parameters(module: nn.Module) -> frozenset[str]:
+def _named(parameters: Iterable[inspect.Parameter]) -> frozenset[str]:
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return frozenset(parameter.name for parameter in _parameters_of(module) if parameter.kind in named)
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in named)
+
+
+def _named_parameters(module: nn.Module) -> frozenset[str]:
+    return _named(_parameters_of(module))
 
 
 def _needed(module: nn.Module) -> list[str]:
@@ -196,12 +205,17 @@ def _needed(module: nn.Module) -> list[str]:
 def _names_of_inputs(module: nn.Module) -> frozenset[str] | None:
     """The names that a forward takes: its own, and with `**kwargs` those of the part to which it hands them on.
 
-    That is the part with most of the weights, as in wrappers. None if that part takes anything.
+    These are the methods of its base classes, and the part with most of the weights, as in wrappers. None if that part
+    takes anything.
     """
     names = _named_parameters(module)
     keywords = [p for p in _parameters_of(module) if p.kind is inspect.Parameter.VAR_KEYWORD]
     if not keywords:
         return names
+    bases: tuple[Any, ...] = type(module).__mro__[1:]
+    for base in bases:  # a method with `*args, **kwargs` around that of a base class
+        if "forward" in vars(base) and base.__module__.partition(".")[0] != "torch":
+            names |= _named(inspect.signature(base.forward).parameters.values()) - {"self"}
     for named in typing.get_args(keywords[0].annotation):  # Unpack[TransformersKwargs]
         names |= frozenset(getattr(named, "__annotations__", ()))
     if isinstance(module, PreTrainedModel) and _named_parameters(module):

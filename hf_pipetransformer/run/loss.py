@@ -17,7 +17,7 @@ from torch import nn
 
 from ..data.numbered_batches import BatchSlice
 from ..model.called_inputs import RecordedInputs, defaults_of, named_inputs
-from ..model.elsewhere import is_computed_of_hidden
+from ..model.elsewhere import is_computed_of_hidden, keeping_gradients
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, as_the_user_made_it
 from ..model.tags import without_tags
@@ -233,7 +233,8 @@ class BatchInFlight:
         The calls of the model in it are served by all stages. The replicas' losses are averaged, by their samples.
         """
         pipeline, job = self._pipeline, self._loss.job
-        with among_last_stages(job.trainer.accelerator, job.mesh, pipeline.last_stages):
+        among = among_last_stages(job.trainer.accelerator, job.mesh, pipeline.last_stages)
+        with among, keeping_gradients(self._has_gradients):
             part = self._of_whole(without_tags(self._batch))
             _refuse_hidden(part)
             if not self.part.rows:  # a sample that does not count; the loss may gather something from all replicas
@@ -241,6 +242,9 @@ class BatchInFlight:
             self.losses.append(part.detach())
             pipeline.weights.refreeze()
             (part * (pipeline.num_replicas * self._loss.scale)).backward()
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._pipeline.model.parameters())
 
     def release(self) -> None:
         """Forget the batch, which would otherwise stay on the device until the next one replaces it."""

@@ -6,7 +6,9 @@ last stage     self.parts.append(loss)  anything else: the others have something
 
 from __future__ import annotations
 
-from collections import deque
+import builtins
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -19,6 +21,7 @@ from ..pipeline.mesh import ProcessMesh
 MISSING = object()
 """Stands for an attribute that an object does not have."""
 PLAIN = {bool, int, float, complex, str, bytes, type(None)}
+CONTAINERS = {list, tuple, set, frozenset, deque, dict, OrderedDict, Counter, defaultdict}
 MOST_LEAVES = 100
 """Number of plain values in a container up to which it is carried."""
 MOST_LOOKED_INTO = 1000
@@ -82,14 +85,16 @@ class Changes:
         values: the new values that can be carried, by name.
         others: names of those that cannot.
         removed: names of attributes that are gone.
+        inside: new plain values inside of what the loop has for every process: see `_settings`.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
+    inside: tuple[dict[str, Any], ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.values or self.others or self.removed)
+        return bool(self.values or self.others or self.removed or any(self.inside))
 
     def adopt(self, trainer: Any, since: Snapshot) -> None:
         """Follow on another stage. What this process has changed itself since a snapshot stays its own.
@@ -105,6 +110,12 @@ class Changes:
             if name not in own:
                 mine.pop(name, None)
         mine.update({name: value for name, value in self.values.items() if name not in own})
+        for settings, values in zip(_settings(trainer), self.inside, strict=False):
+            for name, value in values.items():
+                if isinstance(settings.get(name), torch.Tensor):
+                    settings[name].fill_(value)
+                else:
+                    settings[name] = value
         for name in self.others:
             if name not in own:
                 before = mine.get(name, MISSING)
@@ -124,6 +135,7 @@ class Snapshot:
     def __init__(self, trainer: Any) -> None:
         self._values = dict(vars(trainer))  # keeps them, so that no other object gets the id
         self._states = {name: _state_of(value) for name, value in self._values.items()}
+        self._inside = [_plain(settings) for settings in _settings(trainer)]
 
     def changes(self, trainer: Any) -> Changes:
         """What has changed since."""
@@ -137,7 +149,12 @@ class Snapshot:
         others = tuple(
             name for name in changed if name not in values and not type(now[name]).__module__.startswith(OF_THE_LOOP)
         )
-        return Changes(values, others, tuple(name for name in self._values if name not in now))
+        removed = tuple(name for name in self._values if name not in now)
+        inside = tuple(
+            {name: value for name, value in _plain(settings).items() if name not in before or before[name] != value}
+            for before, settings in zip(self._inside, _settings(trainer), strict=False)
+        )
+        return Changes(values, others, removed, inside)
 
 
 def share(trainer: Any, mesh: ProcessMesh, replica: int, changes: Changes | None, before: Snapshot) -> None:
@@ -153,6 +170,27 @@ def share(trainer: Any, mesh: ProcessMesh, replica: int, changes: Changes | None
     everyone = mesh.gather_objects((replica, changes) if changes is not None else None)
     if changes is None:
         next(theirs[1] for theirs in everyone if theirs is not None and theirs[0] == replica).adopt(trainer, before)
+
+
+def _settings(trainer: Any) -> list[dict[str, Any]]:
+    """What users change there while a loss runs: the arguments, the scheduler, and the optimizer's groups."""
+    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # inside of Accelerate's
+    groups = getattr(trainer.optimizer, "param_groups", [])
+    return [vars(trainer.args), vars(scheduler) if scheduler is not None else {}, *groups]
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values of settings, among which a learning rate may be a tensor; a copy."""
+    values = {name: value.item() if _is_number(value) else value for name, value in settings.items()}
+    return {name: copy.copy(value) for name, value in values.items() if _num_leaves(value) <= MOST_LEAVES}
+
+
+def _is_builtin(factory: Any) -> bool:
+    return factory is None or vars(builtins).get(getattr(factory, "__name__", "")) is factory
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu"
 
 
 def _state_of(value: Any) -> Any:
@@ -188,7 +226,9 @@ def _num_leaves(value: Any) -> float:
     """Number of plain values in nested containers; infinite if there is anything else in them."""
     if type(value) in PLAIN or isinstance(value, (np.generic, torch.dtype, torch.device)):
         return 1
-    if type(value) not in (list, tuple, set, frozenset, dict) or len(value) > MOST_LEAVES:
+    if type(value) not in CONTAINERS or len(value) > MOST_LEAVES:
         return float("inf")
-    children = [*value, *value.values()] if type(value) is dict else value
+    if isinstance(value, defaultdict) and not _is_builtin(value.default_factory):
+        return float("inf")  # a function of the user's, which may not be sent
+    children = [*value, *value.values()] if isinstance(value, dict) else value
     return sum(map(_num_leaves, children))

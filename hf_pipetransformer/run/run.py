@@ -160,7 +160,12 @@ class PipelineRun(TrainerCallback):
         """Serve calls of the model in callbacks of other processes, before this one waits for them elsewhere.
 
         Collective over the pipeline.
+
+        Raises:
+            ValueError: the user's code has caught an error of a step.
         """
+        if self.is_placed and "steps" in vars(self):
+            self.steps.refuse_caught_error()
         if self._cut is not None:
             self.pipeline.arrive()
 
@@ -316,6 +321,7 @@ class PipelineRun(TrainerCallback):
                 f"norm_type={norm_type} is not supported: gradients are clipped by their 2-norm over all stages."
                 " Use norm_type=2."
             )
+        self.steps.refuse_caught_error()
         accelerator = self.job.trainer.accelerator
         scaler = accelerator.scaler
         scale = scaler.get_scale() if scaler is not None else 1.0

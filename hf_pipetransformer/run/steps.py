@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 
 from ..data.numbered_batches import TrainingBatches
+from ..errors import in_one_line
 from ..model.frozen_prefix import frozen_modules
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, naming_long_rows
@@ -108,6 +109,7 @@ class Steps:
         self._has_own_loss = job.args.uses_pipeline and not loss.is_stock
         self._in_flight: BatchInFlight | None = None
         self._has_looked_for_nan = False
+        self._error: Exception | None = None  # that has left the last step
 
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
         """Return the batches of the next optimizer step and the number of items. Collective over all processes."""
@@ -131,6 +133,27 @@ class Steps:
         Returns:
             The loss of the global batch, the same on every process.
         """
+        try:
+            return self._step(inputs)
+        except Exception as error:
+            self._error = error
+            raise
+
+    def refuse_caught_error(self) -> None:
+        """Refuse to go on after a step that an error has ended, because the other processes are still in it.
+
+        Raises:
+            ValueError: the user's code has caught such an error.
+        """
+        if self._error is not None and self._mesh.world_size > 1:
+            raise ValueError(
+                f"An error of a training step was caught, for example in training_step: {in_one_line(self._error)}."
+                " The other processes are still in this step, so that one process cannot skip a batch. Catch the error"
+                " in compute_loss and return a loss that is zero (outputs.logits.sum() * 0), let the data collator"
+                " leave such samples out, or set pipeline_parallel_size=1 and use one process."
+            ) from self._error
+
+    def _step(self, inputs: dict[str, Any]) -> torch.Tensor:
         pipeline, state = self._pipeline, self._trainer.state
         self._switch_to_training()
         may_change = self._has_own_loss and pipeline.num_stages > 1
@@ -259,7 +282,7 @@ class Steps:
                     " training_step). With several processes, all of them must know of the change before the step."
                     " Change it in a TrainerCallback, for example in on_step_begin."
                 )
-            if changed_trainer and before is not None:
+            if changed_trainer and before is not None:  # the settings of the optimizer's groups as well
                 share(self._trainer, self._mesh, pipeline.replica_index, changes, before)
         for name, is_asked in zip(OF_CONTROL, votes[3:], strict=False):
             if is_asked:
