@@ -1,6 +1,7 @@
 """The cases. Each module enters its own into `kit.CASES`."""
 
 from . import (
+    attack_front,
     driven_calls,
     driven_errors,
     driven_models,
@@ -14,6 +15,7 @@ from . import (
 )
 
 __all__ = [
+    "attack_front",
     "driven_calls",
     "driven_errors",
     "driven_models",
