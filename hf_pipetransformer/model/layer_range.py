@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import UnsupportedModelError
 from .elsewhere import computing_with_nan, hidden_like
 from .frozen_units import FrozenUnits, modules_around
-from .method_override import MethodOverride, having
+from .method_override import HookOfOriginal, MethodOverride, having
 from .nested import in_new_containers, tensors_of
 from .units import CalledWith, Carry, ModelLayers, Observer, OutputStructure, TracedLayers, Unit
 
@@ -136,7 +136,7 @@ class LayerRangeRunner:
         for tap in {module: None for modules in self._taps.values() for module in modules}:
             self._replaced.append(MethodOverride(tap, "forward", self._tapped_forward(tap, tap.forward)))
         self._hook = self.model.register_forward_pre_hook(
-            lambda module, _: self.begin_call() if module is self.model else None  # ignores copies of the model
+            HookOfOriginal(lambda module, _: self.begin_call() if module is self.model else None)
         )
 
     def remove(self) -> None:

@@ -24,6 +24,19 @@ def having(owner: Any, **values: Any) -> Iterator[None]:
         vars(owner).update(before)
 
 
+class HookOfOriginal:
+    """A forward pre-hook of a module. A copy or pickle of it returns the inputs, and needs nothing of this package."""
+
+    def __init__(self, function: Callable[[Any, Any], None]) -> None:
+        self._function = function
+
+    def __call__(self, module: Any, inputs: Any) -> None:
+        self._function(module, inputs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, ({}, "get")  # of (module, inputs): the inputs
+
+
 class MethodOverride:
     """Replaces a method of one module until `remove`. A copy of the module gets the earlier method, bound to the copy.
 
@@ -61,7 +74,7 @@ class MethodOverride:
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle of the module has the earlier method, and needs nothing of this package."""
         if self.earlier is None:
-            return MethodType, (getattr(type(self._module), self._name), self._module)
+            return getattr, (self._module, self._name)  # read before the module's pickle has any attributes
         return partial, (self.earlier,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

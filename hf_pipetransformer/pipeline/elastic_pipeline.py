@@ -336,6 +336,21 @@ class ElasticPipeline(nn.Module):
             self.stage.use_shortcut(shortcut)
 
     # ------------------------------------------------------------------------------------ interface of nn.Module
+    def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
+        """This module and those of the model, as under DDP: a user's `prediction_step` may set their modes."""
+        yield self
+        yield from self.model.modules(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model has, for a `prediction_step` that calls a part of the model that it is given."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            stack = vars(self).get("stack")
+            if stack is None or name.startswith("__"):
+                raise
+            return getattr(stack.model, name)
+
     def train(self, mode: bool = True) -> ElasticPipeline:
         super().train(mode)  # sets the mode of the stage, which sets the model's
         if self.stage is None:

@@ -212,7 +212,7 @@ class WeightState:
             buffer.data = buffer.data.to(self.device)
         self._here = tuple(self._table[name] for name in self._table.names if name in names)
         self._flags_here = [parameter.requires_grad for parameter in self._here]
-        if not self._hooks:
+        if self._missing and not self._hooks:  # a whole model has none, and can be pickled
             self._hooks = [
                 model.register_load_state_dict_pre_hook(self._skip_missing),
                 model.register_load_state_dict_post_hook(self._forgive_missing),

@@ -15,8 +15,8 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -183,6 +183,8 @@ def find_front(
         if _kept_by(module) != kept or arguments_of(args, kwargs)[1] != others:
             why = why or "it keeps something of what it computes"
         output = origins.returned(output)
+        if users_hooks_on(module):
+            origins.note_read(tensors_in(output))  # they get it, and may keep it
         outputs, structure = tree_flatten(output)
         odd = next((leaf for leaf in outputs if leaf is not None and not isinstance(leaf, torch.Tensor)), None)
         if odd is not None:
@@ -220,6 +222,27 @@ def find_front(
             called.why_not = called.why_not or LEAKS
     found = _chosen(calls, origins, inputs, seconds)
     return output, replace(found, closed=frozenset(name for name in found.closed if not foreign[name]))
+
+
+def users_hooks_on(module: nn.Module) -> list[Any]:
+    """The hooks that get what a module returns, and are not of a known library."""
+    return [hook for hook in module._forward_hooks.values() if not is_known(hook)]
+
+
+@contextmanager
+def users_hooks_at_rest(model: nn.Module) -> Iterator[None]:
+    """Inside, users' hooks on a model's modules do not run: a trial is no call of the user's."""
+    tables = [table for module in model.modules() for table in (module._forward_hooks, module._forward_pre_hooks)]
+    before = [(table, dict(table)) for table in tables if not all(map(is_known, table.values()))]
+    for table, hooks in before:
+        for key in [key for key, hook in hooks.items() if not is_known(hook)]:
+            del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in before:
+            table.clear()
+            table.update(hooks)
 
 
 def _users_hook(module: nn.Module) -> str | None:

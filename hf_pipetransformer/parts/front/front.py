@@ -31,7 +31,16 @@ from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, roun
 from ..prefix_cache.cache.guards import unnoticed
 from .calls import Call, Known, KnownBatch, ReturnedLeaf
 from .entries import FrontEntries, Leaf
-from .finding import FoundFront, Ran, arguments_of, other_randomness, rows_of, tensors_in, versions_of
+from .finding import (
+    FoundFront,
+    Ran,
+    arguments_of,
+    other_randomness,
+    rows_of,
+    tensors_in,
+    users_hooks_at_rest,
+    versions_of,
+)
 from .rows import CAUSAL, DIGEST_BYTES, NO_MASK, ArgumentDigests, PaddingValues, keys_of, leaves_of, tokens_of
 from .trial import FrontTrial, cleared, is_wide, noisy, rows_in
 
@@ -236,7 +245,8 @@ class FrozenFront:
         """What the modules have returned in a call that leaves the model as it was, and ends when all have run."""
         self._call = call = Call(ends=True)
         try:
-            with torch.no_grad(), left_as_found(self._model), global_state_kept(), generators_kept(self._model):
+            kept = left_as_found(self._model), global_state_kept(), generators_kept(self._model)
+            with torch.no_grad(), users_hooks_at_rest(self._model), kept[0], kept[1], kept[2]:
                 forward()
         except _AllRanError:
             pass

@@ -179,6 +179,7 @@ class FrontCache:
                 yield
         finally:
             calls.rest()
+            self._in_steps.allow_rewritten()
             self._in_steps.go_on()
             if is_over:
                 self._unwatch()

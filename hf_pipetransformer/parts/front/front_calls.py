@@ -26,7 +26,7 @@ from ..prefix_cache.cache.watched_weights import WatchedWeights
 from ..prefix_cache.cache_setup import describe_model
 from .dropout_hint import DropoutHint
 from .entries import FrontEntries
-from .finding import DRAWS, FoundFront, find_front, waits_for_others
+from .finding import DRAWS, FoundFront, find_front, users_hooks_at_rest, users_hooks_on, waits_for_others
 from .front import FrozenFront, OtherCallsError
 from .rows import may_have_padding
 
@@ -44,7 +44,7 @@ MOST_OPENED = 3
 """Number of times that it is looked for in the parts of modules that cannot be stored as a whole."""
 NOTHING_FOUND = "it is not called on what comes from the batch alone, or nothing else reads what it returns"
 """Why a frozen module is computed in every epoch of which nothing else is known."""
-ENTRIES_VERSION = 5
+ENTRIES_VERSION = 6
 """Of what an entry of the store consists of."""
 MOST_SEARCHES = 5
 """Number of times that the front is looked for: with each change of `requires_grad`."""
@@ -97,7 +97,7 @@ class FrontCalls:
         self.epoch, self._begun = epoch, begun
         self._parameters, self._has_looked = list(self._model.parameters()), False
         self._reads = self._front is not None
-        self._may_be_rewritten = not self._is_training  # for example by the best checkpoint, at the end
+        self._may_be_rewritten |= not self._is_training  # for example by the best checkpoint, at the end
         if self._front is not None:
             self._front.is_verified, self._front.num_missed = False, 0
 
@@ -126,6 +126,10 @@ class FrontCalls:
         if self._front is not None:
             self._front.close()
 
+    def allow_rewritten(self) -> None:
+        """Weights may be written to before the next call, as for an evaluation of averages, and be the same."""
+        self._may_be_rewritten = True
+
     def _interrupt_hint(self) -> None:
         if self._hint is not None:
             self._hint.interrupt()
@@ -143,7 +147,7 @@ class FrontCalls:
 
         def loss_of() -> torch.Tensor:
             kept = left_as_found(self._job.trainer, self._model)
-            with torch.no_grad(), kept, seeded(self._job.args.seed):
+            with torch.no_grad(), kept, users_hooks_at_rest(self._model), seeded(self._job.args.seed):
                 return self._loss.of_batch(in_new_containers(batch))
 
         self._is_trying = True
@@ -187,7 +191,7 @@ class FrontCalls:
         changed = self._weights.what_changed()
         if changed is not None and self._may_be_rewritten and self._weights.take_rewritten(self._digest):
             changed = None
-        self._may_be_rewritten = False  # in the first call of an evaluation alone
+        self._may_be_rewritten = False  # in the first call of an evaluation, or after one, alone
         if changed is not None:
             self._turn_off(changed, is_wrong=True)
             return run()
@@ -261,6 +265,7 @@ class FrontCalls:
         may_cut = self._is_training and self._loss.is_stock and self._job.trainer.label_smoother is None
         # each process decides for itself, and what runs in the trial must not wait for the others
         may_cut &= self._job.mesh.world_size == 1 or not waits_for_others(self._model)
+        may_cut &= not any(users_hooks_on(self._model.get_submodule(name)) for name in found.needed)
         before = torch_states()
         try:
             return front.trial.is_of_samples(inputs, found.calls, run_on, may_cut)
@@ -294,7 +299,7 @@ class FrontCalls:
         described = describe_model(self._model, job.mixed_precision)
         self._digest = self._weights.digest()
         about = f"{described} {self._is_training} {job.args.activation_cache_dtype} {self._digest}"
-        content = f"{ENTRIES_VERSION} {about} {sorted(found.reads)} {found.needed}"
+        content = f"{ENTRIES_VERSION} {about} {sorted(found.reads)} {found.needed} {self._weights.described()}"
         return FrontEntries(self._store, len(found.needed), xxhash.xxh3_128_hexdigest(content.encode()))
 
     def _say_if_full(self, why: str | None) -> None:

@@ -1,6 +1,7 @@
 """The cases. Each module enters its own into `kit.CASES`."""
 
 from . import (
+    attack_front,
     attack_loss,
     driven_calls,
     driven_errors,
@@ -15,6 +16,7 @@ from . import (
 )
 
 __all__ = [
+    "attack_front",
     "attack_loss",
     "driven_calls",
     "driven_errors",

@@ -8,15 +8,17 @@ what code reads   global variables and closures of functions that are not of a k
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ....model.method_override import MethodOverride
 from .known_code import is_known
@@ -27,6 +29,8 @@ OF_CALLS = frozenset({"_disable_adapters", "_active_adapter"})
 """Names of attributes that a loss may change from call to call: PEFT's. What is stored is of a call in one state."""
 OF_MODULES = frozenset(vars(nn.Module())) | {"forward"} | OF_CALLS
 """Names of the attributes that each module has: its parts, hooks and mode, which are compared in other ways."""
+WRITTEN_BY_SAVING = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version"})
+"""Names of a configuration's fields that `save_pretrained` writes, and no module computes with."""
 TABLES = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
 MOST_ENTRIES = 256
 """Maximum number of entries in a container or object that is a setting; larger ones are data."""
@@ -83,6 +87,15 @@ class Settings:
             one is other or _value(one) == _value(other) for one, other in zip(values, noted, strict=True)
         )
         return are_equal and all(map(_is_same_inside, self._containers))
+
+    def described(self) -> str:
+        """What modules compute with besides their weights, in words that are the same in another process."""
+        attributes = [(name, _told(of.get(name))) for of, name in self._slots[: self._num_attributes]]
+        read = {(name, _told(of.get(name))) for of, name in self._slots[self._num_attributes :]}
+        cells = sorted(_told(_content(cell)) for cell in self._cells)
+        own = [_told(_own_forward(of)) for of in self._owners]
+        hooks = [[_told(hook) for table in TABLES[2:] for hook in of[table].values()] for of in self._owners]
+        return repr(([_told(cls) for cls in self._types], attributes, sorted(read), cells, own, hooks))
 
     def _now(self) -> tuple[list[int], list[Any], list[Any]]:
         """Numbers of attributes, values, and parts, hooks and methods that were replaced."""
@@ -153,6 +166,34 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
+def _told(value: Any, depth: int = DEEPEST) -> str:
+    """A value in words: plain ones as they are, functions by their code, containers and objects by what is inside."""
+    if isinstance(value, (*PLAIN, float)):
+        return repr(value)
+    if isinstance(value, MethodOverride):
+        return _told(value.earlier, depth)
+    if isinstance(value, functools.partial):
+        return repr([_told(part, depth - 1) for part in (value.func, value.args, value.keywords)]) if depth else ""
+    if isinstance(value, (FunctionType, MethodType)) and not is_known(value):
+        code, defaults = getattr(value, "__code__", None), getattr(value, "__defaults__", None)
+        return (_code_told(code) if code else "") + repr([_told(given, 1) for given in defaults or ()])
+    if isinstance(value, (type, ModuleType)) or callable(value):
+        of = value if hasattr(value, "__name__") else type(value)
+        return f"{getattr(of, '__module__', '')} {getattr(of, '__qualname__', of.__name__)}"
+    if not _has_inside(value) or not depth:
+        return type(value).__qualname__
+    inside = [_told(entry, depth - 1) for entry in _entries(value)]
+    return f"{type(value).__qualname__} {sorted(inside) if isinstance(value, (set, frozenset)) else inside}"
+
+
+def _code_told(code: CodeType) -> str:
+    constants = [
+        _code_told(c) if isinstance(c, CodeType) else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
+        for c in code.co_consts
+    ]
+    return repr((code.co_code.hex(), code.co_names, constants))
+
+
 def _has_inside(value: Any) -> bool:
     """Whether something may change inside of a value while it stays the same object."""
     if isinstance(value, (*PLAIN, float, torch.Tensor, nn.Module, type, ModuleType)) or callable(value):
@@ -182,6 +223,8 @@ def _entries(container: Any) -> list[Any]:
     if isinstance(container, np.ndarray):
         return [container.tobytes()] if container.size <= MOST_ENTRIES else []
     entries = container if isinstance(container, (Mapping, list, tuple, set, frozenset)) else vars(container)
+    if isinstance(container, PreTrainedConfig):
+        entries = {name: value for name, value in vars(container).items() if name not in WRITTEN_BY_SAVING}
     if len(entries) > MOST_ENTRIES:
         return [len(entries)]
     return [*entries, *entries.values()] if isinstance(entries, Mapping) else list(entries)

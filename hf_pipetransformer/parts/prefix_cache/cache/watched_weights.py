@@ -84,6 +84,10 @@ class WatchedWeights:
                 content.update((self._digests.get(id(tensor)) or digest_of(tensor)).encode())
         return content.hexdigest()
 
+    def described(self) -> str:
+        """What the modules compute with besides weights and buffers, in words that are the same in another process."""
+        return self._settings.described()
+
     def what_changed(self, settings: bool = True, values: bool = True, modes: bool = True) -> str | None:
         """What is another than when this was made, in words; None if nothing is.
 
