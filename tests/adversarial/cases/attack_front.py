@@ -745,7 +745,7 @@ def dropout_in_frozen_layers() -> Script:
 
 
 @case("K1")
-def gradual_unfreezing() -> Script:
+def frozen_part_unfrozen_by_epochs() -> Script:
     """ULMFiT: after every two epochs one more layer is trained, from the top."""
 
     def thaw(each: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
