@@ -32,9 +32,13 @@ from ..kit import (
     plain_loss,
     pool,
     samples,
-    with_loss,
+)
+from ..kit import (
+    with_loss as with_loss_of_eight,
 )
 
+BATCH = 12
+"""Samples of a step: two, three or four processes divide them."""
 ADAMW: dict[str, Any] = {
     "optim": "adamw_torch",
     "learning_rate": 5e-3,
@@ -42,6 +46,11 @@ ADAMW: dict[str, Any] = {
     "weight_decay": 0.05,
     "lr_scheduler_type": "linear",
 }
+
+
+def with_loss(loss: Any = plain_loss, model: Any = None, **fields: Any) -> Script:
+    """Six steps of a classifier with the user's loss."""
+    return with_loss_of_eight(loss, model, **{"batch": BATCH, "data": samples(6 * BATCH), **fields})
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:
@@ -187,12 +196,10 @@ class Preferences:
         ref_chosen, ref_rejected = self.reference(model, batch)
         rewards = self.beta * torch.stack([chosen - ref_chosen, rejected - ref_rejected])
         loss = -F.logsigmoid(rewards[0] - rewards[1]).mean()
-        gathered = self.accelerator.gather_for_metrics((rewards[0] > rewards[1]).float())  # type: ignore[attr-defined]
+        gathered = self.accelerator.gather_for_metrics((rewards[0] - rewards[1]).detach())  # type: ignore[attr-defined]
         if train_eval == "train":
-            self._stored_metrics[train_eval]["rewards/accuracies"].append(gathered.mean().item())
-            self._stored_metrics[train_eval]["rewards/margins"].append(
-                (rewards[0] - rewards[1]).detach().mean().item()
-            )
+            self._stored_metrics[train_eval]["rewards/accuracies"].append((gathered > 0).float().mean().item())
+            self._stored_metrics[train_eval]["rewards/margins"].append(gathered.mean().item())
         return loss
 
     def compute_loss(
@@ -225,7 +232,8 @@ def preferences(trainer: type = Preferences, model: Any = None, **fields: Any) -
     options = {**ADAMW, "num_train_epochs": 1, "eval_strategy": "steps", "eval_steps": 3, **fields.pop("options", {})}
     return Script(
         model=model or llama(),
-        data=samples(48, 12, 12),
+        data=samples(72, 12, 12),
+        batch=fields.pop("batch", BATCH),
         collator=pairs,
         trainer=trainer,
         wire=lambda t: t.wired(),
@@ -397,7 +405,8 @@ def loss_module_with_a_scale() -> Script:
 
     return Script(
         model=Network(),
-        data=samples(48),
+        data=samples(72),
+        batch=BATCH,
         collator=sentence_pairs,
         trainer=SentencePairs,
         wire=wire,
@@ -641,7 +650,7 @@ def words_in_one_row() -> Script:
         outputs = model(**inputs, use_cache=False)
         return F.cross_entropy(outputs.logits[0, :-1], labels[0, 1:]), outputs
 
-    return with_loss(loss, llama(), collator=collate, data=samples(24, 3, 7), batch=4)
+    return with_loss(loss, llama(), collator=collate, data=samples(36, 3, 7), batch=6)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -781,7 +790,7 @@ class CountsAll:
         return super().create_scheduler(*args, **keywords)  # type: ignore[misc]
 
 
-@case("K2", "K3")
+@case("K2")
 def runs_of_users_code() -> Script:
     """How often each override and each callback runs, with accumulation and evaluations."""
     events = ("on_step_begin", "on_substep_end", "on_step_end", "on_epoch_end", "on_evaluate", "on_optimizer_step")
@@ -834,7 +843,7 @@ def clears_nothing_in_the_loss() -> Script:
 
 
 @case("K2", "K2R2")
-def tensors_and_words_on_the_trainer() -> Script:
+def containers_on_the_trainer() -> Script:
     """The loss keeps a `Counter`, a `deque` and a `defaultdict`, by which a callback sets the rate."""
     kept = {"counter": Counter(), "recent": deque(maxlen=3), "sums": defaultdict(float)}
 
@@ -995,7 +1004,7 @@ def gradual_unfreezing() -> Script:
         model.layers[-1 - int(state.epoch)].requires_grad_(True)
 
     callbacks = [Each(freeze, "on_train_begin"), Each(thaw, "on_epoch_begin")]
-    return with_loss(data=samples(16), callbacks=callbacks, options={**ADAMW, "num_train_epochs": 3})
+    return with_loss(data=samples(24), callbacks=callbacks, options={**ADAMW, "num_train_epochs": 3})
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1014,7 +1023,7 @@ def evaluates_two_sets_in_a_callback() -> Script:
     options = {"num_train_epochs": 3, "eval_strategy": "epoch"}
     return with_loss(
         callbacks=[Each(act, "on_epoch_end")],
-        data=samples(16),
+        data=samples(24),
         options=options,
         keywords={"eval_dataset": samples(8, seed=4)},
         observe=logged("train_loss"),
@@ -1045,7 +1054,7 @@ def stops_early_and_loads_the_best() -> Script:
     }
     return with_loss(
         drive=drive,
-        data=samples(16),
+        data=samples(24),
         callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
         options=options,
         keywords=keywords,
@@ -1106,7 +1115,7 @@ def snapshots_averaged() -> Script:
         trainer.model.load_state_dict({k: sum(one[k] for one in saved) / len(saved) for k in saved[0]})
 
     options = {"num_train_epochs": 3}
-    return with_loss(data=samples(16), drive=drive, callbacks=[Each(save, "on_epoch_end")], options=options)
+    return with_loss(data=samples(24), drive=drive, callbacks=[Each(save, "on_epoch_end")], options=options)
 
 
 class SampledByLoss:
@@ -1165,11 +1174,8 @@ def memory_by_index() -> Script:
     def wire(trainer: Any) -> None:
         trainer.targets = torch.zeros(24, LABELS)
 
-    def targets(trainer: Any) -> dict[str, Any]:  # other stages cannot read them
-        return {"targets": trainer.targets} if trainer.is_world_process_zero() else {}
-
     options = {"num_train_epochs": 3}
-    return with_loss(loss, data=data, wire=wire, options=options, observe=targets)
+    return with_loss(loss, data=data, wire=wire, options=options)
 
 
 class Focal:
@@ -1238,7 +1244,7 @@ def curriculum_of_a_callback() -> Script:
         return outputs["loss"] + trainer.alpha * outputs["logits"].pow(2).mean(), outputs
 
     options = {"num_train_epochs": 3}
-    return with_loss(loss, Tempered(), data=samples(16), callbacks=[Each(act, "on_epoch_begin")], options=options)
+    return with_loss(loss, Tempered(), data=samples(24), callbacks=[Each(act, "on_epoch_begin")], options=options)
 
 
 @case("K2", "K3")
@@ -1252,7 +1258,7 @@ def rate_by_plateau() -> Script:
         "eval_strategy": "epoch",
         "metric_for_best_model": "eval_loss",
     }
-    return with_loss(data=samples(16), options=options, keywords={"eval_dataset": samples(8, seed=4)})
+    return with_loss(data=samples(24), options=options, keywords={"eval_dataset": samples(8, seed=4)})
 
 
 @case("K2", "K2R2")
