@@ -98,6 +98,7 @@ FIELDS: dict[str, Values] = {
     "activation_cache_max_gib": Values(
         (None, 1, 1e-9, 0.5, INF, HUGE), (0, -1, 0.0, NAN, -INF, True, "", "1", [], [1], {})
     ),
+    "cached_modules": Values((None,), (0, "", "bert", [], ["bert", "bert"], [0], {})),
     "eval_frozen_modules": Values((True, False), (None, 0, 1, "", "yes", [], {})),
     "watchdog_timeout": Values(
         (0, 0.0, 30, 20.5, 10**9), (-1, 0.5, NAN, INF, -INF, 1e300, HUGE, True, False, None, "", "30", [], [30], {})

@@ -14,6 +14,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("sklearn")
 
 from datasets import ClassLabel, Dataset, Features, Image, Value
+from transformers import Trainer
 
 import run_image_classification as recipe
 
@@ -38,14 +39,14 @@ def test_user_errors() -> None:
 # ------------------------------------------------------------------------------------------ from end to end
 def run(rank: int, world_size: int, folder: str, *more: str) -> tuple[dict[str, float], list[float]]:
     rates: list[float] = []
-    stock = recipe.PipeTransformerTrainer.log
+    stock = Trainer.log
 
     def log(self: Any, logs: dict[str, float], *rest: Any, **keywords: Any) -> None:
         if "cache_hit_rate" in logs:
             rates.append(logs["cache_hit_rate"])
         stock(self, logs, *rest, **keywords)
 
-    recipe.PipeTransformerTrainer.log = log  # type: ignore[method-assign]
+    Trainer.log = log  # type: ignore[method-assign]
     overrides = "num_hidden_layers=3,hidden_size=16,num_attention_heads=2,intermediate_size=32"
     arguments = (
         f"--config_overrides {overrides} --max_train_samples 64 --max_eval_samples 20 --output_dir {folder} --do_train"

@@ -25,7 +25,11 @@ from ...model.elsewhere import Hidden
 BUFFERS, PARAMETERS, PARTS = "_buffers", "_parameters", "_modules"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 TABLES = frozenset({BUFFERS, PARAMETERS, PARTS, *HOOKS})
-OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+OF_CHECKPOINTING = frozenset({"_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks"})
+"""Names of what transformers sets when checkpointing is turned off and on (TRL's losses do): it changes no result."""
+REQUIRES_GRAD = "make_inputs_require_grads"
+"""Name of the hook, for the same purpose."""
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | OF_CHECKPOINTING
 FLAG = "requires_grad"
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, slice})
@@ -318,7 +322,8 @@ class ModuleState:
             if not (len(entries) == length and all(map(is_, entries.values(), before))):
                 earlier = dict(zip(keys, before, strict=True))
                 for key in {**earlier, **entries}:
-                    if entries.get(key, ABSENT) is not earlier.get(key, ABSENT):
+                    pair = earlier.get(key, ABSENT), entries.get(key, ABSENT)
+                    if pair[0] is not pair[1] and not any(map(_is_of_checkpointing, pair)):
                         yield Change((number, (table, key)), entries.get(key, ABSENT))
         written: dict[Place, Change] = {}
         if now.versions != noted.versions:
@@ -342,7 +347,8 @@ class ModuleState:
         for number, owner in zip(self._modules, self._owners, strict=True) if empty else ():
             for name in TABLES:
                 if id(owner[name]) in empty:
-                    yield from (Change((number, (name, key)), value) for key, value in owner[name].items())
+                    entries = ((k, v) for k, v in owner[name].items() if not _is_of_checkpointing(v))
+                    yield from (Change((number, (name, key)), value) for key, value in entries)
 
     def _written(self, noted: _Reading, now: _Reading) -> Iterator[Change]:
         """Buffers that were written to, and are the same tensors."""
@@ -366,6 +372,10 @@ class ModuleState:
         for (place, buffer), (before, after) in zip(self._on_cpu, addresses, strict=True):
             if next(have_changed[buffer.dtype]) or before != after:
                 yield Change(place, buffer, is_written=True)
+
+
+def _is_of_checkpointing(hook: Any) -> bool:
+    return getattr(hook, "__name__", "") == REQUIRES_GRAD
 
 
 def _values(middles: list[torch.Tensor]) -> list[float]:
