@@ -41,7 +41,6 @@ LAYOUTS = {
 # Why cases fail today
 # ---------------------------------------------------------------------------------------------------------
 
-INSTRUMENTED_MODEL = "the library's instrumentation is part of the user's model"
 UNSEEN_CHANGE = "stored outputs are read after a change of the frozen part that is not detected"
 
 # ---------------------------------------------------------------------------------------------------------

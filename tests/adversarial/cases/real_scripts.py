@@ -11,7 +11,6 @@ from torch import nn
 from transformers import BertForTokenClassification, TrainerCallback
 
 from ..kit import (
-    INSTRUMENTED_MODEL,
     Inputs,
     LossAndOutputs,
     Script,
@@ -108,7 +107,7 @@ def deep_copy_in_each_epoch() -> Script:
     return with_copies(CopiesInEachEpoch())
 
 
-@case("K1", fails=INSTRUMENTED_MODEL)
+@case("K1")
 def pickled_in_each_epoch() -> Script:
     """The whole model is saved by `torch.save` at the end of each epoch, and loaded again."""
 
