@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from ....model.method_override import MethodOverride
 from .known_code import is_known
@@ -29,8 +29,8 @@ OF_CALLS = frozenset({"_disable_adapters", "_active_adapter"})
 """Names of attributes that a loss may change from call to call: PEFT's. What is stored is of a call in one state."""
 OF_MODULES = frozenset(vars(nn.Module())) | {"forward"} | OF_CALLS
 """Names of the attributes that each module has: its parts, hooks and mode, which are compared in other ways."""
-WRITTEN_BY_SAVING = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version"})
-"""Names of a configuration's fields that `save_pretrained` writes, and no module computes with."""
+OF_FILES = frozenset({"_name_or_path", "_original_object_hash", "architectures", "dtype", "transformers_version"})
+"""Names of a configuration's fields that loading and saving write, and no module computes with."""
 TABLES = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
 MOST_ENTRIES = 256
 """Maximum number of entries in a container or object that is a setting; larger ones are data."""
@@ -223,8 +223,8 @@ def _entries(container: Any) -> list[Any]:
     if isinstance(container, np.ndarray):
         return [container.tobytes()] if container.size <= MOST_ENTRIES else []
     entries = container if isinstance(container, (Mapping, list, tuple, set, frozenset)) else vars(container)
-    if isinstance(container, PreTrainedConfig):
-        entries = {name: value for name, value in vars(container).items() if name not in WRITTEN_BY_SAVING}
+    if isinstance(container, (PreTrainedConfig, GenerationConfig)):
+        entries = {name: value for name, value in vars(container).items() if name not in OF_FILES}
     if len(entries) > MOST_ENTRIES:
         return [len(entries)]
     return [*entries, *entries.values()] if isinstance(entries, Mapping) else list(entries)
