@@ -169,9 +169,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             Maximum size of the cache on each node, in GiB; by default a fifth of the disk's free space. It never
             uses more than 80% of the free space, whatever the limit. Samples that do not fit are recomputed.
         cached_modules (`list[str]`, *optional*):
-            Names of frozen modules with code of your own whose outputs may be stored as well. With it you declare
-            that their output for a sample depends on nothing but the sample, their weights, buffers and attributes.
-            Modules of transformers, timm, PEFT and other known libraries need no declaration.
+            Names of frozen modules with code of your own, whose outputs for a sample depend on nothing but the sample,
+            their weights, buffers and attributes: they may be stored, as those of known libraries' modules are.
         eval_frozen_modules (`bool`, *optional*, defaults to `False`):
             Whether modules all of whose parameters are frozen run in evaluation mode while the model trains: without
             dropout, and with the running statistics of batch normalisation. The stock `Trainer` runs them in training
