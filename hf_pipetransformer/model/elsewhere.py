@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -75,29 +75,28 @@ def placeholder(parameter: torch.Tensor, fill: float = 0.0, device: torch.device
 
 
 @contextmanager
-def computing_with_nan() -> Iterator[None]:
-    """Inside, on this thread, hidden tensors are NaN: a model's forward passes on what other layers would return."""
-    before = getattr(_state, "is_inside", False)
-    _state.is_inside = True
+def on_this_thread(state: threading.local, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of a thread's state has this value; outside it is what it was, None at first."""
+    before = getattr(state, name, None)
+    setattr(state, name, value)
     try:
         yield
     finally:
-        _state.is_inside = before
+        setattr(state, name, before)
 
 
-@contextmanager
-def keeping_gradients(has_some: Callable[[], bool]) -> Iterator[None]:
+def computing_with_nan() -> AbstractContextManager[None]:
+    """Inside, on this thread, hidden tensors are NaN: a model's forward passes on what other layers would return."""
+    return on_this_thread(_state, "is_inside", True)
+
+
+def keeping_gradients(has_some: Callable[[], bool]) -> AbstractContextManager[None]:
     """Inside, on this thread, gradients of hidden parameters cannot be cleared: their owners do not do the same.
 
     Args:
         has_some: whether there are any, so that clearing them changes something.
     """
-    before = getattr(_state, "has_gradients", None)
-    _state.has_gradients = has_some
-    try:
-        yield
-    finally:
-        _state.has_gradients = before
+    return on_this_thread(_state, "has_gradients", has_some)
 
 
 def _refuse_clearing(parameter: Hidden, clears: bool) -> None:

@@ -19,7 +19,6 @@ from ..randomness import torch_states
 
 TRAINED, RANDOM, UNKNOWN = "<trained>", "<random>", "<unknown>"
 """What a tensor may come from besides inputs of the batch."""
-NOT_OF_BATCH = frozenset({TRAINED, RANDOM, UNKNOWN})
 
 METADATA = frozenset(
     {

@@ -7,12 +7,14 @@ tensor stays the object that it is; only its class changes. Operations on it are
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+
+from ....model.elsewhere import on_this_thread
 
 _state = threading.local()
 
@@ -25,15 +27,9 @@ GIVES_OUT = (
 """Methods that return memory, or views of which one can ask for memory."""
 
 
-@contextmanager
-def unnoticed() -> Iterator[None]:
+def unnoticed() -> AbstractContextManager[None]:
     """Inside, on this thread, accesses are not noted: by the module itself when it runs, and by this package."""
-    before = getattr(_state, "is_inside", False)
-    _state.is_inside = True
-    try:
-        yield
-    finally:
-        _state.is_inside = before
+    return on_this_thread(_state, "is_inside", True)
 
 
 def _noting(name: str) -> Callable[..., Any]:
