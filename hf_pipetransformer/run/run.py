@@ -411,13 +411,13 @@ class PipelineRun(TrainerCallback):
             ValueError: a callback lets only some processes log, which gather the loss.
         """
         self.arrive()
+        PROGRESS.begin_round(f"is at the end of step {self.job.trainer.state.global_step}")  # stock gathers the loss
         if self.watches_steps and self.job.mesh.differs(self.job.trainer.control.should_log):
             raise ValueError(
                 "control.should_log is set on some processes only: a callback has set it on them, or has called"
                 " trainer.log(), which unsets it. Do that on all processes, or call trainer.log() in"
                 " compute_loss or on_log."
             )
-        PROGRESS.begin_round(f"is at the end of step {self.job.trainer.state.global_step}")  # stock gathers the loss
         PROGRESS.enter("log")
         for part in self.parts.having("wrap_step_end"):
             stock = part.wrap_step_end(stock)

@@ -330,7 +330,8 @@ class Relative(Preferences):
         if self._step % 2 == 0:
             with torch.no_grad():
                 old = log_probabilities(self.model, inputs["chosen_input_ids"], inputs["attention_mask"])  # type: ignore[attr-defined]
-            self._buffered = {**inputs, "old": old, "advantages": (old - old.mean()) / (old.std() + 1e-4)}
+            # over a small spread, as in GRPO, rounding errors of the two ways would be compared
+            self._buffered = {**inputs, "old": old, "advantages": (old - old.mean()) / (old.std() + 0.1)}
         self._step += 1
         return self._buffered
 
