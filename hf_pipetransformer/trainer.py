@@ -40,11 +40,9 @@ from .registry import find_part, require_part
 from .run import evaluation, mistakes, training_data
 from .run.batches import BatchesInEpoch
 from .run.checkpointing import CheckpointWrite, gathered_weights
-from .run.cutting import CutModel, find_layers_to_freeze, find_units
 from .run.job import TrainingJob, refuse_distributed_model
 from .run.lazy_model import is_lazy, map_from, refuse_meta, saving_shards
 from .run.parts import Parts
-from .run.probing import SampleCollator
 from .run.resuming import (
     checkpoint_to_resume,
     load_optimizer_and_scheduler,
@@ -52,6 +50,8 @@ from .run.resuming import (
     translating_names,
 )
 from .run.run import PipelineRun
+from .run.setup.cutting import CutModel, find_layers_to_freeze, find_units
+from .run.setup.probing import SampleCollator
 from .training_args import PipeTransformerTrainingArguments, naming_lost_arguments
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ there (`move_whole_to_device`). Each process then generates for its own samples,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -32,16 +32,13 @@ from ..planning.tables import MIB
 from ..progress import phase
 from .batches import prepared
 from .collectives import among_last_stages
-from .consistency import check_same_size
-from .cutting import CutModel, make_planner
 from .job import TrainingJob
 from .lazy_model import is_lazy, sparing_memory
 from .parts import Parts
-from .probing import SampleCollator
+from .setup.consistency import check_same_size
+from .setup.cutting import FindUnits, make_planner
+from .setup.probing import SampleCollator
 from .users_log import take_over
-
-FindUnits = Callable[[Sequence[Any], SampleCollator | None], CutModel]
-"""Finds the units of the trainer's model, or returns those found before. Collective over all processes."""
 
 
 @contextmanager

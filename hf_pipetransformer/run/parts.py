@@ -21,8 +21,8 @@ from ..planning.layout import Layout
 from ..registry import find_part, not_installed
 
 if TYPE_CHECKING:
-    from .placing import Examined
     from .run import PipelineRun
+    from .setup.placing import Examined
 
 
 @dataclass(frozen=True)

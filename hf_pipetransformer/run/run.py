@@ -30,14 +30,14 @@ from ..planning.planner import Planner
 from ..progress import PROGRESS, phase
 from ..resilience.exit import note_training
 from .batches import BatchesInEpoch
-from .cutting import CutModel
-from .evaluation import FindUnits, refuse_generation_that_does_not_fit
+from .evaluation import refuse_generation_that_does_not_fit
 from .job import TrainingJob
 from .lazy_model import warn_of_unsaved
-from .optimizer_probe import coupling_of
 from .parts import Ending, LayoutChange, Parts, Wish
-from .placing import examine, first_layout
 from .resuming import recall, refuse_best_model_that_some_lack
+from .setup.cutting import CutModel, FindUnits
+from .setup.optimizer_probe import coupling_of
+from .setup.placing import examine, first_layout
 from .steps import Steps
 from .users_log import take_over
 

@@ -13,9 +13,9 @@ from ..errors import UnsupportedModelError
 from ..model.layer_stack import LayerStack
 from ..model.loss_scaling import LossReduction, with_unequal_labels
 from ..model.micro_batch import Batch, batch_rows
-from ..run.cutting import SAMPLE_ROWS
 from ..run.loss import Loss
-from ..run.probing import SampleCollator, found_by_each, without_autocast
+from ..run.setup.cutting import SAMPLE_ROWS
+from ..run.setup.probing import SampleCollator, found_by_each, without_autocast
 from .engine import Slicing
 from .kv_slices import Windows
 from .slice_timeline import SlicePlan

@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_pipetransformer.run import cutting
+from hf_pipetransformer.run.setup import cutting
 
 log: list[tuple[str, int]] = []
 """Each call on a group that would be NCCL's: its name, and the group's id; all processes together are 0."""

@@ -26,7 +26,7 @@ from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import Cost
 from hf_pipetransformer.planning.planner import Request
 from hf_pipetransformer.planning.unit_times import ModelTimes
-from hf_pipetransformer.run.cutting import make_planner
+from hf_pipetransformer.run.setup.cutting import make_planner
 
 ROW_BYTES, MEMORY_BYTES = 10, 100
 """Of what is cached of a sample; of a unit's parameters, as of its gradients, half of its optimizer state."""
@@ -202,7 +202,7 @@ def test_layouts_are_those_of_the_trainer(
 ) -> None:
     """The forecast's steps and those of the `Planner` that the trainer asks, given the same f and c."""
     budget = fitting(4)
-    monkeypatch.setattr("hf_pipetransformer.run.cutting.memory_budget", lambda device, processes: budget)
+    monkeypatch.setattr("hf_pipetransformer.run.setup.cutting.memory_budget", lambda device, processes: budget)
     args = PipeTransformerTrainingArguments(
         output_dir=str(tmp_path), elastic=is_elastic, per_device_train_batch_size=2, pipeline_schedule=schedule
     )

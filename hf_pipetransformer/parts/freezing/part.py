@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ...planning.layout import Layout
 from ...run.parts import Ending, RunPart, Wish
-from ...run.placing import Examined
 from ...run.run import PipelineRun
+from ...run.setup.placing import Examined
 from .callback import LayerFreezeCallback
 from .policies import agreed_num_frozen
 from .users_freezing import UsersFreezing, attach_freezing

@@ -12,8 +12,8 @@ from ...model.micro_batch import Batch
 from ...registry import find_part, is_installed
 from ...run.loss import Loss
 from ...run.parts import Ending, RunPart
-from ...run.placing import Examined
 from ...run.run import PipelineRun
+from ...run.setup.placing import Examined
 
 if TYPE_CHECKING:
     from .front_cache import FrontCache

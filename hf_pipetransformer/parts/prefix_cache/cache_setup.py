@@ -26,8 +26,8 @@ from ...planning.costs import UnitCost
 from ...planning.tables import MIB
 from ...randomness import seeded
 from ...run.job import TrainingJob
-from ...run.placing import Examined
-from ...run.probing import SampleCollator
+from ...run.setup.placing import Examined
+from ...run.setup.probing import SampleCollator
 from ...training_args import CACHE_DTYPES
 from .cache.activation_cache import ActivationCache
 from .cache.activation_files import FORMAT_VERSION

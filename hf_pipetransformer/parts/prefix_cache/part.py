@@ -21,8 +21,8 @@ from ...resilience.exit import SECONDS
 from ...run.job import TrainingJob
 from ...run.lazy_model import sparing_memory
 from ...run.parts import Ending, LayoutChange, RunPart, StepFacts, Wish
-from ...run.placing import Examined
 from ...run.run import PipelineRun
+from ...run.setup.placing import Examined
 from .cache.content_keys import KeyingCollator
 from .cache.file_store import FileStore
 from .cache.known_code import FOREIGN, foreign_code, is_declared

@@ -6,7 +6,7 @@ The units are found once and kept as long as the model, so a second `train()` sp
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import UnsupportedModelError, is_out_of_memory
-from ..logs import log_once
-from ..model.example_inputs import ExampleInputs, names_taken
-from ..model.frozen_prefix import FoundLayers, FreezableLayers
-from ..model.layer_stack import LayerStack, StackDescription
-from ..model.left_as_found import left_as_found
-from ..model.micro_batch import (
+from ...errors import UnsupportedModelError, is_out_of_memory
+from ...logs import log_once
+from ...model.example_inputs import ExampleInputs, names_taken
+from ...model.frozen_prefix import FoundLayers, FreezableLayers
+from ...model.layer_stack import LayerStack, StackDescription
+from ...model.left_as_found import left_as_found
+from ...model.micro_batch import (
     Batch,
     naming_long_rows,
     numbers_of_rows,
@@ -30,25 +30,25 @@ from ..model.micro_batch import (
     refuse_without_tensors,
     slice_rows,
 )
-from ..model.nested import tensors_of
-from ..model.placeholders import ParameterTable, num_bytes
-from ..model.refusals import refuse_overlapping_weights, refuse_weights_with_state
-from ..model.training_check import check_training
-from ..model.units import CalledWith
-from ..pipeline.devices import fits, is_on, memory_budget
-from ..pipeline.elastic_pipeline import ElasticPipeline
-from ..pipeline.mesh import ProcessMesh, can_be_sent
-from ..pipeline.stage import StageModule
-from ..pipeline.state import synchronise
-from ..planning.costs import UnitCost, cost_of_whole, measure_costs
-from ..planning.layout import AUTO
-from ..planning.planner import Planner, Request
-from ..planning.unit_times import ModelTimes, measure_times, slowest
-from ..randomness import global_state_kept
-from ..training_args import PipeTransformerTrainingArguments
+from ...model.nested import tensors_of
+from ...model.placeholders import ParameterTable, num_bytes
+from ...model.refusals import refuse_overlapping_weights, refuse_weights_with_state
+from ...model.training_check import check_training
+from ...model.units import CalledWith
+from ...pipeline.devices import fits, is_on, memory_budget
+from ...pipeline.elastic_pipeline import ElasticPipeline
+from ...pipeline.mesh import ProcessMesh, can_be_sent
+from ...pipeline.stage import StageModule
+from ...pipeline.state import synchronise
+from ...planning.costs import UnitCost, cost_of_whole, measure_costs
+from ...planning.layout import AUTO
+from ...planning.planner import Planner, Request
+from ...planning.unit_times import ModelTimes, measure_times, slowest
+from ...randomness import global_state_kept
+from ...training_args import PipeTransformerTrainingArguments
+from ..job import TrainingJob, refuse_distributed_model
+from ..lazy_model import agree_on_laziness, weights_in_checkpoint
 from .consistency import check_same_everywhere
-from .job import TrainingJob, refuse_distributed_model
-from .lazy_model import agree_on_laziness, weights_in_checkpoint
 from .probing import SampleCollator, examples_of, first_that_runs, found_by_each
 
 logger = logging.getLogger(__name__)
@@ -129,6 +129,10 @@ class CutModel:
             size = sum(map(num_bytes, self.pipeline.model.parameters()))
             device = self.pipeline.device
             self.pipeline.gather(device if fits(size, device) else torch.device("cpu"))
+
+
+FindUnits = Callable[[Sequence[Any], SampleCollator | None], CutModel]
+"""Finds the units of the trainer's model, or returns those found before. Collective over all processes."""
 
 
 def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | None) -> CutModel:

@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import is_out_of_memory
-from ..model.example_inputs import ExampleInputs, example_inputs
-from ..model.left_as_found import left_as_found
-from ..model.micro_batch import Batch, with_name
-from ..model.nested import in_new_containers
-from ..model.placeholders import evaluation_mode
-from ..pipeline.mesh import ProcessMesh
-from ..randomness import generators_kept, seeded
-from .job import TrainingJob
-from .lazy_model import is_lazy
+from ...errors import is_out_of_memory
+from ...model.example_inputs import ExampleInputs, example_inputs
+from ...model.left_as_found import left_as_found
+from ...model.micro_batch import Batch, with_name
+from ...model.nested import in_new_containers
+from ...model.placeholders import evaluation_mode
+from ...pipeline.mesh import ProcessMesh
+from ...randomness import generators_kept, seeded
+from ..job import TrainingJob
+from ..lazy_model import is_lazy
 
 T = TypeVar("T")
 

@@ -1,12 +1,4 @@
-"""Setup before the first step: probes on a few samples of the training data, with the user's own collator and loss.
-
-    1. units    cutting.find_units     units into which the model can be split; makes weights equal on all processes
-    2. loss     find_reduction         how the losses of a batch's parts combine to the loss of the batch
-    3. slices   slicing_setup          whether sequences can be split along their tokens, if that is requested
-    4. times    cutting.time_model     seconds of each unit, if a decision depends on them
-
-`placing.examine` calls them in this order.
-"""
+"""How the losses of a batch's parts add up to the loss of the batch, and what that means for the layouts."""
 
 from __future__ import annotations
 
@@ -16,18 +8,18 @@ from dataclasses import replace
 
 import torch
 
-from ..data.numbered_batches import TrainingBatches
-from ..logs import log_once
-from ..model.layer_stack import LayerStack, why_whole
-from ..model.loss_reading import LossReading, read_reduction
-from ..model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, NumItems, unexamined
-from ..model.micro_batch import Batch, naming_long_rows
-from ..model.placeholders import evaluation_mode
-from ..planning.planner import Planner
-from ..planning.tables import MIB
-from ..randomness import seeded
-from .job import TrainingJob
-from .loss import Loss
+from ...data.numbered_batches import TrainingBatches
+from ...logs import log_once
+from ...model.layer_stack import LayerStack, why_whole
+from ...model.loss_reading import LossReading, read_reduction
+from ...model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, NumItems, unexamined
+from ...model.micro_batch import Batch, naming_long_rows
+from ...model.placeholders import evaluation_mode
+from ...planning.planner import Planner
+from ...planning.tables import MIB
+from ...randomness import seeded
+from ..job import TrainingJob
+from ..loss import Loss
 from .probing import SampleCollator, found_by_each, without_autocast
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..model.nested import as_bytes
-from ..pipeline.mesh import ProcessMesh
+from ...model.nested import as_bytes
+from ...pipeline.mesh import ProcessMesh
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
 """Types whose `repr` shows their value rather than their memory address."""

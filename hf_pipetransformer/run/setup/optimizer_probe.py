@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.layer_stack import LayerStack
-from ..pipeline.optimizer_state import unwrapped
-from ..planning.layout import Layout
-from ..randomness import seeded
-from .job import TrainingJob
+from ...model.layer_stack import LayerStack
+from ...pipeline.optimizer_state import unwrapped
+from ...planning.layout import Layout
+from ...randomness import seeded
+from ..job import TrainingJob
 
 INDEPENDENT = ("torch.optim.", "transformers.optimization", "bitsandbytes.")
 """Modules whose optimizers are known to update each parameter by its own gradient; they are not probed."""

@@ -13,21 +13,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..data.numbered_batches import TrainingBatches
-from ..model.loss_scaling import LossReduction
-from ..pipeline.engines.dispatch import DRIVEN, SLICES
-from ..planning.layout import Layout
-from ..planning.planner import Planner
-from ..planning.unit_times import ModelTimes
-from ..randomness import generators_kept
+from ...data.numbered_batches import TrainingBatches
+from ...model.loss_scaling import LossReduction
+from ...pipeline.engines.dispatch import DRIVEN, SLICES
+from ...planning.layout import Layout
+from ...planning.planner import Planner
+from ...planning.unit_times import ModelTimes
+from ...randomness import generators_kept
+from ..job import COST_SAMPLE_ROWS, TrainingJob
+from ..lazy_model import sparing_memory
+from ..loss import Loss
 from .consistency import check_same_size
-from .cutting import CutModel, make_planner, time_model
-from .evaluation import FindUnits
-from .job import COST_SAMPLE_ROWS, TrainingJob
-from .lazy_model import sparing_memory
-from .loss import Loss
+from .cutting import CutModel, FindUnits, make_planner, time_model
 from .probing import SampleCollator
-from .setup import find_reduction, is_driven, say_how_loss_adds_up
+from .reduction import find_reduction, is_driven, say_how_loss_adds_up
 
 logger = logging.getLogger(__name__)
 
