@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_pipetransformer.model.layer_stack import LayerStack
 from hf_pipetransformer.parts.records.sentences import describe_slices
 from hf_pipetransformer.pipeline.elastic_pipeline import ElasticPipeline
-from hf_pipetransformer.pipeline.engines.engine import Ways
+from hf_pipetransformer.pipeline.engines.engine import Execution
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
 from hf_pipetransformer.planning.costs import measure_costs
 from hf_pipetransformer.planning.planner import Planner, Request
@@ -67,7 +67,7 @@ class Variant:
                 stack, sample, lambda part: _loss(model, part, sample), loss_tolerance=1e-3, gradient_tolerance=1e-3
             )
             slicing = Slicing(token_slices, windows, self._note)
-        self.pipeline.place(layout, Ways(slicing))
+        self.pipeline.place(layout, Execution(slicing))
         self.pipeline.train()
 
     def _note(self, plan: SlicePlan) -> None:

@@ -66,13 +66,13 @@ class FreezableLayers:
         """
         names = stack.table.names
         layers = cls(
-            stack.trained_with,
+            stack.needs.trained_with,
             tuple(
                 tuple(name for name in names if name in owned and _is_inside(name, unit, stack))
-                for unit, owned in zip(_units(stack), stack.trained_with, strict=True)
+                for unit, owned in zip(_units(stack), stack.needs.trained_with, strict=True)
             ),
             _head_parameters(stack, batch),
-            frozenset(name for name in names if stack.table[name].requires_grad) - stack.unreached,
+            frozenset(name for name in names if stack.table[name].requires_grad) - stack.needs.unreached,
             tuple(unit.name if unit is not None else "" for unit in _units(stack)),
         )
         count = next((f for f in range(layers.max_frozen, 0, -1) if not layers.trainable & layers.frozen(f)), 0)

@@ -76,33 +76,45 @@ class StackDescription:
 
     traced: TracedLayers
     needs: UnitNeeds
-    fails_on_parts: str
+    whole_because: str
 
 
+@dataclass(frozen=True, eq=False)
 class LayerStack:
-    """The units of one model, between which it can be split into pipeline stages.
+    """The units of one model, between which it can be split into pipeline stages. It does not change.
 
     Attributes:
-        model: the model, which must be complete when its units are discovered.
         runner: runs ranges of the units.
         table: the model's parameters by name.
-        units: one entry per layer call, in execution order.
-        owners, boundaries, unreached, only_returned, trained_with: as in `UnitNeeds`. Whoever has seen the loss adds
-            to `unreached` what it does not reach.
-        fails_on_parts: why the model does not run on a part of a batch (flat image patches have no entry for each
+        needs: what each unit needs.
+        whole_because: why the model does not run on a part of a batch (flat image patches have no entry for each
             sample), or not as it runs on the whole (it counts its calls); empty if it does.
     """
 
-    def __init__(self, runner: LayerRangeRunner, table: ParameterTable, needs: UnitNeeds) -> None:
-        self.runner = runner
-        self.model = runner.model
-        self.table = table
-        self.units: tuple[Unit, ...] = runner.units
-        self._needs = needs
-        self.owners, self.boundaries = needs.owners, needs.boundaries
-        self.unreached, self.only_returned = needs.unreached, needs.only_returned
-        self.trained_with = needs.trained_with
-        self.fails_on_parts = ""
+    runner: LayerRangeRunner
+    table: ParameterTable
+    needs: UnitNeeds
+    whole_because: str = ""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, which must be complete when its units are discovered."""
+        return self.runner.model
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """One entry per layer call, in execution order."""
+        return self.runner.units
+
+    @property
+    def owners(self) -> tuple[frozenset[str], ...]:
+        """As in `UnitNeeds`."""
+        return self.needs.owners
+
+    @property
+    def boundaries(self) -> tuple[tuple[CarrySlot, ...], ...]:
+        """As in `UnitNeeds`."""
+        return self.needs.boundaries
 
     @property
     def is_random(self) -> bool:
@@ -177,8 +189,8 @@ class LayerStack:
                     refusals.append(error)
                 else:
                     refuse_changed_weights(model, versions)
-                    runner.called = called
-                    return stack
+                    found = stack.describe()
+                    return cls.of(model, replace(found, traced=replace(found.traced, called=called)))
         raise refusals[0]
 
     @classmethod
@@ -224,23 +236,26 @@ class LayerStack:
         )
 
     @classmethod
-    def uncut(cls, model: nn.Module) -> LayerStack:
-        """The whole model as one unit. Works for any model, also one without layers; the model is not called."""
+    def uncut(cls, model: nn.Module, called: CalledWith | None = None) -> LayerStack:
+        """The whole model as one unit. Works for any model, also one without layers; the model is not called.
+
+        Args:
+            model: the model.
+            called: how the loss calls it.
+        """
         table = ParameterTable(model)
         everything = (frozenset(table.names),)
         needs = UnitNeeds(everything, ((),), frozenset(), frozenset(), everything)
-        return cls(LayerRangeRunner(model, ModelLayers(())), table, needs)
+        return cls(LayerRangeRunner(model, ModelLayers(()), called), table, needs)
 
     @classmethod
     def of(cls, model: nn.Module, found: StackDescription) -> LayerStack:
         """The units of a model that another process has discovered (`describe`). The model is not called."""
-        stack = cls(LayerRangeRunner.of(model, found.traced), ParameterTable(model), found.needs)
-        stack.fails_on_parts = found.fails_on_parts
-        return stack
+        return cls(LayerRangeRunner.of(model, found.traced), ParameterTable(model), found.needs, found.whole_because)
 
     def describe(self) -> StackDescription:
         """What was discovered, for other processes with the same model."""
-        return StackDescription(self.runner.describe(), self._needs, self.fails_on_parts)
+        return StackDescription(self.runner.describe(), self.needs, self.whole_because)
 
     @contextmanager
     def without_others(self, unit: int) -> Iterator[None]:
@@ -295,8 +310,8 @@ def why_whole(stack: LayerStack) -> str:
 
     It looks at modules and at what is known already, and calls nothing.
     """
-    if stack.fails_on_parts:
-        return stack.fails_on_parts
+    if stack.whole_because:
+        return stack.whole_because
     for name, parameter in stack.model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return f"a hook on the parameter {name} would see the gradients of parts of a batch"

@@ -24,7 +24,7 @@ from ..model.micro_batch import Batch
 from ..model.nested import on_device
 from ..planning.layout import Layout
 from ..progress import PROGRESS
-from .engines.engine import StepLoss, Ways
+from .engines.engine import Execution, StepLoss
 from .holders import source_of_buffers
 from .mesh import ProcessMesh
 from .moves import Distribution, Transformation, move, timed_phase
@@ -68,7 +68,7 @@ class ElasticPipeline(nn.Module):
         self.weights = WeightState(stack.table, mesh, device)
         self.freezable = freezable
         self.is_lazy = is_lazy
-        self.ways = Ways()
+        self.execution = Execution()
         """How the model is run; given to `place`."""
         self.shortcut: Shortcut | None = None
         self.plan: Layout | None = None
@@ -128,17 +128,17 @@ class ElasticPipeline(nn.Module):
         return self.current_plan.replica_of(self.mesh.rank)
 
     # ------------------------------------------------------------------------------------ changing the plan
-    def place(self, plan: Layout, ways: Ways | None = None, keep_weights_aside: bool = False) -> None:
+    def place(self, plan: Layout, execution: Execution | None = None, keep_weights_aside: bool = False) -> None:
         """Take the role that `plan` has for this process. Collective over all processes.
 
         Args:
             plan: the same on every process.
-            ways: how the model is run, under this plan and those that follow it.
+            execution: how the model is run, under this plan and those that follow it.
             keep_weights_aside: keep the complete weights where they are, for `put_back`. Meant for an evaluation,
                 which does not change them.
         """
         assert not self.is_placed, "the model must be whole"
-        self.ways = ways or Ways()
+        self.execution = execution or Execution()
         self.weights.read_flags()
         if keep_weights_aside:
             self._set_aside = self.weights.set_aside()
@@ -253,7 +253,7 @@ class ElasticPipeline(nn.Module):
             self._share_updates(self._optimizer)
         stage = VirtualStages(self.stack, plan.ranges_of(self.stage_index), self.device)
         stage.use_shortcut(self.shortcut)
-        placed = PlacedPipeline(plan, stage, self.weights.is_trainable, self.mesh, self._wrap_replicas, self.ways)
+        placed = PlacedPipeline(plan, stage, self.weights.is_trainable, self.mesh, self._wrap_replicas, self.execution)
         self.placed, self.stage = placed, stage
         self.train(self.training)
         return placed
@@ -455,7 +455,7 @@ class ElasticPipeline(nn.Module):
 
     def _share_outside(self) -> None:
         outside = self.optimizer_state.outside
-        if outside and self.plan is not None and self.num_stages > 1 and not self.ways.is_driven:
+        if outside and self.plan is not None and self.num_stages > 1 and not self.execution.is_driven:
             raise ValueError(
                 f"{len(outside)} parameters of the optimizer do not belong to the model (one has shape"
                 f" {tuple(outside[0].shape)}), and processes that freezing makes replicas would not have their values."

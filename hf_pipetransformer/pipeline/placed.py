@@ -20,7 +20,7 @@ from ..model.tags import without_tags
 from ..planning.layout import Layout
 from . import prediction
 from .engines.dispatch import engine_for, server_for
-from .engines.engine import Engine, Position, StepLoss, Ways
+from .engines.engine import Engine, Execution, Position, StepLoss
 from .gradients import ReducedParameters, StageGradients
 from .mesh import ProcessMesh
 from .messages import PipelineMessages
@@ -45,7 +45,7 @@ class PlacedPipeline:
         is_trainable: whether a parameter of the model is trained, on this or another process.
         mesh: all processes of the run.
         wrap_replicas: creates the DDP wrapper.
-        ways: how the model is run under it, which decides about the engine.
+        execution: how the model is run under it, which decides about the engine.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class PlacedPipeline:
         is_trainable: Callable[[str], bool],
         mesh: ProcessMesh,
         wrap_replicas: WrapReplicas,
-        ways: Ways,
+        execution: Execution,
     ) -> None:
         groups = mesh.groups(plan.pipeline_parallel_size)
-        engine = engine_for(plan, ways)
+        engine = engine_for(plan, execution)
         self.stage = stage
         self.messages = PipelineMessages(
             plan.ranks_of_pipeline(plan.replica_of(mesh.rank)),
@@ -75,7 +75,7 @@ class PlacedPipeline:
         self.wrapped: DistributedDataParallel | None = None
         """The stage wrapped in DDP, which averages gradients over the replicas during the backward pass."""
         if groups.replicas is not None:
-            trainable, unreached = _trainable_parameters(plan, stage, engine)
+            trainable, unreached = _trainable_parameters(plan, stage, engine, execution.unreached)
             # DDP counts a gradient once only: not of a loss that calls the model several times, also in the backward,
             # and not of a parameter of several virtual stages
             if engine.reduces_at_end or not stage.stack.runner.takes_batch or plan.num_virtual_stages > 1:
@@ -87,9 +87,9 @@ class PlacedPipeline:
             elif trainable:
                 self.wrapped = wrap_replicas(stage.first, groups.replicas, not unreached.isdisjoint(trainable))
         self.gradients = StageGradients(stage, groups.pipeline, shared, replicated)
-        self._server = cache(partial(server_for, plan, stage, self.messages, ways))
-        self._apart = self._server() if ways.serves_callbacks else None
-        self.engine = engine(Position(plan, stage, self.messages, mesh, ways, self.wrapped, self._server))
+        self._server = cache(partial(server_for, plan, stage, self.messages, execution))
+        self._apart = self._server() if execution.serves_callbacks else None
+        self.engine = engine(Position(plan, stage, self.messages, mesh, execution, self.wrapped, self._server))
 
     def close(self) -> None:
         """Undo the changes that this plan made to the model's modules, and free the buckets of DDP."""
@@ -187,12 +187,14 @@ class PlacedPipeline:
 
 
 def _trainable_parameters(
-    plan: Layout, stage: VirtualStages, engine: type[Engine]
+    plan: Layout, stage: VirtualStages, engine: type[Engine], unreached: frozenset[str]
 ) -> tuple[list[str], frozenset[str]]:
     """Return the trainable parameters of a stage, and those of the model that may end a step without a gradient."""
     stack = stage.stack
     trainable = [name for name in stage.names if stack.table[name].requires_grad]
-    unreached = stack.unreached | (stack.only_returned if stage.has_last_unit else frozenset())
+    unreached |= stack.needs.unreached
+    if stage.has_last_unit:
+        unreached |= stack.needs.only_returned
     # a random model's step may skip other layers each time; such a model is never cut
     if engine.may_reach_nothing or (plan.pipeline_parallel_size == 1 and stack.is_random):
         unreached |= frozenset(trainable)

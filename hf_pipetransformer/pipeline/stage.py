@@ -277,7 +277,7 @@ class ShapeBook:
 
     The size of a boundary tensor is an affine function of the micro-batch's number of samples. So each new shape of
     batch costs one forward of one sample and one of two samples, whatever the size of the batch. A batch that
-    cannot be split (`LayerStack.fails_on_parts`) is a single micro-batch, and costs one forward of all its samples.
+    cannot be split (`LayerStack.whole_because`) is a single micro-batch, and costs one forward of all its samples.
 
     Args:
         stage: this process's stage.
@@ -300,7 +300,7 @@ class ShapeBook:
         """Shapes for micro-batches of `rows` samples of `batch`. Collective over the pipeline for a new shape."""
         most = batch_rows(batch)
         counts = (1, 2) if most > 1 else (1,)  # a single sample does not show how the sizes grow with more samples
-        if self._stage.stack.fails_on_parts or len(numbers_of_rows(batch)) > 1:
+        if self._stage.stack.whole_because or len(numbers_of_rows(batch)) > 1:
             assert rows == most
             counts = (most,)
         key = (shape_signature(batch), counts)

@@ -25,7 +25,7 @@ from ..model.placeholders import num_bytes
 from ..model.tags import TAGS
 from ..pipeline.devices import device_budget, fits, is_on
 from ..pipeline.elastic_pipeline import ElasticPipeline
-from ..pipeline.engines.engine import Ways
+from ..pipeline.engines.engine import Execution
 from ..planning.layout import Layout
 from ..planning.predictions import CostModel
 from ..planning.tables import MIB
@@ -85,7 +85,7 @@ def outside_training(
     # calls of the model in the user's code are served by stages whose layers follow one another
     is_driven = job.overrides_loss or (calls and job.args.num_virtual_stages > 1)
     layout = make_planner(job.args, cut.unit_costs, job.mesh, is_driven=is_driven).first
-    cut.pipeline.place(layout, Ways(serves_callbacks=calls), keep_weights_aside=True)
+    cut.pipeline.place(layout, Execution(serves_callbacks=calls), keep_weights_aside=True)
     take_over(job, cut.pipeline)
     try:
         yield loader

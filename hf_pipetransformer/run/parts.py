@@ -22,7 +22,7 @@ from ..registry import find_part, not_installed
 
 if TYPE_CHECKING:
     from .run import PipelineRun
-    from .setup.placing import Examined
+    from .setup.placing import Findings
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class RunPart:
         """Entered when `train()` begins. Parts are left in reverse order."""
         return nullcontext()
 
-    def found(self, found: Examined) -> None:
+    def found(self, found: Findings) -> None:
         """The model has been examined, and is complete on every process."""
 
     def load_state_dict(self, kept: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainerState
 from ..data.loaders import NumberedLoader
 from ..data.numbered_batches import TrainingBatches
 from ..pipeline.elastic_pipeline import ElasticPipeline
-from ..pipeline.engines.engine import Ways
+from ..pipeline.engines.engine import Execution
 from ..pipeline.optimizer_state import unwrapped
 from ..planning.layout import Layout
 from ..planning.planner import Planner
@@ -210,7 +210,7 @@ class PipelineRun(TrainerCallback):
             self._attach(optimizer)
         if optimizer is not None and self.job.mesh.world_size > 1:
             pipeline.adopt_outside()
-            if pipeline.ways.serves_callbacks:  # those that serve must not be ahead of those that call in a step
+            if pipeline.execution.serves_callbacks:  # those that serve must not be ahead of those that call in a step
                 step = unwrapped(optimizer).register_step_pre_hook(lambda *_: self.arrive())
                 self._entered.callback(step.remove)
         return pipeline
@@ -267,7 +267,7 @@ class PipelineRun(TrainerCallback):
         self._refuse_coupling(coupling, layout)
         calls = job.mesh.any(job.may_call_model)
         self.steps = Steps(job, pipeline, found.loss, found.reduction, data, self.parts, self.watches_steps)
-        pipeline.place(layout, Ways(found.slicing, found.is_driven, calls))
+        pipeline.place(layout, Execution(found.slicing, found.is_driven, calls, found.unreached))
         take_over(job, pipeline)
         data.reslice(layout.data_parallel_size, pipeline.replica_index)
         if kept.get("order") and trainer.state.epoch % 1:

@@ -15,7 +15,7 @@ from .token_schedule import TokenScheduler
 
 @dataclass(frozen=True)
 class Slicing:
-    """How sequences are split along their tokens if there are several stages (`Ways.slicing`).
+    """How sequences are split along their tokens if there are several stages (`Execution.slicing`).
 
     Attributes:
         token_slices: the user's setting.
@@ -35,7 +35,7 @@ class SlicesEngine(Engine):
 
     def __init__(self, position: Position) -> None:
         super().__init__(position)
-        plan, slicing, messages = position.plan, position.ways.slicing, position.messages
+        plan, slicing, messages = position.plan, position.execution.slicing, position.messages
         assert isinstance(slicing, Slicing)
         books = position.shape_books()
         # for the backward direction

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -267,8 +268,7 @@ def test_refuses_parameters_that_share_elements() -> None:
 
 def test_what_one_process_has_found_is_known_to_others() -> None:
     """Also why batches cannot be divided, which a lazily loaded model's first process alone has seen."""
-    found = discover(MODELS["gpt2"])
-    found.fails_on_parts = "it counts its calls"
+    found = replace(discover(MODELS["gpt2"]), whole_because="it counts its calls")
     told = LayerStack.of(MODELS["gpt2"].build(), found.describe())
     assert (told.units, told.owners, told.boundaries) == (found.units, found.owners, found.boundaries)
-    assert told.fails_on_parts == found.fails_on_parts
+    assert told.whole_because == found.whole_because

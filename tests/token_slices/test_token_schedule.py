@@ -245,8 +245,8 @@ def told_apart(rank: int, world_size: int, folder: str) -> bool:
         slicing_setup.probe_slicing = lambda *rest, **more: replace(study(*rest, **more), separates_documents=False)
     trainer = pipeline_trainer(RUN.with_options(max_steps=1), 2, folder, token_slices=3)
     trainer.train()
-    assert trainer.pipeline is not None and trainer.pipeline.ways.slicing is not None
-    return trainer.pipeline.ways.slicing.windows.separates_documents
+    assert trainer.pipeline is not None and trainer.pipeline.execution.slicing is not None
+    return trainer.pipeline.execution.slicing.windows.separates_documents
 
 
 def test_all_processes_agree_on_what_documents_see(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...planning.layout import Layout
 from ...run.parts import Ending, RunPart, Wish
 from ...run.run import PipelineRun
-from ...run.setup.placing import Examined
+from ...run.setup.placing import Findings
 from .callback import LayerFreezeCallback
 from .policies import agreed_num_frozen
 from .users_freezing import UsersFreezing, attach_freezing
@@ -30,7 +30,7 @@ class Freezing(RunPart):
     def may_thaw(self) -> bool:  # type: ignore[override]
         return self._users is not None
 
-    def found(self, found: Examined) -> None:
+    def found(self, found: Findings) -> None:
         job, pipeline = self._job, found.cut.pipeline
         if job.freeze_callback is None and self._run.may_cache:
             self._users = UsersFreezing.find(job, pipeline, found.cut.unit_costs)

@@ -13,7 +13,7 @@ from ...registry import find_part, is_installed
 from ...run.loss import Loss
 from ...run.parts import Ending, RunPart
 from ...run.run import PipelineRun
-from ...run.setup.placing import Examined
+from ...run.setup.placing import Findings
 
 if TYPE_CHECKING:
     from .front_cache import FrontCache
@@ -33,7 +33,7 @@ class Front(RunPart):
         self._cache: FrontCache | None = None
         self._loss: Loss | None = None
 
-    def found(self, found: Examined) -> None:
+    def found(self, found: Findings) -> None:
         self._loss = found.loss
 
     def train_begins(self) -> None:

@@ -26,7 +26,7 @@ from ...planning.costs import UnitCost
 from ...planning.tables import MIB
 from ...randomness import seeded
 from ...run.job import TrainingJob
-from ...run.setup.placing import Examined
+from ...run.setup.placing import Findings
 from ...run.setup.probing import SampleCollator
 from ...training_args import CACHE_DTYPES
 from .cache.activation_cache import ActivationCache
@@ -108,7 +108,7 @@ def _trouble_with(store: FileStore, needed: int | None) -> tuple[str, bool] | No
 
 
 def make_cache(
-    found: Examined,
+    found: Findings,
     job: TrainingJob,
     data: TrainingBatches,
     generations: Path,

@@ -22,7 +22,7 @@ from ...run.job import TrainingJob
 from ...run.lazy_model import sparing_memory
 from ...run.parts import Ending, LayoutChange, RunPart, StepFacts, Wish
 from ...run.run import PipelineRun
-from ...run.setup.placing import Examined
+from ...run.setup.placing import Findings
 from .cache.content_keys import KeyingCollator
 from .cache.file_store import FileStore
 from .cache.known_code import FOREIGN, foreign_code, is_declared
@@ -55,14 +55,14 @@ class PrefixCache(RunPart):
         self._met_other_inputs = self._doubts_weights = False
 
     # ------------------------------------------------------------------------------------ before the first step
-    def found(self, found: Examined) -> None:
+    def found(self, found: Findings) -> None:
         if self._job.freeze_callback is None:
             return
         cache = self._make(found)
         self.cache, self.why_not = (None, cache) if isinstance(cache, str) else (cache, None)
         self.calls_per_sample = self.cache.calls_per_sample if self.cache is not None else 1
 
-    def _make(self, found: Examined) -> AutoCache | str:
+    def _make(self, found: Findings) -> AutoCache | str:
         """Return the cache, or why there is none. Collective over all processes.
 
         Raises:

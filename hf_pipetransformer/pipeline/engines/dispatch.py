@@ -16,7 +16,7 @@ from ...registry import SLICES as SLICES_PACKAGE
 from ..mesh import ProcessMesh
 from ..messages import PipelineMessages
 from ..virtual_stages import VirtualStages
-from .engine import CallServer, Engine, Ways
+from .engine import CallServer, Engine, Execution
 from .one_stage import OneStageEngine
 from .scheduled import ScheduledEngine
 
@@ -74,34 +74,39 @@ class Dispatcher:
     """An entry of the list of engines.
 
     Attributes:
-        fits: whether the engine runs such a plan in such ways, if none before it does.
+        fits: whether the engine runs such a plan in this way, if none before it does.
         engine: returns its class.
     """
 
-    fits: Callable[[Layout, Ways], bool]
+    fits: Callable[[Layout, Execution], bool]
     engine: Callable[[], type[Engine]]
 
 
 ENGINES = (
-    Dispatcher(lambda plan, ways: _is_cut(plan) and ways.is_driven, lambda: DRIVEN.load("engine").DrivenEngine),
     Dispatcher(
-        lambda plan, ways: _is_cut(plan) and ways.slicing is not None, lambda: SLICES.load("engine").SlicesEngine
+        lambda plan, execution: _is_cut(plan) and execution.is_driven, lambda: DRIVEN.load("engine").DrivenEngine
+    ),
+    Dispatcher(
+        lambda plan, execution: _is_cut(plan) and execution.slicing is not None,
+        lambda: SLICES.load("engine").SlicesEngine,
     ),
     Dispatcher(lambda plan, _: _is_cut(plan), lambda: ScheduledEngine),
     Dispatcher(lambda *_: True, lambda: OneStageEngine),
 )
 
 
-def engine_for(plan: Layout, ways: Ways) -> type[Engine]:
-    """Return the class of the engine that runs such a plan in such ways.
+def engine_for(plan: Layout, execution: Execution) -> type[Engine]:
+    """Return the class of the engine that runs such a plan in this way.
 
     Raises:
         ValueError: it cannot be imported.
     """
-    return next(entry for entry in ENGINES if entry.fits(plan, ways)).engine()
+    return next(entry for entry in ENGINES if entry.fits(plan, execution)).engine()
 
 
-def server_for(plan: Layout, stage: VirtualStages, messages: PipelineMessages, ways: Ways) -> CallServer | None:
+def server_for(
+    plan: Layout, stage: VirtualStages, messages: PipelineMessages, execution: Execution
+) -> CallServer | None:
     """Return what serves calls of the model: with several stages, each of layers that follow one another.
 
     None if they cannot be served.
@@ -112,7 +117,7 @@ def server_for(plan: Layout, stage: VirtualStages, messages: PipelineMessages, w
     if part is None:
         return None
     most_parts = plan.requested_microbatches or plan.num_microbatches
-    server: CallServer = part.StageServer(stage.last, messages, most_parts, ways.serves_callbacks)
+    server: CallServer = part.StageServer(stage.last, messages, most_parts, execution.serves_callbacks)
     return server
 
 

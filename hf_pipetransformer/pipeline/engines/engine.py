@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ways:
-    """How a model is run, whatever the layout.
+class Execution:
+    """How a model is run, under each layout.
 
     Attributes:
         slicing: how sequences are split along their tokens, if there are several stages; None for whole sequences. It
@@ -31,11 +31,13 @@ class Ways:
         is_driven: whether the loss drives the pipeline, if there are several stages (`StepLoss.drive`).
         serves_callbacks: whether calls of the model outside of the steps are served (`CallServer.arrive`), if they can
             be.
+        unreached: names of the parameters that may end a step without a gradient, as setup has found out.
     """
 
     slicing: object | None = None
     is_driven: bool = False
     serves_callbacks: bool = False
+    unreached: frozenset[str] = frozenset()
 
 
 class StepLoss(Protocol):
@@ -85,7 +87,7 @@ class Position:
         stage: what this process holds.
         messages: sends to and receives from the other stages.
         mesh: all processes of the run.
-        ways: how the model is run.
+        execution: how the model is run.
         wrapped: the stage wrapped in DDP; None if DDP does not average its gradients.
         server: returns what serves calls of the model, the same each time; None if they cannot be served.
     """
@@ -94,7 +96,7 @@ class Position:
     stage: VirtualStages
     messages: PipelineMessages
     mesh: ProcessMesh
-    ways: Ways
+    execution: Execution
     wrapped: DistributedDataParallel | None
     server: Callable[[], CallServer | None]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -182,14 +182,15 @@ def _find(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | None)
             if job.args.uses_pipeline or job.freeze_callback is not None:
                 raise
             log_once(logger, logging.WARNING, "The layers of the model cannot be found: %s", error)
-    stack = LayerStack.uncut(model)
+    called = CalledWith()
     if mesh.world_size > 1:
         # a model that is not called on the batch's inputs may be called anywhere, also in the backward
         takes_batch = not job.overrides_loss or bool(
             tensors_of([sample[name] for name in names_taken(model, sample) - job.not_in_keys])
         )
-        stack.runner.called = CalledWith(takes_batch=takes_batch)
-        refuse_different_inputs(job, stack, str(takes_batch))
+        called = CalledWith(takes_batch=takes_batch)
+        agree_on_inputs(job, str(takes_batch), "")
+    stack = LayerStack.uncut(model, called)
     return stack, None, (cost_of_whole(stack),), None
 
 
@@ -211,33 +212,35 @@ def _find_layers(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator 
     if apart is None:
         with mesh.failing_together():
             apart = probe()
-    stack = LayerStack.of(model, apart.stack)
-    refuse_different_inputs(job, stack, apart.examples.described())
+    whole_because = agree_on_inputs(job, apart.examples.described(), apart.stack.whole_because)
+    stack = LayerStack.of(model, replace(apart.stack, whole_because=whole_because))
     return stack, apart.freezable, apart.unit_costs, apart.examples
 
 
-def refuse_different_inputs(job: TrainingJob, stack: LayerStack, described: str) -> None:
-    """Check that the batches of all processes have the same inputs of the model, and agree on what each has found.
+def agree_on_inputs(job: TrainingJob, described: str, whole_because: str) -> str:
+    """Check that the batches of all processes have the same inputs of the model, and agree on how they are run.
 
-    That is whether it fails on a part of a batch, whose inputs may be random. Collective over all processes.
+    Collective over all processes.
 
     Args:
         job: the training job.
-        stack: the model's units.
         described: which inputs of the batch are the model's.
+        whole_because: `LayerStack.whole_because`, as this process has found it. The inputs may be random.
+
+    Returns:
+        The same on every process.
 
     Raises:
         ValueError: they have not, so the processes would reduce gradients in different ways.
     """
-    found = job.mesh.gather_objects((described, stack.fails_on_parts))
-    everyone, fails = zip(*found, strict=True)
-    stack.fails_on_parts = next(filter(None, fails), "")
+    everyone, reasons = zip(*job.mesh.gather_objects((described, whole_because)), strict=True)
     other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
     if other is not None:
         raise ValueError(
             f"By their names, batches have other inputs of the model on process 0 than on process {other}. Give all"
             " processes batches with the same inputs."
         )
+    return next(filter(None, reasons), "")
 
 
 def _needs_units(job: TrainingJob) -> bool:
@@ -273,30 +276,27 @@ def _take_apart(job: TrainingJob, places: Sequence[ExampleInputs], sample: Batch
             refuse_overlapping_weights(model)
         if job.freeze_callback is not None or job.may_follow_freezing:
             freezable = FreezableLayers.of(stack, inputs, job.args.eval_frozen_modules)
-        unit_costs = _costs_of_units(job, stack, padded, freezable.never_frozen if freezable else ())
+        unit_costs, whole_because = _costs_of_units(stack, padded, freezable.never_frozen if freezable else ())
         if job.args.uses_pipeline:
-            stack.fails_on_parts = (
-                check_training(stack, inputs) or stack.fails_on_parts or _why_no_rows(inputs, padded)
-            )
-    return _TakenApart(stack.describe(), freezable, unit_costs, examples)
+            whole_because = check_training(stack, inputs) or whole_because or _why_no_rows(inputs, padded)
+    found = replace(stack.describe(), whole_because=whole_because if job.args.uses_pipeline else "")
+    return _TakenApart(found, freezable, unit_costs, examples)
 
 
 def _costs_of_units(
-    job: TrainingJob, stack: LayerStack, padded: Batch, never_frozen: Collection[str]
-) -> tuple[UnitCost, ...]:
-    """Measure the cost of each unit, and note in `stack.fails_on_parts` whether batches cannot be split by sample."""
+    stack: LayerStack, padded: Batch, never_frozen: Collection[str]
+) -> tuple[tuple[UnitCost, ...], str]:
+    """Return the cost of each unit, and why batches cannot be split by sample; empty if they can."""
     try:
-        return measure_costs(stack, slice_rows(padded, 0, SAMPLE_ROWS), never_frozen)
+        return measure_costs(stack, slice_rows(padded, 0, SAMPLE_ROWS), never_frozen), ""
     except Exception as error:
         if is_out_of_memory(error):
             raise
         costs = measure_costs(stack, padded, never_frozen)  # fails in the same way if slicing is not the reason
-        if job.args.uses_pipeline:
-            stack.fails_on_parts = (
-                f"it runs on a whole batch, but fails on the first {SAMPLE_ROWS} samples of each of its inputs"
-                f" ({type(error).__name__}: {error})"
-            )
-        return costs
+        return costs, (
+            f"it runs on a whole batch, but fails on the first {SAMPLE_ROWS} samples of each of its inputs"
+            f" ({type(error).__name__}: {error})"
+        )
 
 
 def _why_no_rows(*batches: Batch) -> str:
@@ -399,7 +399,7 @@ def time_model(
         rows: samples.
         collate: collates these samples.
     """
-    if cut.pipeline.is_lazy or cut.pipeline.stack.fails_on_parts:
+    if cut.pipeline.is_lazy or cut.pipeline.stack.whole_because:
         return None  # reading the weights from the files would be measured; times follow from parts of a batch
     if job.args.full_determinism or not (job.args.uses_pipeline or job.may_cache):
         return None

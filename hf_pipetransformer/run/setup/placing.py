@@ -32,14 +32,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Examined:
-    """A model and its loss, as they were found on a few samples.
+class Findings:
+    """What setup has found out about a model and its loss on a few samples.
 
     Attributes:
-        cut: the model, split into units.
+        cut: the model, split into units. `cut.pipeline.stack` says how the loss calls it (`runner.called`), and why it
+            must run whole batches, if it must (`whole_because`).
         loss: the trainer's loss.
         reduction: how the losses of a batch's parts add up.
-        slicing: how sequences are split along their tokens (`Ways.slicing`); None if that is not asked for.
+        unreached: names of the parameters that may end a step without a gradient.
+        slicing: how sequences are split along their tokens (`Execution.slicing`); None if that is not asked for.
         times: of the units, if they were measured.
         planner: decides by all of this.
     """
@@ -47,6 +49,7 @@ class Examined:
     cut: CutModel
     loss: Loss
     reduction: LossReduction
+    unreached: frozenset[str]
     slicing: object | None
     times: ModelTimes | None
     planner: Planner
@@ -59,7 +62,7 @@ class Examined:
 
 def examine(
     job: TrainingJob, data: TrainingBatches, find_units: FindUnits, tell_slices: Callable[[Any], None]
-) -> Examined:
+) -> Findings:
     """Examine the model and its loss on a few samples. Collective over all processes.
 
     Args:
@@ -77,7 +80,7 @@ def examine(
     with generators_kept(job.trainer, job.model), sparing_memory(job.model):
         cut = find_units(rows, collate)
         loss, stack = Loss(job), cut.pipeline.stack
-        reduction = find_reduction(loss, stack, data, collate)
+        reduction, unreached = find_reduction(loss, stack, data, collate)
         if is_driven(job, reduction):
             DRIVEN.load_everywhere("engine", job.mesh)
         slicing: object | None = None
@@ -95,7 +98,7 @@ def examine(
         autocasts=job.mixed_precision in ("bf16", "fp16"),
     )
     say_how_loss_adds_up(job, reduction, planner)
-    return Examined(cut, loss, reduction, slicing, times, planner)
+    return Findings(cut, loss, reduction, unreached, slicing, times, planner)
 
 
 def first_layout(planner: Planner, kept: Mapping[str, Any], num_frozen: int) -> tuple[Layout, bool]:

@@ -35,7 +35,7 @@ LOSS_SAMPLE_ROWS = 4
 
 def find_reduction(
     loss: Loss, stack: LayerStack, data: TrainingBatches, collate: SampleCollator | None
-) -> LossReduction:
+) -> tuple[LossReduction, frozenset[str]]:
     """Find how the losses of a batch's parts add up: by the user's word, or from a transformers model's head.
 
     Nothing is assumed of any other loss, and none is run. A lazily loaded model that is split is read on process 0
@@ -43,10 +43,12 @@ def find_reduction(
 
     Args:
         loss: the trainer's loss.
-        stack: the units of the model; the names of parameters without a gradient are added to `stack.unreached`, and
-            `stack.is_random` is set.
+        stack: the units of the model.
         data: the training batches.
         collate: collates samples; None if nothing is probed.
+
+    Returns:
+        How they add up, and the names of the parameters that may end a step without a gradient.
 
     Raises:
         ValueError: a way of adding up is declared, and the model is not called on the batch's own inputs.
@@ -54,12 +56,12 @@ def find_reduction(
     job = loss.job
     plain = unexamined(loss.shifts_labels)
     if not job.sums_up and not job.args.uses_pipeline:
-        return plain  # nothing is added up
+        return plain, frozenset()  # nothing is added up
     if not loss.is_stock:
-        stack.unreached |= frozenset(stack.table.names)  # it may reach any parameter, or none
+        unreached = frozenset(stack.table.names)  # it may reach any parameter, or none
         declared = job.args.loss_reduction
         if declared is None:
-            return replace(plain, reason="it is not a transformers model's own")
+            return replace(plain, reason="it is not a transformers model's own"), unreached
         if job.args.uses_pipeline and not stack.runner.takes_batch:
             raise ValueError(
                 f"loss_reduction={declared!r}: the loss is computed on micro-batches, and each stage calls the model"
@@ -71,8 +73,8 @@ def find_reduction(
             job.model.train()
             why = why_whole(stack)
         if why:
-            return replace(plain, reason=why)
-        return replace(plain, kind="sum" if declared == "sum" else "mean")
+            return replace(plain, reason=why), unreached
+        return replace(plain, kind="sum" if declared == "sum" else "mean"), unreached
     assert collate is not None
     sample = _sample_for_loss(loss, data, collate)
 
@@ -95,8 +97,8 @@ def find_reduction(
 
     # results may differ between processes by rounding, or by what a collator draws
     found = found_by_each(job.mesh, collate.is_probed_once, read)
-    stack.unreached |= frozenset(stack.table.names) - frozenset.intersection(*(theirs.reached for theirs in found))
-    return found[0].reduction
+    unreached = frozenset(stack.table.names) - frozenset.intersection(*(theirs.reached for theirs in found))
+    return found[0].reduction, unreached
 
 
 def _sample_for_loss(loss: Loss, data: TrainingBatches, collate: SampleCollator) -> Batch:
