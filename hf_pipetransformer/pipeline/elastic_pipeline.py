@@ -25,14 +25,13 @@ from ..model.nested import on_device
 from ..planning.layout import Layout
 from ..progress import PROGRESS
 from .engines.engine import Execution, StepLoss
-from .holders import source_of_buffers
 from .mesh import ProcessMesh
 from .moves import Distribution, Transformation, move, timed_phase
 from .optimizer_state import OptimizerState, unwrapped
 from .placed import PlacedPipeline, WrapReplicas
 from .stage import Shortcut
-from .state import Kept, WeightState, synchronise
 from .virtual_stages import VirtualStages
+from .weights import Weights
 
 
 class ElasticPipeline(nn.Module):
@@ -65,7 +64,7 @@ class ElasticPipeline(nn.Module):
         self.__dict__["stack"] = stack  # not registered as a child: the stage registers the parameters that are here
         self.mesh = mesh
         self.device = device
-        self.weights = WeightState(stack.table, mesh, device)
+        self.weights = Weights(stack.table, mesh, device)
         self.freezable = freezable
         self.is_lazy = is_lazy
         self.execution = Execution()
@@ -78,7 +77,6 @@ class ElasticPipeline(nn.Module):
         self.stage = None  # the stage of `placed`, registered as a child
         self._wrap_replicas = wrap_replicas
         self._optimizer: OptimizerState | None = None
-        self._set_aside: Kept | None = None
         self._gradients_synchronise = True
 
     # ------------------------------------------------------------------------------------ layout
@@ -141,16 +139,15 @@ class ElasticPipeline(nn.Module):
         self.execution = execution or Execution()
         self.weights.read_flags()
         if keep_weights_aside:
-            self._set_aside = self.weights.set_aside()
+            self.weights.set_aside()
         self._freeze(plan)
         self.plan = plan
         self._move(plan, None if keep_weights_aside else self._optimizer)
-        names = [name for name, ranks in self.weights.holders.items() if self.mesh.rank in ranks]
         if self.is_lazy and self.device.type == "cpu":  # a device copies them anyway
-            into_memory(self.stack.table[name] for name in names)
+            into_memory(self.stack.table[name] for name in self.weights.held)
         if plan.pipeline_parallel_size > 1:  # as they are where a later plan moves them to
-            self.weights.make_contiguous(names)
-        self.weights.keep_held(self.weights.holders)
+            self.weights.make_contiguous()
+        self.weights.hold()
         self.stack.runner.install()
         self._build(takes_optimizer=not keep_weights_aside)
 
@@ -177,7 +174,7 @@ class ElasticPipeline(nn.Module):
         """
         before = self.current_plan
         self.weights.follow_flags()
-        self.synchronise_buffers()
+        self.weights.synchronise_buffers()
         assert plan.num_frozen_layers >= before.num_frozen_layers, "frozen layers do not thaw"
         seconds: dict[str, float] = {}
         with timed_phase("freeze", seconds):
@@ -189,7 +186,7 @@ class ElasticPipeline(nn.Module):
             moved = self._move(plan, self._optimizer)
         self.plan = plan
         with timed_phase("drop", seconds):
-            self.weights.keep_held(self.weights.holders)
+            self.weights.hold()
         with timed_phase("build", seconds):
             self._build()
         PROGRESS.forget_pace()
@@ -224,7 +221,7 @@ class ElasticPipeline(nn.Module):
         self._close()
         if thawed:
             self.plan = replace(self.current_plan, num_frozen_layers=0, num_cached_layers=0)
-        self.weights.keep_held(self.weights.holders)
+        self.weights.hold()
         if self.current_plan.shards_optimizer:
             self._move(self.current_plan, self._optimizer)  # a callback may have added parameters to the optimizer
         # gradients may still be accumulating: remember whether those of shared parameters are already summed
@@ -277,10 +274,8 @@ class ElasticPipeline(nn.Module):
     # ------------------------------------------------------------------------------------ leaving a plan
     def put_back(self) -> None:
         """Restore the complete weights that `place` has set aside, after an evaluation. No communication."""
-        assert self._set_aside is not None
-        weights, self._set_aside = self._set_aside, None
         self._leave_plan()
-        self.weights.put_back(weights)
+        self.weights.put_back()
 
     def gather(self, device: torch.device) -> None:
         """Make the model complete again on every process. Collective over all processes.
@@ -288,12 +283,12 @@ class ElasticPipeline(nn.Module):
         Args:
             device: the device that the weights are moved to.
         """
-        self.synchronise_buffers()
+        self.weights.synchronise_buffers()
         if self._optimizer is not None:
             self._optimizer.share_updates(None, ())
             self._optimizer.share_outside()
         self._leave_plan()
-        self.weights.restore(device)
+        self.weights.gather(device)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -305,7 +300,7 @@ class ElasticPipeline(nn.Module):
         if not self.is_split:
             yield
             return
-        self.synchronise_buffers()
+        self.weights.synchronise_buffers()
         with self.weights.whole():
             self.stack.runner.restrict_to(None)
             try:
@@ -319,14 +314,6 @@ class ElasticPipeline(nn.Module):
         self.stack.runner.remove()
         self._close()
         self.plan = None
-
-    def synchronise_buffers(self) -> None:
-        """Give every process the buffers of the process that runs their module. Collective over all processes.
-
-        The values of the first replica are used, as under DDP.
-        """
-        buffers = dict(self.model.named_buffers())
-        synchronise(buffers, self.mesh, source_of_buffers(self.stack.table, self.weights.holders))
 
     # ------------------------------------------------------------------------------------ frozen layers' outputs
     def use_shortcut(self, shortcut: Shortcut | None) -> None:

@@ -6,13 +6,15 @@ that has the fewest bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from ..model.layer_stack import LayerStack
 from ..model.placeholders import ParameterTable
 from ..planning.layout import Layout
-from .state import Holders
 from .virtual_stages import names_of_stage
+
+Holders = Mapping[str, tuple[int, ...]]
+"""Parameter name -> the ranks that hold the parameter, ascending. The same on every process."""
 
 
 def holders_under(plan: Layout, stack: LayerStack) -> Holders:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from ..model.layer_stack import LayerStack
 from ..planning.layout import Layout
 from ..progress import phase
-from .holders import holders_under, updaters_under
+from .holders import Holders, holders_under, updaters_under
 from .optimizer_state import OptimizerState
-from .state import Holders, WeightState
 from .transfer import Values, transfer
+from .weights import Weights
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Item(NamedTuple):
     is_state: bool
 
 
-def move(after: Distribution, weights: WeightState, optimizer: OptimizerState | None) -> int:
+def move(after: Distribution, weights: Weights, optimizer: OptimizerState | None) -> int:
     """Bring parameters and optimizer states to the ranks that lack them, and free what each process leaves behind.
 
     Collective over all processes. The memory that it takes has a bound: see `transfer`.
@@ -82,8 +82,7 @@ def move(after: Distribution, weights: WeightState, optimizer: OptimizerState | 
     Returns:
         Number of bytes that this process received.
     """
-    before = Distribution(weights.holders, {} if optimizer is None else optimizer.holders())
-    weights.holders = after.weights  # what is left behind is said to be there
+    before = Distribution(weights.assign(after.weights), {} if optimizer is None else optimizer.holders())
 
     def items(now: Distribution, there: Distribution) -> dict[_Item, tuple[int, ...]]:
         found: dict[_Item, tuple[int, ...]] = {}

@@ -21,10 +21,11 @@ from torch.utils.hooks import RemovableHandle
 from ..model.placeholders import ParameterTable
 from ..progress import phase
 from .devices import synchronise as wait_for
+from .holders import Holders
 from .mesh import ProcessMesh
 from .reductions import exchange_updates, reduce_gradients
-from .state import Holders, WeightState, synchronise
 from .transfer import CPU, transfer
+from .weights import Weights, synchronise
 
 Member = str | nn.Parameter
 """A parameter in an optimizer's group: the model's by its name, any other one itself."""
@@ -52,7 +53,7 @@ class OptimizerState:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, table: ParameterTable, weights: WeightState, mesh: ProcessMesh
+        self, optimizer: torch.optim.Optimizer, table: ParameterTable, weights: Weights, mesh: ProcessMesh
     ) -> None:
         self.optimizer = optimizer
         self._table = table
@@ -296,7 +297,7 @@ class OptimizerState:
         Collective over all processes.
 
         Args:
-            folder: as in `WeightState.gathered`.
+            folder: as in `Weights.gathered`.
         """
         before = self.holders()
         arrived: dict[Member, dict[str, Any]] = {}

@@ -25,7 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from ..file_formats import KEPT
 from ..model.elsewhere import computing_with_nan
 from ..pipeline.elastic_pipeline import ElasticPipeline
-from ..pipeline.state import WeightState
+from ..pipeline.weights import Weights
 from ..progress import phase
 from .checkpoint_folders import (
     MANIFEST,
@@ -204,7 +204,7 @@ def gathered_weights(job: TrainingJob, pipeline: ElasticPipeline, folder: Path) 
         pipeline: the placed model.
         folder: where it is saved.
     """
-    pipeline.synchronise_buffers()
+    pipeline.weights.synchronise_buffers()
     needed: frozenset[str] | None = None
     reading: AbstractContextManager[Any] = nullcontext()
     if hasattr(job.model, "peft_config"):
@@ -215,7 +215,7 @@ def gathered_weights(job: TrainingJob, pipeline: ElasticPipeline, folder: Path) 
         yield
 
 
-def names_saved(trainer: Trainer, model: Any, weights: WeightState) -> frozenset[str] | None:
+def names_saved(trainer: Trainer, model: Any, weights: Weights) -> frozenset[str] | None:
     """Return the names of the parameters that `Trainer.save_model` writes here, or more of them. Not collective.
 
     A checkpoint of adapters then does not send a base model, which may be a thousand times as large, to rank 0.

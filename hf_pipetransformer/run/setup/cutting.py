@@ -39,7 +39,7 @@ from ...pipeline.devices import fits, is_on, memory_budget
 from ...pipeline.elastic_pipeline import ElasticPipeline
 from ...pipeline.mesh import ProcessMesh, can_be_sent
 from ...pipeline.stage import StageModule
-from ...pipeline.state import synchronise
+from ...pipeline.weights import synchronise
 from ...planning.costs import UnitCost, cost_of_whole, measure_costs
 from ...planning.layout import AUTO
 from ...planning.planner import Planner, Request

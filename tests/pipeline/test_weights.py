@@ -23,7 +23,7 @@ from training_runs import (
 )
 
 from hf_pipetransformer.pipeline.mesh import ProcessMesh
-from hf_pipetransformer.pipeline.state import synchronise
+from hf_pipetransformer.pipeline.weights import synchronise
 
 RUN = Run("causal-lm", epochs=1)  # embedding and head are one parameter, needed by the first and the last stage
 STAGES = 2

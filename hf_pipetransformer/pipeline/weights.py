@@ -1,4 +1,4 @@
-"""Weights that are distributed over stages: drop, gather, save and load them by name.
+"""Weights that are distributed over stages: who holds them, hold, drop and gather them, save and load them by name.
 
 Files keep the stock formats. Rank 0 writes a checkpoint as a single process would write it; every rank reads it and
 takes the parts that it holds. So a checkpoint fits any number of stages and replicas, and the stock Trainer.
@@ -18,12 +18,9 @@ from torch import nn
 from ..model.elsewhere import NAN, Hidden, computing_with_nan, hide
 from ..model.nested import as_bytes
 from ..model.placeholders import ParameterTable, placeholder, set_values, values_of, with_values
+from .holders import Holders, source_of_buffers
 from .mesh import ProcessMesh
 from .transfer import CPU, transfer
-
-Holders = Mapping[str, tuple[int, ...]]
-"""Parameter name -> the ranks that hold the parameter, ascending. The same on every process."""
-
 
 HELD_ELSEWHERE = (
     "While a pipeline trains, each process has the weights, gradients and optimizer state of its own stage only. Do"
@@ -32,14 +29,11 @@ HELD_ELSEWHERE = (
 )
 
 
-Kept = Mapping[str, tuple[Sequence[torch.Tensor], torch.Tensor | None]]
-"""Complete parameters' values and gradients, kept while an evaluation uses a part of the model."""
-
-
-class WeightState:
+class Weights:
     """The model's parameters, of which some are on this process and the others are placeholders.
 
-    Parameters keep their identity and their hooks, wherever their values are.
+    It alone knows and changes which ranks hold a parameter (`holders`) and which parameters are frozen. Parameters
+    keep their identity and their hooks, wherever their values are.
 
     While some parameters are missing, `model.state_dict()` and `model.load_state_dict()` keep working through hooks:
     saving (inside `gathered`) sees every weight on rank 0, and loading takes the parameters that are here and skips
@@ -56,8 +50,7 @@ class WeightState:
         self.mesh = mesh
         self.device = device
         self._everyone: Holders = dict.fromkeys(table.names, tuple(range(mesh.world_size)))
-        self.holders: Holders = self._everyone
-        """The ranks that hold each parameter."""
+        self._holders: Holders = self._everyone
         self._trainable = {name: table[name].requires_grad for name in table.names}
         self._missing: set[str] = set()
         self._frozen: set[str] = set()
@@ -66,15 +59,27 @@ class WeightState:
         self._hooks: list[Any] = []
         self._reading = ExitStack()  # while `model.state_dict()` runs
         self._here: tuple[nn.Parameter, ...] = ()
-        self._flags_here: list[bool] = []  # the flags that `keep_held` has left in `_here`
+        self._flags_here: list[bool] = []  # the flags that `hold` has left in `_here`
+        # values and gradients of the complete parameters, while an evaluation uses a part of the model
+        self._aside: Mapping[str, tuple[Sequence[torch.Tensor], torch.Tensor | None]] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightState:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Weights:
         """Return self: a copied model (a teacher, for example) has its hooks, which act on the original alone."""
         return self
 
     @property
     def table(self) -> ParameterTable:
         return self._table
+
+    @property
+    def holders(self) -> Holders:
+        """The ranks that hold each parameter."""
+        return self._holders
+
+    @property
+    def held(self) -> list[str]:
+        """The names of the parameters that this process holds."""
+        return [name for name in self._table.names if self.mesh.rank in self._holders[name]]
 
     @property
     def is_whole(self) -> bool:
@@ -158,10 +163,10 @@ class WeightState:
         return bool(thawed)
 
     def _flags_of_first_holders(self) -> dict[str, bool]:
-        holders = self.holders
-        mine = [self._table[name].requires_grad for name, ranks in holders.items() if ranks[0] == self.mesh.rank]
+        firsts = {name: ranks[0] for name, ranks in self._holders.items()}
+        mine = [self._table[name].requires_grad for name, first in firsts.items() if first == self.mesh.rank]
         flags = [iter(theirs) for theirs in self.mesh.gather_objects(mine)]
-        return {name: next(flags[ranks[0]]) for name, ranks in holders.items()}
+        return {name: next(flags[first]) for name, first in firsts.items()}
 
     def values_of(self, name: str) -> dict[int, torch.Tensor]:
         """The tensors with the values of a parameter, numbered."""
@@ -184,25 +189,33 @@ class WeightState:
             nothing = [NAN if value.is_floating_point() else 0 for value in values]
             set_values(parameter, [placeholder(v, fill, self.device) for v, fill in zip(values, nothing, strict=True)])
             self._missing.add(name)
-        about = f"{name} is held by rank {self.holders[name][0]}"
+        about = f"{name} is held by rank {self._holders[name][0]}"
         hide(parameter, about, HELD_ELSEWHERE, self.is_trainable(name))
 
-    def make_contiguous(self, names: Collection[str]) -> None:
-        """Lay out parameters in row-major order: replicas average gradients in the order in which weights lie."""
-        for name in names:
+    def make_contiguous(self) -> None:
+        """Lay out what this process holds in row-major order: replicas average gradients in the order of weights."""
+        for name in self.held:
             values = values_of(self._table[name])
             if not all(value.is_contiguous() for value in values):
                 set_values(self._table[name], [value.contiguous() for value in values])
 
-    def keep_held(self, holders: Holders) -> None:
-        """Move what this process holds to its device; free the memory of the rest, which become placeholders.
+    def assign(self, holders: Holders) -> Holders:
+        """Give the parameters to other ranks, and return those that have held them. `move` brings the values there.
+
+        Not collective.
 
         Args:
-            holders: who holds what from now on.
+            holders: the ranks that hold each parameter from now on; the values of some may not be there yet.
         """
-        self.holders = holders
-        names = {name for name, ranks in holders.items() if self.mesh.rank in ranks}
-        model = self._table.model
+        before, self._holders = self._holders, holders
+        return before
+
+    def hold(self) -> None:
+        """Move what this process holds to its device; free the memory of the rest, which become placeholders.
+
+        Not collective.
+        """
+        names, model = set(self.held), self._table.model
         for name in self._table.names:
             if name in names:
                 _move(self._table[name], self.device)
@@ -262,7 +275,7 @@ class WeightState:
             gathered[name] = with_values(self._table[name], iter(values.values()))
 
         wanted = {name: (0,) for name in self._table.names if needed is None or name in needed}
-        transfer(self.holders, wanted, self.mesh, CPU, self.values_of, store, folder=folder)
+        transfer(self._holders, wanted, self.mesh, CPU, self.values_of, store, folder=folder)
         self._gathered = gathered
         try:
             yield
@@ -294,8 +307,8 @@ class WeightState:
             for name in missing:
                 self.drop(name)
 
-    def restore(self, device: torch.device) -> None:
-        """Restore every weight on every process, on `device`. Collective over all processes."""
+    def gather(self, device: torch.device) -> None:
+        """Gather every weight on every process, on `device`. Collective over all processes."""
         for name, flag in self._flags_of_first_holders().items():
             self._trainable[name] = flag or (name in self._frozen and self._trainable[name])
         self._receive(device)
@@ -303,21 +316,26 @@ class WeightState:
             _move(self._table[name], device)
         self._is_whole_again(device)
 
-    def set_aside(self) -> Kept:
-        """Return the complete weights and their gradients, for `put_back`. Not collective."""
-        kept = {}
+    def set_aside(self) -> None:
+        """Keep the complete weights and their gradients, for `put_back`. Not collective."""
+        self._aside = {name: (values_of(self._table[name]), self._table[name].grad) for name in self._table.names}
         for name in self._table.names:
-            parameter = self._table[name]
-            kept[name] = values_of(parameter), parameter.grad
-            parameter.grad = None
-        return kept
+            self._table[name].grad = None
 
-    def put_back(self, weights: Kept) -> None:
-        """Make the model complete again with the weights that it had before `keep_held`. Not collective."""
+    def put_back(self) -> None:
+        """Make the model complete again with the weights that `set_aside` has kept. Not collective."""
+        weights, self._aside = self._aside, {}
         for name, (values, grad) in weights.items():
             set_values(self._table[name], values)
             self._table[name].grad = grad
         self._is_whole_again(next(iter(weights.values()))[0][0].device)
+
+    def synchronise_buffers(self) -> None:
+        """Give every process the buffers of the process that runs their module. Collective over all processes.
+
+        The values of the first replica are used, as under DDP.
+        """
+        synchronise(dict(self._table.model.named_buffers()), self.mesh, source_of_buffers(self._table, self._holders))
 
     # ------------------------------------------------------------------------------------ inside
     def _receive(self, device: torch.device) -> None:
@@ -326,7 +344,7 @@ class WeightState:
         def store(name: str, values: Mapping[int, torch.Tensor]) -> None:
             set_values(self._table[name], values.values())
 
-        transfer(self.holders, self._everyone, self.mesh, device, self.values_of, store)
+        transfer(self._holders, self._everyone, self.mesh, device, self.values_of, store)
 
     def _is_whole_again(self, device: torch.device) -> None:
         for buffer in self._table.model.buffers():
@@ -334,7 +352,7 @@ class WeightState:
         for name in self._table.names:
             self._table[name].requires_grad_(self._trainable[name])
         self._missing, self._frozen, self._here, self._flags_here = set(), set(), (), []
-        self.holders = self._everyone
+        self._holders = self._everyone
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
