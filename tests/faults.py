@@ -194,7 +194,7 @@ class FaultInjector:
 def cached_layers(trainer: PipeTransformerTrainer) -> int:
     """That count as cached, by the plan in force."""
     pipeline = trainer.pipeline
-    return pipeline.current_plan.num_cached_layers if pipeline is not None and pipeline.is_placed else 0
+    return pipeline.current_layout.num_cached_layers if pipeline is not None and pipeline.is_placed else 0
 
 
 class _FirstStep(TrainerCallback):

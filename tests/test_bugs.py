@@ -163,7 +163,7 @@ def cached_layers(rank: int, world_size: int, folder: str, cache: str, resumes: 
 
     class Look(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            seen.append(trainer._placed.current_plan.num_cached_layers)
+            seen.append(trainer._placed.current_layout.num_cached_layers)
 
     run = Run(samples=32, per_device=4, accumulation=1, epochs=4)
     freezing = {"freeze_policy": "schedule", "freeze_schedule": {1: 2}, "elastic": False}

@@ -61,7 +61,7 @@ class Flops(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         pipeline = getattr(self.trainer, "pipeline", None)
         if pipeline is not None:
-            layout, costs = pipeline.current_plan, self.trainer._cut_model.unit_costs
+            layout, costs = pipeline.current_layout, self.trainer._cut_model.unit_costs
             self.done += sum(step_flops(costs, layout.num_frozen_layers, layout.num_cached_layers))
             self.unfrozen += sum(step_flops(costs, 0))
 

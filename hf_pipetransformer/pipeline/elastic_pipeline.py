@@ -1,7 +1,7 @@
 """The permanent handle of a model that runs as a pipeline of K stages x R replicas.
 
 The Trainer's loop sees an `ElasticPipeline` as its `model`. The `PlacedPipeline` inside it is built anew for each
-plan; the handle, the optimizer and the user's model remain the same objects.
+layout; the handle, the optimizer and the user's model remain the same objects.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .weights import Weights
 
 
 class ElasticPipeline(nn.Module):
-    """One process's part in running a model under a plan, and under the plans that follow it.
+    """One process's part in running a model under a layout, and under the layouts that follow it.
 
     Its only child is the current stage: `parameters()`, `zero_grad()`, `train()` and `no_sync()` act on it.
 
@@ -70,10 +70,10 @@ class ElasticPipeline(nn.Module):
         self.execution = Execution()
         """How the model is run; given to `place`."""
         self.shortcut: Shortcut | None = None
-        self.plan: Layout | None = None
-        """The plan by which the weights are distributed; None while the model is complete on every process."""
+        self.layout: Layout | None = None
+        """The layout by which the weights are distributed; None while the model is complete on every process."""
         self.placed: PlacedPipeline | None = None
-        """What runs the plan; None while nothing runs: before `place`, after leaving the plan, and between plans."""
+        """What runs the layout; None before `place`, after leaving the layout, and between two layouts."""
         self.stage = None  # the stage of `placed`, registered as a child
         self._wrap_replicas = wrap_replicas
         self._optimizer: OptimizerState | None = None
@@ -82,12 +82,12 @@ class ElasticPipeline(nn.Module):
     # ------------------------------------------------------------------------------------ layout
     @property
     def model(self) -> nn.Module:
-        """The user's model. While a plan is in force, the parameters of other stages are placeholders."""
+        """The user's model. While a layout is in force, the parameters of other stages are placeholders."""
         return self.stack.model
 
     @property
     def is_placed(self) -> bool:
-        return self.plan is not None
+        return self.layout is not None
 
     @property
     def is_split(self) -> bool:
@@ -95,21 +95,21 @@ class ElasticPipeline(nn.Module):
         return self.stack.runner.is_restricted
 
     @property
-    def current_plan(self) -> Layout:
-        assert self.plan is not None, "place() first"
-        return self.plan
+    def current_layout(self) -> Layout:
+        assert self.layout is not None, "place() first"
+        return self.layout
 
     @property
     def num_stages(self) -> int:
-        return self.current_plan.pipeline_parallel_size
+        return self.current_layout.pipeline_parallel_size
 
     @property
     def num_replicas(self) -> int:
-        return self.current_plan.data_parallel_size
+        return self.current_layout.data_parallel_size
 
     @property
     def stage_index(self) -> int:
-        return self.current_plan.stage_of(self.mesh.rank)
+        return self.current_layout.stage_of(self.mesh.rank)
 
     @property
     def last_stages(self) -> dist.ProcessGroup | None:
@@ -123,15 +123,15 @@ class ElasticPipeline(nn.Module):
 
     @property
     def replica_index(self) -> int:
-        return self.current_plan.replica_of(self.mesh.rank)
+        return self.current_layout.replica_of(self.mesh.rank)
 
-    # ------------------------------------------------------------------------------------ changing the plan
-    def place(self, plan: Layout, execution: Execution | None = None, keep_weights_aside: bool = False) -> None:
-        """Take the role that `plan` has for this process. Collective over all processes.
+    # ------------------------------------------------------------------------------------ changing the layout
+    def place(self, layout: Layout, execution: Execution | None = None, keep_weights_aside: bool = False) -> None:
+        """Take the role that `layout` has for this process. Collective over all processes.
 
         Args:
-            plan: the same on every process.
-            execution: how the model is run, under this plan and those that follow it.
+            layout: the same on every process.
+            execution: how the model is run, under this layout and those that follow it.
             keep_weights_aside: keep the complete weights where they are, for `put_back`. Meant for an evaluation,
                 which does not change them.
         """
@@ -140,67 +140,67 @@ class ElasticPipeline(nn.Module):
         self.weights.read_flags()
         if keep_weights_aside:
             self.weights.set_aside()
-        self._freeze(plan)
-        self.plan = plan
-        self._move(plan, None if keep_weights_aside else self._optimizer)
+        self._freeze(layout)
+        self.layout = layout
+        self._move(layout, None if keep_weights_aside else self._optimizer)
         if self.is_lazy and self.device.type == "cpu":  # a device copies them anyway
             into_memory(self.stack.table[name] for name in self.weights.held)
-        if plan.pipeline_parallel_size > 1:  # as they are where a later plan moves them to
+        if layout.pipeline_parallel_size > 1:  # as they are where a later layout moves them to
             self.weights.make_contiguous()
         self.weights.hold()
         self.stack.runner.install()
         self._build(takes_optimizer=not keep_weights_aside)
 
-    def _move(self, plan: Layout, optimizer: OptimizerState | None) -> int:
-        """Distribute weights and optimizer state as a plan says: `moves.move`. Collective over all processes."""
-        return move(Distribution.under(plan, self.stack, optimizer), self.weights, optimizer)
+    def _move(self, layout: Layout, optimizer: OptimizerState | None) -> int:
+        """Distribute weights and optimizer state as a layout says: `moves.move`. Collective over all processes."""
+        return move(Distribution.under(layout, self.stack, optimizer), self.weights, optimizer)
 
-    def transform(self, plan: Layout) -> Transformation:
-        """Change to another plan, between two optimizer steps. Collective over all processes.
+    def transform(self, layout: Layout) -> Transformation:
+        """Change to another layout, between two optimizer steps. Collective over all processes.
 
         1. Freeze: the newly frozen parameters lose gradient and optimizer state.
-        2. Move: parameters and their optimizer state go to the ranks that hold them under the new plan. What a process
-           no longer holds is freed meanwhile, so that the memory needed has a bound (`moves`).
+        2. Move: parameters and their optimizer state go to the ranks that hold them under the new layout. What a
+           process no longer holds is freed meanwhile, so that the memory needed has a bound (`moves`).
         3. Drop: parameters that this process no longer holds are placeholders; buffers are on the device.
         4. Build: stage, groups, DDP and schedule. The optimizer and its groups stay; the parameters in them change.
 
         The Trainer's loop, the learning rate schedule and the gradient scaler are not affected.
 
         Args:
-            plan: the same on every process; it may have fewer or more stages. Frozen units stay frozen.
+            layout: the same on every process; it may have fewer or more stages. Frozen units stay frozen.
 
         Returns:
             The cost of the transformation on this process.
         """
-        before = self.current_plan
+        before = self.current_layout
         self.weights.follow_flags()
         self.weights.synchronise_buffers()
-        assert plan.num_frozen_layers >= before.num_frozen_layers, "frozen layers do not thaw"
+        assert layout.num_frozen_layers >= before.num_frozen_layers, "frozen layers do not thaw"
         seconds: dict[str, float] = {}
         with timed_phase("freeze", seconds):
-            stopped = self._freeze(plan)
+            stopped = self._freeze(layout)
             if self._optimizer is not None:
                 self._optimizer.keep_what_is_here()
             self._close()
         with timed_phase("move", seconds):
-            moved = self._move(plan, self._optimizer)
-        self.plan = plan
+            moved = self._move(layout, self._optimizer)
+        self.layout = layout
         with timed_phase("drop", seconds):
             self.weights.hold()
         with timed_phase("build", seconds):
             self._build()
         PROGRESS.forget_pace()
-        return Transformation(before, plan, seconds, moved, stopped)
+        return Transformation(before, layout, seconds, moved, stopped)
 
-    def replace_plan(self, plan: Layout) -> None:
-        """Change to a plan of one stage with the same frozen layers and another number of cached ones.
+    def replace_layout(self, layout: Layout) -> None:
+        """Change to a layout of one stage with the same frozen layers and another number of cached ones.
 
         Each process keeps the same units and either runs the cached ones or skips them, so what is placed stays as it
         is. Not collective.
         """
-        assert self.num_stages == plan.pipeline_parallel_size == 1
-        assert self.current_plan.num_frozen_layers == plan.num_frozen_layers
-        self.plan = plan
+        assert self.num_stages == layout.pipeline_parallel_size == 1
+        assert self.current_layout.num_frozen_layers == layout.num_frozen_layers
+        self.layout = layout
 
     def follow_flags(self, thaws: bool = False) -> bool:
         """Train exactly the parameters whose `requires_grad` the user's code has set.
@@ -220,45 +220,47 @@ class ElasticPipeline(nn.Module):
         shared_are_summed = self.running.gradients.shared_are_summed
         self._close()
         if thawed:
-            self.plan = replace(self.current_plan, num_frozen_layers=0, num_cached_layers=0)
+            self.layout = replace(self.current_layout, num_frozen_layers=0, num_cached_layers=0)
         self.weights.hold()
-        if self.current_plan.shards_optimizer:
-            self._move(self.current_plan, self._optimizer)  # a callback may have added parameters to the optimizer
+        if self.current_layout.shards_optimizer:
+            self._move(self.current_layout, self._optimizer)  # a callback may have added parameters to the optimizer
         # gradients may still be accumulating: remember whether those of shared parameters are already summed
         self._build().gradients.shared_are_summed = shared_are_summed
         PROGRESS.forget_pace()
         return thawed
 
-    def _freeze(self, plan: Layout) -> frozenset[str]:
-        if not plan.num_frozen_layers:
+    def _freeze(self, layout: Layout) -> frozenset[str]:
+        if not layout.num_frozen_layers:
             return frozenset()
         assert self.freezable is not None
-        return self.weights.freeze(self.freezable.frozen(plan.num_frozen_layers))
+        return self.weights.freeze(self.freezable.frozen(layout.num_frozen_layers))
 
     def _restrict_to_units_here(self) -> None:
         """Let the model compute this process's units only, if there are several stages."""
-        units = self.current_plan.units_of(self.stage_index)
+        units = self.current_layout.units_of(self.stage_index)
         self.stack.runner.restrict_to(units if self.num_stages > 1 else None)
 
     def _build(self, takes_optimizer: bool = True) -> PlacedPipeline:
-        """Build what runs the plan; its parameters must already be here. Collective over all processes."""
-        plan = self.current_plan
+        """Build what runs the layout; its parameters must already be here. Collective over all processes."""
+        layout = self.current_layout
         self._restrict_to_units_here()
-        self.stack.runner.freeze(plan.num_frozen_layers)
+        self.stack.runner.freeze(layout.num_frozen_layers)
         if self._optimizer is not None and takes_optimizer:
             self._optimizer.keep_what_is_here()
             self._share_updates(self._optimizer)
-        stage = VirtualStages(self.stack, plan.ranges_of(self.stage_index), self.device)
+        stage = VirtualStages(self.stack, layout.ranges_of(self.stage_index), self.device)
         stage.use_shortcut(self.shortcut)
-        placed = PlacedPipeline(plan, stage, self.weights.is_trainable, self.mesh, self._wrap_replicas, self.execution)
+        placed = PlacedPipeline(
+            layout, stage, self.weights.is_trainable, self.mesh, self._wrap_replicas, self.execution
+        )
         self.placed, self.stage = placed, stage
         self.train(self.training)
         return placed
 
     def _share_updates(self, optimizer: OptimizerState) -> None:
-        plan = self.current_plan
-        group = self.mesh.groups(plan.pipeline_parallel_size).replicas if plan.shards_optimizer else None
-        optimizer.share_updates(group, plan.ranks_of_stage(self.stage_index))
+        layout = self.current_layout
+        group = self.mesh.groups(layout.pipeline_parallel_size).replicas if layout.shards_optimizer else None
+        optimizer.share_updates(group, layout.ranks_of_stage(self.stage_index))
 
     def _close(self) -> None:
         if self.placed is not None:
@@ -267,14 +269,14 @@ class ElasticPipeline(nn.Module):
 
     @property
     def running(self) -> PlacedPipeline:
-        """What runs the plan in force."""
+        """What runs the layout in force."""
         assert self.placed is not None, "place() first"
         return self.placed
 
-    # ------------------------------------------------------------------------------------ leaving a plan
+    # ------------------------------------------------------------------------------------ leaving a layout
     def put_back(self) -> None:
         """Restore the complete weights that `place` has set aside, after an evaluation. No communication."""
-        self._leave_plan()
+        self._leave_layout()
         self.weights.put_back()
 
     def gather(self, device: torch.device) -> None:
@@ -287,15 +289,15 @@ class ElasticPipeline(nn.Module):
         if self._optimizer is not None:
             self._optimizer.share_updates(None, ())
             self._optimizer.share_outside()
-        self._leave_plan()
+        self._leave_layout()
         self.weights.gather(device)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, every process has the complete weights and may call the model as often as it likes, for generation.
 
-        The plan stays in force: stage, optimizer state and gradients are not touched, and afterwards the parameters of
-        other stages are placeholders again. Does nothing if there is one stage. Collective over all processes.
+        The layout stays in force: stage, optimizer state and gradients are not touched, and afterwards the parameters
+        of other stages are placeholders again. Does nothing if there is one stage. Collective over all processes.
         """
         if not self.is_split:
             yield
@@ -308,12 +310,12 @@ class ElasticPipeline(nn.Module):
             finally:
                 self._restrict_to_units_here()
 
-    def _leave_plan(self) -> None:
+    def _leave_layout(self) -> None:
         self.shortcut = None  # the weights may change from here on
         self.stack.runner.restrict_to(None)
         self.stack.runner.remove()
         self._close()
-        self.plan = None
+        self.layout = None
 
     # ------------------------------------------------------------------------------------ frozen layers' outputs
     def use_shortcut(self, shortcut: Shortcut | None) -> None:
@@ -423,8 +425,8 @@ class ElasticPipeline(nn.Module):
         """
         self._optimizer = OptimizerState(unwrapped(optimizer), self.stack.table, self.weights, self.mesh)
         self._share_outside()
-        if self.plan is not None and self.plan.shards_optimizer:
-            self._move(self.plan, self._optimizer)
+        if self.layout is not None and self.layout.shards_optimizer:
+            self._move(self.layout, self._optimizer)
             self._share_updates(self._optimizer)
 
     def adopt_outside(self) -> None:
@@ -442,7 +444,7 @@ class ElasticPipeline(nn.Module):
 
     def _share_outside(self) -> None:
         outside = self.optimizer_state.outside
-        if outside and self.plan is not None and self.num_stages > 1 and not self.execution.is_driven:
+        if outside and self.layout is not None and self.num_stages > 1 and not self.execution.is_driven:
             raise ValueError(
                 f"{len(outside)} parameters of the optimizer do not belong to the model (one has shape"
                 f" {tuple(outside[0].shape)}), and processes that freezing makes replicas would not have their values."

@@ -17,32 +17,32 @@ Holders = Mapping[str, tuple[int, ...]]
 """Parameter name -> the ranks that hold the parameter, ascending. The same on every process."""
 
 
-def holders_under(plan: Layout, stack: LayerStack) -> Holders:
-    """The ranks that hold each parameter under a plan."""
+def holders_under(layout: Layout, stack: LayerStack) -> Holders:
+    """The ranks that hold each parameter under a layout."""
     ranks: dict[str, list[int]] = {name: [] for name in stack.table.names}
-    for stage in range(plan.pipeline_parallel_size):
-        for name in names_of_stage(plan, stack, stage):
-            ranks[name].extend(plan.ranks_of_stage(stage))
+    for stage in range(layout.pipeline_parallel_size):
+        for name in names_of_stage(layout, stack, stage):
+            ranks[name].extend(layout.ranks_of_stage(stage))
     return {name: tuple(sorted(held)) for name, held in ranks.items()}
 
 
-def updaters_under(plan: Layout, stack: LayerStack, names: Collection[str]) -> Holders:
-    """The ranks that update each parameter, and have its optimizer state, under a plan.
+def updaters_under(layout: Layout, stack: LayerStack, names: Collection[str]) -> Holders:
+    """The ranks that update each parameter, and have its optimizer state, under a layout.
 
     They are those that hold it, or one replica of each stage that holds it.
 
     Args:
-        plan: the plan.
+        layout: the layout.
         stack: the units of the model.
         names: the parameters that the optimizer updates.
     """
-    if not plan.shards_optimizer:
-        return {name: ranks for name, ranks in holders_under(plan, stack).items() if name in names}
+    if not layout.shards_optimizer:
+        return {name: ranks for name, ranks in holders_under(layout, stack).items() if name in names}
     table = stack.table
     updaters: dict[str, list[int]] = {name: [] for name in table.names if name in names}
-    for stage in range(plan.pipeline_parallel_size):
-        loads = dict.fromkeys(plan.ranks_of_stage(stage), 0)
-        held = names_of_stage(plan, stack, stage)
+    for stage in range(layout.pipeline_parallel_size):
+        loads = dict.fromkeys(layout.ranks_of_stage(stage), 0)
+        held = names_of_stage(layout, stack, stage)
         for name in sorted(filter(held.__contains__, updaters), key=lambda name: -table[name].nbytes):
             rank = min(loads, key=loads.__getitem__)
             loads[rank] += table[name].nbytes

@@ -1,4 +1,4 @@
-"""What moves when the plan changes: parameters, and their optimizer state."""
+"""What moves when the layout changes: parameters, and their optimizer state."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Distribution:
     states: Holders
 
     @classmethod
-    def under(cls, plan: Layout, stack: LayerStack, optimizer: OptimizerState | None) -> Distribution:
-        """Who has what under a plan."""
+    def under(cls, layout: Layout, stack: LayerStack, optimizer: OptimizerState | None) -> Distribution:
+        """Who has what under a layout."""
         updated = () if optimizer is None else optimizer.names
-        return cls(holders_under(plan, stack), updaters_under(plan, stack, updated))
+        return cls(holders_under(layout, stack), updaters_under(layout, stack, updated))
 
 
 @dataclass(frozen=True)
 class Transformation:
-    """What the change to another plan cost, on one process.
+    """What the change to another layout cost, on one process.
 
     Attributes:
-        before: the plan that was in force before the transformation.
-        after: the plan that is in force now.
+        before: the layout that was in force before the transformation.
+        after: the layout that is in force now.
         seconds: duration of each phase in seconds: freeze, move, drop, build.
         bytes_moved: number of bytes that this process received.
         stopped: names of the parameters that were trained before and are not any more, the same on every process.

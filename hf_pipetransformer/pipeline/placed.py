@@ -1,6 +1,6 @@
-"""What runs one plan on one process: the stage, its position in the pipeline, and how batches pass through it.
+"""What runs one layout on one process: the stage, its position in the pipeline, and how batches pass through it.
 
-An `ElasticPipeline` lives as long as the model. A `PlacedPipeline` is built for one plan and discarded with it.
+An `ElasticPipeline` lives as long as the model. A `PlacedPipeline` is built for one layout and discarded with it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ DDP_PARTS = ("reducer", "logger")
 
 
 class PlacedPipeline:
-    """One process's part in running a plan. Building it is collective over all processes.
+    """One process's part in running a layout. Building it is collective over all processes.
 
     Args:
-        plan: the same on every process. The parameters that it assigns to this process must be here, with their
+        layout: the same on every process. The parameters that it assigns to this process must be here, with their
             `requires_grad` flags set.
-        stage: what this process holds under the plan.
+        stage: what this process holds under the layout.
         is_trainable: whether a parameter of the model is trained, on this or another process.
         mesh: all processes of the run.
         wrap_replicas: creates the DDP wrapper.
@@ -50,35 +50,35 @@ class PlacedPipeline:
 
     def __init__(
         self,
-        plan: Layout,
+        layout: Layout,
         stage: VirtualStages,
         is_trainable: Callable[[str], bool],
         mesh: ProcessMesh,
         wrap_replicas: WrapReplicas,
         execution: Execution,
     ) -> None:
-        groups = mesh.groups(plan.pipeline_parallel_size)
-        engine = engine_for(plan, execution)
+        groups = mesh.groups(layout.pipeline_parallel_size)
+        engine = engine_for(layout, execution)
         self.stage = stage
         self.messages = PipelineMessages(
-            plan.ranks_of_pipeline(plan.replica_of(mesh.rank)),
-            plan.stage_of(mesh.rank),
+            layout.ranks_of_pipeline(layout.replica_of(mesh.rank)),
+            layout.stage_of(mesh.rank),
             groups.pipeline,
             groups.pipeline_control,
             stage.device,
-            plan.placement,
+            layout.placement,
         )
         self.computes_loss = self.messages.stage_index == self.messages.last
         """Whether this process computes the loss."""
-        shared = _shared_parameters(plan, stage, is_trainable, mesh)
+        shared = _shared_parameters(layout, stage, is_trainable, mesh)
         replicated: ReducedParameters | None = None
         self.wrapped: DistributedDataParallel | None = None
         """The stage wrapped in DDP, which averages gradients over the replicas during the backward pass."""
         if groups.replicas is not None:
-            trainable, unreached = _trainable_parameters(plan, stage, engine, execution.unreached)
+            trainable, unreached = _trainable_parameters(layout, stage, engine, execution.unreached)
             # DDP counts a gradient once only: not of a loss that calls the model several times, also in the backward,
             # and not of a parameter of several virtual stages
-            if engine.reduces_at_end or not stage.stack.runner.takes_batch or plan.num_virtual_stages > 1:
+            if engine.reduces_at_end or not stage.stack.runner.takes_batch or layout.num_virtual_stages > 1:
                 replicated = ReducedParameters(
                     tuple(name for name in trainable if name not in unreached),
                     groups.replicas,
@@ -87,12 +87,12 @@ class PlacedPipeline:
             elif trainable:
                 self.wrapped = wrap_replicas(stage.first, groups.replicas, not unreached.isdisjoint(trainable))
         self.gradients = StageGradients(stage, groups.pipeline, shared, replicated)
-        self._server = cache(partial(server_for, plan, stage, self.messages, execution))
+        self._server = cache(partial(server_for, layout, stage, self.messages, execution))
         self._apart = self._server() if execution.serves_callbacks else None
-        self.engine = engine(Position(plan, stage, self.messages, mesh, execution, self.wrapped, self._server))
+        self.engine = engine(Position(layout, stage, self.messages, mesh, execution, self.wrapped, self._server))
 
     def close(self) -> None:
-        """Undo the changes that this plan made to the model's modules, and free the buckets of DDP."""
+        """Undo the changes that this layout made to the model's modules, and free the buckets of DDP."""
         if self._apart is not None:
             self._apart.close()
         if self.wrapped is not None:
@@ -187,7 +187,7 @@ class PlacedPipeline:
 
 
 def _trainable_parameters(
-    plan: Layout, stage: VirtualStages, engine: type[Engine], unreached: frozenset[str]
+    layout: Layout, stage: VirtualStages, engine: type[Engine], unreached: frozenset[str]
 ) -> tuple[list[str], frozenset[str]]:
     """Return the trainable parameters of a stage, and those of the model that may end a step without a gradient."""
     stack = stage.stack
@@ -196,20 +196,20 @@ def _trainable_parameters(
     if stage.has_last_unit:
         unreached |= stack.needs.only_returned
     # a random model's step may skip other layers each time; such a model is never cut
-    if engine.may_reach_nothing or (plan.pipeline_parallel_size == 1 and stack.is_random):
+    if engine.may_reach_nothing or (layout.pipeline_parallel_size == 1 and stack.is_random):
         unreached |= frozenset(trainable)
     return trainable, unreached
 
 
 def _shared_parameters(
-    plan: Layout, stage: VirtualStages, is_trainable: Callable[[str], bool], mesh: ProcessMesh
+    layout: Layout, stage: VirtualStages, is_trainable: Callable[[str], bool], mesh: ProcessMesh
 ) -> list[ReducedParameters]:
     """Group the trainable parameters that this stage and others hold by these. Collective over all processes."""
     by_stages: dict[tuple[int, ...], list[str]] = {}
-    for name, virtual_stages in stage.stack.shared(plan.stage_bounds).items():
-        stages = tuple(sorted({plan.placement.stage_of(index) for index in virtual_stages}))
+    for name, virtual_stages in stage.stack.shared(layout.stage_bounds).items():
+        stages = tuple(sorted({layout.placement.stage_of(index) for index in virtual_stages}))
         if is_trainable(name) and len(stages) > 1:
             by_stages.setdefault(stages, []).append(name)
-    pipelines = [plan.ranks_of_pipeline(replica) for replica in range(plan.data_parallel_size)]
+    pipelines = [layout.ranks_of_pipeline(replica) for replica in range(layout.data_parallel_size)]
     groups = {s: mesh.subgroup([[ranks[stage] for stage in s] for ranks in pipelines]) for s in by_stages}
     return [ReducedParameters(tuple(by_stages[s]), group) for s, group in groups.items() if group is not None]

@@ -1,7 +1,7 @@
 """Tensors go from the processes that hold them to those that lack them, in bounded memory.
 
 All that travels outside of a step travels in this way, parameters, optimizer state and buffers alike: what another
-plan needs elsewhere, what rank 0 saves, the whole model for a generation and at the end, and what differs at the
+layout needs elsewhere, what rank 0 saves, the whole model for a generation and at the end, and what differs at the
 beginning.
 
     rank 0   holds a a' b b'      b  ->  1        every flow (here 0 -> 1 and 1 -> 0) is equally far at any time, and
@@ -14,7 +14,7 @@ If it is freed, a process needs at no time more memory for what travels than
     + for each flow from or to it, its largest item
 
 An item is a parameter's values or its optimizer state. A flow is all items that go from the same ranks to the same
-ranks; a process has a few, one for each stage of the other plan that overlaps its own.
+ranks; a process has a few, one for each stage of the other layout that overlaps its own.
 """
 
 from __future__ import annotations

@@ -109,6 +109,6 @@ class VirtualStages(nn.Module):
             stage.shortcut = shortcut
 
 
-def names_of_stage(plan: Layout, stack: LayerStack, stage: int) -> frozenset[str]:
-    """The parameters that a stage holds under a plan, in all its virtual stages."""
-    return frozenset().union(*(stack.owned(units.start, units.stop) for units in plan.ranges_of(stage)))
+def names_of_stage(layout: Layout, stack: LayerStack, stage: int) -> frozenset[str]:
+    """The parameters that a stage holds under a layout, in all its virtual stages."""
+    return frozenset().union(*(stack.owned(units.start, units.stop) for units in layout.ranges_of(stage)))

@@ -217,7 +217,7 @@ class PipelineRun(TrainerCallback):
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let a new optimizer update the placed model. Collective over all processes."""
-        pipeline, layout = self.pipeline, self.pipeline.current_plan
+        pipeline, layout = self.pipeline, self.pipeline.current_layout
         self._refuse_coupling(coupling_of(self.job, pipeline.stack, optimizer, layout), layout)
         pipeline.attach_optimizer(optimizer)
 
@@ -351,7 +351,7 @@ class PipelineRun(TrainerCallback):
         """
         for part in self.parts.having("between_steps"):
             part.between_steps()
-        layout = self.pipeline.current_plan
+        layout = self.pipeline.current_layout
         wish = Wish(layout.num_frozen_layers, 0)
         for part in self.parts.having("wish"):
             wish = part.wish(wish)
@@ -361,20 +361,20 @@ class PipelineRun(TrainerCallback):
         ):
             self.change_layout(wish.num_frozen, wish.num_cached)
         for part in self.parts.having("granted"):
-            part.granted(self.pipeline.current_plan)
+            part.granted(self.pipeline.current_layout)
 
     def change_layout(self, num_frozen: int, num_cached: int) -> None:
         """Change to the layout that follows when so many layers are frozen and cached.
 
         Collective over all processes, between two steps.
         """
-        pipeline, before, transformation = self.pipeline, self.pipeline.current_plan, None
+        pipeline, before, transformation = self.pipeline, self.pipeline.current_layout, None
         layout = self.planner.next(before, num_frozen, num_cached)
         if (
             num_frozen == before.num_frozen_layers
             and layout.pipeline_parallel_size == before.pipeline_parallel_size == 1
         ):
-            pipeline.replace_plan(layout)  # nothing moves: the cached units are run or skipped in place
+            pipeline.replace_layout(layout)  # nothing moves: the cached units are run or skipped in place
         else:
             transformation = pipeline.transform(layout)
             self.training_batches.reslice(pipeline.num_replicas, pipeline.replica_index)
@@ -389,7 +389,7 @@ class PipelineRun(TrainerCallback):
             return state
         for part in self.parts.having("state_dict"):
             state |= part.state_dict()
-        return {**state, "order": self.data.memory, "layout": self.planner.facts_of(self.pipeline.current_plan)}
+        return {**state, "order": self.data.memory, "layout": self.planner.facts_of(self.pipeline.current_layout)}
 
     def prepare_for_best(self) -> None:
         """Prepare for loading the best model, which overwrites the last weights. Collective over all processes."""

@@ -35,19 +35,19 @@ class SlicesEngine(Engine):
 
     def __init__(self, position: Position) -> None:
         super().__init__(position)
-        plan, slicing, messages = position.plan, position.execution.slicing, position.messages
+        layout, slicing, messages = position.layout, position.execution.slicing, position.messages
         assert isinstance(slicing, Slicing)
         books = position.shape_books()
         # for the backward direction
-        second_group = position.mesh.second_pipeline_group(plan.pipeline_parallel_size)
+        second_group = position.mesh.second_pipeline_group(layout.pipeline_parallel_size)
         chooser = SliceChooser(
             slicing.token_slices,
             slicing.windows,
-            plan.num_microbatches_for,
+            layout.num_microbatches_for,
             messages.of_each_stage,
             slicing.on_plan,
             # the dynamic program also chooses the parts of the batch, unless the user has chosen their number
-            chooses_parts=slicing.token_slices == "auto" and plan.requested_microbatches is None,
+            chooses_parts=slicing.token_slices == "auto" and layout.requested_microbatches is None,
         )
         stage = position.stage.first
         self._scheduler = TokenScheduler(stage, messages, second_group, books[0], slicing.windows, chooser)

@@ -133,7 +133,7 @@ def train(rank: int, world_size: int, ways: Sequence[str]) -> dict[str, Seen]:
         assert groups.pipeline is not None
         NOTED.add(groups.pipeline.group_name)
         layouts: list[Layout] = []
-        at_each_step(trainer, after=lambda of_run, seen=layouts: seen.append(of_run.pipeline.current_plan))  # type: ignore[misc]
+        at_each_step(trainer, after=lambda of_run, seen=layouts: seen.append(of_run.pipeline.current_layout))  # type: ignore[misc]
         trainer.train()
         training = list(log)
         log.clear()

@@ -165,7 +165,7 @@ def alternate(trainer: PipeTransformerTrainer) -> None:
 
     def change(run: PipelineRun) -> None:
         if trainer.state.global_step in to_come:  # nothing has changed by itself
-            run.change_layout(run.pipeline.current_plan.num_frozen_layers, 0)
+            run.change_layout(run.pipeline.current_layout.num_frozen_layers, 0)
 
     with_stages(trainer, other_stages)
     at_each_step(trainer, after=change)

@@ -32,7 +32,7 @@ def counted(trainer: PipeTransformerTrainer) -> list[tuple[CacheCounts, int]]:
     def look(cache: AutoCache | None) -> None:
         assert trainer.pipeline is not None
         if cache is not None:
-            found.append((cache.cache.counts, trainer.pipeline.current_plan.num_cached_layers))
+            found.append((cache.cache.counts, trainer.pipeline.current_layout.num_cached_layers))
 
     when_it_ends(trainer, look)
     return found

@@ -174,7 +174,7 @@ class AutoCache:
         if not (self.is_on or self._may_pay_later):
             return None
         before = self._boundary
-        highest = self._pipeline.current_plan.most_cached_on(self._nodes, num_frozen)
+        highest = self._pipeline.current_layout.most_cached_on(self._nodes, num_frozen)
         boundary = max((allowed for allowed in self._allowed if allowed <= highest), default=0)
         if not self._allowed:
             self._turn_off(f"the outputs of this model's layers cannot be cached: {self._reasons.get(highest)}")
@@ -328,7 +328,7 @@ class AutoCache:
         if loading is None or self._seconds_per_row is None:
             return True
         # beside it, at least the first stage's other units run on an accelerator; a CPU loads with the same cores
-        units = slice(self._boundary, self._pipeline.current_plan.stage_bounds[1])
+        units = slice(self._boundary, self._pipeline.current_layout.stage_bounds[1])
         beside = 0.0 if self._pipeline.device.type == "cpu" else sum(self._seconds_per_row[units])
         if is_worth_loading(loading, self._seconds_of_computing, beside):
             return True

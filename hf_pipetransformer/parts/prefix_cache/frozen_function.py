@@ -75,7 +75,7 @@ class FrozenFunction:
         for weights, *_ in everyone:
             self._digests.update(weights)
         # the stages of the first pipeline, in order; the last frozen unit is on one of them
-        of_first = [everyone[rank] for rank in pipeline.current_plan.ranks_of_pipeline(0)]
+        of_first = [everyone[rank] for rank in pipeline.current_layout.ranks_of_pipeline(0)]
         self._outputs = [output for *_, outputs in of_first for output in outputs]
         of_weights = [f"{name} {self._digests[name]}" for name in sorted(names)]
         content = [str(boundary), *of_weights, *of_first[0][1], *map(digest_of, self._outputs)]

@@ -135,7 +135,7 @@ class PrefixCache(RunPart):
     def wish(self, wish: Wish) -> Wish:
         if self.cache is None:
             return wish
-        if wish.num_frozen > self._run.pipeline.current_plan.num_frozen_layers:
+        if wish.num_frozen > self._run.pipeline.current_layout.num_frozen_layers:
             self.cache.check_weights()  # the next generation will be named after the weights as they are now
         return replace(wish, num_cached=self.cache.num_cached)
 

@@ -1,1 +1,1 @@
-"""Engines: each runs the steps of a plan in its own way; `dispatch` has the list of them."""
+"""Engines: each runs the steps of a layout in its own way; `dispatch` has the list of them."""

@@ -1,4 +1,4 @@
-"""Which engine runs a plan: the first of `ENGINES` that fits it.
+"""Which engine runs a layout: the first of `ENGINES` that fits it.
 
 The core does not know the parts that some trainings need. They are entered by name, and imported when a training asks
 for them; where one is missing, every other training runs.
@@ -74,7 +74,7 @@ class Dispatcher:
     """An entry of the list of engines.
 
     Attributes:
-        fits: whether the engine runs such a plan in this way, if none before it does.
+        fits: whether the engine runs such a layout in this way, if none before it does.
         engine: returns its class.
     """
 
@@ -84,42 +84,42 @@ class Dispatcher:
 
 ENGINES = (
     Dispatcher(
-        lambda plan, execution: _is_cut(plan) and execution.is_driven, lambda: DRIVEN.load("engine").DrivenEngine
+        lambda layout, execution: _is_cut(layout) and execution.is_driven, lambda: DRIVEN.load("engine").DrivenEngine
     ),
     Dispatcher(
-        lambda plan, execution: _is_cut(plan) and execution.slicing is not None,
+        lambda layout, execution: _is_cut(layout) and execution.slicing is not None,
         lambda: SLICES.load("engine").SlicesEngine,
     ),
-    Dispatcher(lambda plan, _: _is_cut(plan), lambda: ScheduledEngine),
+    Dispatcher(lambda layout, _: _is_cut(layout), lambda: ScheduledEngine),
     Dispatcher(lambda *_: True, lambda: OneStageEngine),
 )
 
 
-def engine_for(plan: Layout, execution: Execution) -> type[Engine]:
-    """Return the class of the engine that runs such a plan in this way.
+def engine_for(layout: Layout, execution: Execution) -> type[Engine]:
+    """Return the class of the engine that runs such a layout in this way.
 
     Raises:
         ValueError: it cannot be imported.
     """
-    return next(entry for entry in ENGINES if entry.fits(plan, execution)).engine()
+    return next(entry for entry in ENGINES if entry.fits(layout, execution)).engine()
 
 
 def server_for(
-    plan: Layout, stage: VirtualStages, messages: PipelineMessages, execution: Execution
+    layout: Layout, stage: VirtualStages, messages: PipelineMessages, execution: Execution
 ) -> CallServer | None:
     """Return what serves calls of the model: with several stages, each of layers that follow one another.
 
     None if they cannot be served.
     """
-    if not _is_cut(plan) or plan.num_virtual_stages > 1:
+    if not _is_cut(layout) or layout.num_virtual_stages > 1:
         return None
     part = find_module(f"{DRIVEN.package}.engine")
     if part is None:
         return None
-    most_parts = plan.requested_microbatches or plan.num_microbatches
+    most_parts = layout.requested_microbatches or layout.num_microbatches
     server: CallServer = part.StageServer(stage.last, messages, most_parts, execution.serves_callbacks)
     return server
 
 
-def _is_cut(plan: Layout) -> bool:
-    return plan.pipeline_parallel_size > 1
+def _is_cut(layout: Layout) -> bool:
+    return layout.pipeline_parallel_size > 1

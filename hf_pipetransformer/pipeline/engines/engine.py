@@ -80,10 +80,10 @@ class CallServer(Protocol):
 
 @dataclass(frozen=True)
 class Position:
-    """One process's position under a plan.
+    """One process's position under a layout.
 
     Attributes:
-        plan: the plan.
+        layout: the layout.
         stage: what this process holds.
         messages: sends to and receives from the other stages.
         mesh: all processes of the run.
@@ -92,7 +92,7 @@ class Position:
         server: returns what serves calls of the model, the same each time; None if they cannot be served.
     """
 
-    plan: Layout
+    layout: Layout
     stage: VirtualStages
     messages: PipelineMessages
     mesh: ProcessMesh
@@ -110,7 +110,7 @@ class Position:
 
 
 class Engine:
-    """Runs the steps of a plan. Creating it is collective over all processes.
+    """Runs the steps of a layout. Creating it is collective over all processes.
 
     Args:
         position: of this process.

@@ -14,15 +14,15 @@ from .engine import Engine, Position, StepLoss
 
 
 class ScheduledEngine(Engine):
-    """Runs micro-batches in the order of the plan's schedule."""
+    """Runs micro-batches in the order of the layout's schedule."""
 
     def __init__(self, position: Position) -> None:
         super().__init__(position)
-        plan, stage, wrapped = position.plan, position.stage, position.wrapped
+        layout, stage, wrapped = position.layout, position.stage, position.wrapped
         modules: Sequence[nn.Module] = stage.stages if wrapped is None else (wrapped,)
         books = position.shape_books()
-        self._scheduler = PipelineScheduler(stage, modules, position.messages, books, plan.schedule)
-        self._num_microbatches = cache(plan.num_microbatches_for)
+        self._scheduler = PipelineScheduler(stage, modules, position.messages, books, layout.schedule)
+        self._num_microbatches = cache(layout.num_microbatches_for)
 
     def step(self, batch: Batch, loss: StepLoss, gradients_synchronise: bool) -> None:
         """Run a step, as in `Engine`. An error that torch's stage has wrapped in a `RuntimeError` is raised alone.
