@@ -154,7 +154,7 @@ def show_errors_briefly() -> None:
 
     def show(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         try:
-            is_told = _tell_launcher(error)
+            is_told = _report_to_launcher(error)
             is_shown = _shows_all() or not _shorten(error, tb, is_told)
         except Exception:  # an error that cannot be changed, or no stderr
             is_shown = True
@@ -168,7 +168,7 @@ def _shows_all() -> bool:
     return bool(os.environ.get(SHOWS_ALL)) or os.environ.get("TRANSFORMERS_VERBOSITY", "").lower() in VERBOSE
 
 
-def _tell_launcher(error: BaseException) -> bool:
+def _report_to_launcher(error: BaseException) -> bool:
     """Give torchrun an error's message for its summary. False if there is no torchrun to show it.
 
     The file has the format of `ErrorHandler` in `torch.distributed.elastic.multiprocessing.errors`, which writes a

@@ -114,7 +114,7 @@ def freezing_in(states: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     return memory
 
 
-def memory_in(states: Any) -> dict[str, Any]:
+def run_state_in(states: Any) -> dict[str, Any]:
     """Return what this package keeps among the states of callbacks; {} if it has none.
 
     Raises:

@@ -7,7 +7,7 @@
 A script that uses the Trainer configures the logger of transformers, and often no other one. So the package's logger
 is a child of it: it has its level (unless it is given one of its own) and its handlers. The console handler takes the
 place of the one that transformers prints with, which would put its own name before each line and write into progress
-bars. What a training does is told at transformers' default level as well (`tell`).
+bars. What a training does is told at transformers' default level as well (`log_on_main`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def follow_transformers() -> None:
         logger.addHandler(_Console(stock, parent))
 
 
-def tell(logger: logging.Logger, args: TrainingArguments, text: object, level: int = logging.INFO) -> None:
+def log_on_main(logger: logging.Logger, args: TrainingArguments, text: object, level: int = logging.INFO) -> None:
     """Log what a training does, on the main process. Level INFO is shown by default.
 
     It is hidden if the script asks for less than the default: by `log_level`, by the verbosity of transformers, or by

@@ -296,7 +296,7 @@ class PipeTransformerTrainer(Trainer):
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         loader = super().get_test_dataloader(test_dataset)
         if not self._is_stock:
-            training_data.set_workers_apart(loader)
+            training_data.shield_workers_from_sigterm(loader)
         return loader
 
     def get_batch_samples(
@@ -334,7 +334,7 @@ class PipeTransformerTrainer(Trainer):
 
     def store_flos(self) -> None:
         if self._pipeline_run is not None:
-            self._pipeline_run.arrive()  # the stock method sums over all processes
+            self._pipeline_run.serve_callbacks()  # the stock method sums over all processes
         super().store_flos()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -443,7 +443,7 @@ class PipeTransformerTrainer(Trainer):
         write = CheckpointWrite(
             self._job,
             Path(self._get_output_dir(trial)),
-            memory=run.state_dict() if run is not None else {"step": self.state.global_step},
+            state=run.state_dict() if run is not None else {"step": self.state.global_step},
         )
         self._checkpoint_write = write
         try:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from transformers.utils import logging as transformers_logging
 
-from hf_pipetransformer.logs import follow_transformers, tell
+from hf_pipetransformer.logs import follow_transformers, log_on_main
 
 logger = logging.getLogger("hf_pipetransformer.some.module")
 
@@ -55,5 +55,5 @@ def test_what_a_training_does_is_told_by_default(own: logging.Logger, capsys: py
     ):
         transformers_logging.set_verbosity(verbosity)
         own.setLevel(level)
-        tell(logger, SimpleNamespace(process_index=rank, log_level=log_level), "a plan")  # type: ignore[arg-type]
+        log_on_main(logger, SimpleNamespace(process_index=rank, log_level=log_level), "a plan")  # type: ignore[arg-type]
         assert capsys.readouterr().err == "[hf_pipetransformer] a plan\n" * is_told

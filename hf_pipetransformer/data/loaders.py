@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
-from ..model.called_inputs import TagsApart
+from ..model.called_inputs import BatchTags
 from .numbered_batches import NumberedBatches
 
 
@@ -92,12 +92,12 @@ class LoaderWithoutTags:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self.tags: TagsApart | None = None
+        self.tags: BatchTags | None = None
         """Tags of the latest batch."""
 
     def __iter__(self) -> Iterator[Any]:
         for tagged in self._loader:
-            batch, self.tags = TagsApart.taken_out_of(tagged)
+            batch, self.tags = BatchTags.taken_out_of(tagged)
             yield batch
 
     def __len__(self) -> int:

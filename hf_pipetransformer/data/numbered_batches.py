@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from ..model.called_inputs import TagsApart
+from ..model.called_inputs import BatchTags
 from ..model.left_as_found import left_as_found
 from ..model.micro_batch import batch_rows, with_name
 from ..progress import PROGRESS
@@ -49,7 +49,7 @@ class BatchSlice:
 
     rows: int  # samples of this pipeline; 0 if it got one sample that must not count
     global_rows: int
-    tags: TagsApart | None = field(default=None, compare=False)  # of its samples, on the CPU
+    tags: BatchTags | None = field(default=None, compare=False)  # of its samples, on the CPU
     items: int | float = 0  # number of items that the loss counts in the slice, as the collator has returned it
 
 
@@ -204,14 +204,13 @@ class NumberedBatches(Dataset[Any]):
         """Stop the workers. They start again when the next batch is requested."""
         self._iterator = self._ahead = None
 
-    @property
-    def memory(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The state that determines the order of the current epoch, for a checkpoint, as plain values for JSON."""
-        return self.order.memory(self._epoch)
+        return self.order.state_dict(self._epoch)
 
-    def keep_order(self, epoch: int, **memory: Any) -> None:
-        """Finish an epoch that another job began, in the order that it had there (`SampleOrder.keep`)."""
-        self.order.keep(epoch, **memory)
+    def load_state_dict(self, epoch: int, state: Mapping[str, Any]) -> None:
+        """Finish an epoch that another job began, in the order that it had there (`SampleOrder.load_state_dict`)."""
+        self.order.load_state_dict(epoch, **state)
 
     @property
     def epoch(self) -> int:
@@ -330,7 +329,7 @@ class NumberedBatches(Dataset[Any]):
             with seeded(self._slice_seed(number, start)):
                 batch = self._wrapped_collate_fn()(read[start:stop] or read[:1])
         # separate from the batch: the Trainer would move the tags to the device, and a model does not accept them
-        batch, tags = TagsApart.taken_out_of(batch)
+        batch, tags = BatchTags.taken_out_of(batch)
         part = BatchSlice(stop - start, global_rows, tags)
         return _ReadBatch(number, batch, part, read if self.is_iterable else None)
 
@@ -412,12 +411,11 @@ class GivenBatches:
         rows = batch_rows(with_name(batch), default=1)
         return BatchSlice(rows, rows * self._processes)
 
-    @property
-    def memory(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Empty, because the loader's order is unknown."""
         return {}
 
-    def keep_order(self, epoch: int, **memory: Any) -> None:
+    def load_state_dict(self, epoch: int, state: Mapping[str, Any]) -> None:
         """Do nothing: the order is the user's loader's."""
 
     def reslice(self, parts: int, index: int) -> None:

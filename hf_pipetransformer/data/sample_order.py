@@ -57,19 +57,21 @@ class SampleOrder:
         """The nodes' shares and the global batch size by which the samples of an epoch are arranged."""
         return self._kept.get(epoch, (self._node_shares, self.batch_size))
 
-    def memory(self, epoch: int) -> dict[str, Any]:
+    def state_dict(self, epoch: int) -> dict[str, Any]:
         """The state that determines the order of the current epoch, for a checkpoint, as plain values for JSON."""
         shares, rows = self.arrangement(epoch)
         return {"shares": shares, "rows": rows, "drawn_from": self._drawn_from}
 
-    def keep(self, epoch: int, shares: Sequence[int], rows: int, drawn_from: Mapping[str, Any] | None = None) -> None:
+    def load_state_dict(
+        self, epoch: int, shares: Sequence[int], rows: int, drawn_from: Mapping[str, Any] | None = None
+    ) -> None:
         """Finish an epoch that another job began, possibly on other nodes, in the order that it had there.
 
         Args:
             epoch: number of the epoch.
-            shares: as in `memory`.
-            rows: as in `memory`.
-            drawn_from: as in `memory`; None for older checkpoints, which do not contain it.
+            shares: as in `state_dict`.
+            rows: as in `state_dict`.
+            drawn_from: as in `state_dict`; None for older checkpoints, which do not contain it.
         """
         self._kept = {epoch: (tuple(shares), rows)}
         # older checkpoints do not contain it: there, the order was always drawn from the seed

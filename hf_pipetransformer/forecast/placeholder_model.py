@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..model.placeholders import ParameterTable, placeholder
+from ..model.elsewhere import placeholder
+from ..model.placeholders import ParameterTable
 from ..planning.tables import MIB
 
 PLACEHOLDER_VALUE = 0.01

@@ -76,7 +76,7 @@ class RecordedInputs:
 
 
 @dataclass(frozen=True)
-class TagsApart:
+class BatchTags:
     """The tags of a batch, taken out of it, so that a user's methods get the batch as their collator returned it.
 
     Attributes:
@@ -88,7 +88,7 @@ class TagsApart:
     inputs: RecordedInputs
 
     @classmethod
-    def taken_out_of(cls, batch: Any) -> tuple[Any, TagsApart | None]:
+    def taken_out_of(cls, batch: Any) -> tuple[Any, BatchTags | None]:
         """Return the batch without its tags, and the tags; None if it has none."""
         if not isinstance(batch, Mapping) or TAGS not in batch:
             return batch, None
@@ -99,9 +99,9 @@ class TagsApart:
             batch = {name: value for name, value in batch.items() if name != TAGS}
         return batch, cls(tensor, RecordedInputs(batch))
 
-    def blank(self) -> TagsApart:
+    def blank(self) -> BatchTags:
         """The same with blank tags, for use where the tags must have no effect."""
-        return TagsApart(blanked(self.tensor), self.inputs)
+        return BatchTags(blanked(self.tensor), self.inputs)
 
 
 def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

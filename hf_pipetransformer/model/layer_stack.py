@@ -21,9 +21,10 @@ from ..errors import UnsupportedModelError
 from ..randomness import global_state_kept
 from .batch_statistics import normalised_by_batch, running_statistics_kept
 from .dropout import WithoutDropout
+from .elsewhere import placeholder
 from .layer_range import LayerRangeRunner
 from .nested import tensors_of
-from .placeholders import ParameterTable, evaluation_mode, placeholder, reachable_leaves
+from .placeholders import ParameterTable, evaluation_mode, reachable_leaves
 from .refusals import (
     LAYERDROP,
     USE_ONE_STAGE,

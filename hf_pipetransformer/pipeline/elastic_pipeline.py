@@ -379,13 +379,13 @@ class ElasticPipeline(nn.Module):
         with self.stack.runner.to_the_end(0, None):
             return self.model(*positional, **batch)
 
-    def arrive(self) -> None:
+    def serve_callbacks(self) -> None:
         """Come to what all processes do next: serve calls that others make in their callbacks before.
 
         Collective over the pipeline.
         """
         if self.placed is not None:
-            self.placed.arrive()
+            self.placed.serve_callbacks()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..model.called_inputs import TagsApart
+from ..model.called_inputs import BatchTags
 from ..model.layer_range import CalledWith
 from ..model.micro_batch import Batch
 from ..model.tags import without_tags
@@ -88,13 +88,13 @@ class PlacedPipeline:
                 self.wrapped = wrap_replicas(stage.first, groups.replicas, not unreached.isdisjoint(trainable))
         self.gradients = StageGradients(stage, groups.pipeline, shared, replicated)
         self._server = cache(partial(server_for, layout, stage, self.messages, execution))
-        self._apart = self._server() if execution.serves_callbacks else None
+        self._callback_server = self._server() if execution.serves_callbacks else None
         self.engine = engine(Position(layout, stage, self.messages, mesh, execution, self.wrapped, self._server))
 
     def close(self) -> None:
         """Undo the changes that this layout made to the model's modules, and free the buckets of DDP."""
-        if self._apart is not None:
-            self._apart.close()
+        if self._callback_server is not None:
+            self._callback_server.close()
         if self.wrapped is not None:
             # The buckets are as large as all gradients here. Whoever still refers to the wrapper (a callback, or a
             # traceback that waits for Python's garbage collector) would keep them; the logger refers to the reducer.
@@ -133,12 +133,12 @@ class PlacedPipeline:
     @property
     def serves_callbacks(self) -> bool:
         """Whether calls of the model that other processes make outside of the steps are served."""
-        return self._apart is not None
+        return self._callback_server is not None
 
-    def arrive(self) -> None:
+    def serve_callbacks(self) -> None:
         """Serve what other processes ask for outside of the steps. Collective over the pipeline."""
-        if self._apart is not None:
-            self._apart.arrive()
+        if self._callback_server is not None:
+            self._callback_server.serve_callbacks()
 
     # ------------------------------------------------------------------------------------ without gradients
     def predict(self, batch: Batch, called: CalledWith, head: Callable[[Batch], Any]) -> Any:
@@ -175,7 +175,7 @@ class PlacedPipeline:
                 results.append(server.serve(rows, partial(code, inputs), unread))
         return self.messages.scatter(results)
 
-    def read_ahead(self, tags: TagsApart | None) -> None:
+    def read_ahead(self, tags: BatchTags | None) -> None:
         """On the first stage, let the shortcut prepare for the next batch. Not collective.
 
         Args:

@@ -17,7 +17,7 @@ WITHOUT_STREAMS = ("cpu", "mps")
 """Devices that compute in the host's memory."""
 
 
-def is_apart(device: torch.device) -> bool:
+def has_own_memory(device: torch.device) -> bool:
     """Whether a device has memory of its own, which it copies from and to pinned memory by itself."""
     return device.type not in WITHOUT_STREAMS
 
@@ -58,7 +58,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.Stream(device) if is_apart(device) else None
+        self._stream = torch.Stream(device) if has_own_memory(device) else None
 
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory that can be copied without waiting: pinned, if the device has memory of its own."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..model.batch_statistics import running_statistics_kept, statistics_set_aside
-from ..model.called_inputs import TagsApart
+from ..model.called_inputs import BatchTags
 from ..model.layer_range import Carry
 from ..model.layer_stack import CarrySlot, LayerStack
 from ..model.micro_batch import Batch, batch_rows, numbers_of_rows, shape_signature, slice_rows
@@ -54,7 +54,7 @@ class Shortcut(Protocol):
     def is_called_otherwise(self, called: Mapping[str, Any]) -> bool:
         """Whether the model is not called as the loss calls it, so that nothing is known of this call."""
 
-    def read_ahead(self, tags: TagsApart, stop: int) -> None:
+    def read_ahead(self, tags: BatchTags, stop: int) -> None:
         """Prepare for a pass up to the unit `stop` of the batch that has these tags."""
 
 

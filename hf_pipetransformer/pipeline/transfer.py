@@ -33,7 +33,7 @@ from ..model.nested import as_bytes
 from ..progress import PROGRESS
 from .devices import synchronise
 from .mesh import ProcessMesh
-from .side_stream import is_apart
+from .side_stream import has_own_memory
 
 K = TypeVar("K", bound=Hashable)
 """The name of an item."""
@@ -258,7 +258,7 @@ def _joined(views: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
     if source is None:
         return torch.cat(list(views))
     size = sum(view.numel() for view in views)
-    buffer = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=is_apart(source))
+    buffer = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=has_own_memory(source))
     for place, view in zip(buffer.split([view.numel() for view in views]), views, strict=True):
         place.copy_(view, non_blocking=True)
     synchronise(source)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.elsewhere import NAN, Hidden, computing_with_nan, hide
+from ..model.elsewhere import NAN, Hidden, computing_with_nan, hide, placeholder
 from ..model.nested import as_bytes
-from ..model.placeholders import ParameterTable, placeholder, set_values, values_of, with_values
+from ..model.placeholders import ParameterTable, set_values, values_of, with_values
 from .holders import Holders, source_of_buffers
 from .mesh import ProcessMesh
 from .transfer import CPU, transfer

@@ -209,7 +209,7 @@ class Planner(CostModel):
             request.virtual_pipeline_parallel_size,
         ]
 
-    def facts_of(self, layout: Layout) -> dict[str, Any]:
+    def state_dict(self, layout: Layout) -> dict[str, Any]:
         """Return what a layout of this training was made for, in plain values for JSON."""
         return {
             "asked": self._asked,
@@ -219,8 +219,8 @@ class Planner(CostModel):
             "counted_as_cached": layout.num_cached_layers,
         }
 
-    def again(self, facts: Mapping[str, Any], most_frozen: int) -> Layout | None:
-        """Make the layout again that `facts_of` has described in an earlier job.
+    def from_state_dict(self, state: Mapping[str, Any], most_frozen: int) -> Layout | None:
+        """Make the layout again that `state_dict` has described in an earlier job.
 
         Returns:
             The layout; None if something else is asked for now, or if the layout freezes more than `most_frozen`
@@ -230,11 +230,11 @@ class Planner(CostModel):
             ValueError: they describe no layout.
         """
         first = self.first
-        units = facts["units"] if "units" in facts else facts["bounds"][-1]  # as earlier versions wrote it
-        if facts["asked"] != self._asked or facts["num_frozen"] > most_frozen or units != first.num_units:
+        units = state["units"] if "units" in state else state["bounds"][-1]  # as earlier versions wrote it
+        if state["asked"] != self._asked or state["num_frozen"] > most_frozen or units != first.num_units:
             return None
         try:
-            layout = self.in_stages(facts["stages"], facts["num_frozen"], facts["counted_as_cached"])
+            layout = self.in_stages(state["stages"], state["num_frozen"], state["counted_as_cached"])
         except ValueError as error:
             raise ValueError(
                 f"trainer_state.json: stateful_callbacks.PipelineState.attributes.memory.layout is no layout: {error}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ..parts.records.history import Layout, Training
+from ..parts.records.history import LayoutPeriod, Training
 from ..planning.tables import MIB
 from ..planning.timeline import Timeline, simulate
 from ..token_slices.slice_planning import RowSlices, SliceLatency
@@ -365,7 +365,7 @@ def _draw_step(training: Training) -> Drawn:
     return words, figure
 
 
-def _step_of(layout: Layout) -> tuple[Timeline, list[str]] | None:
+def _step_of(layout: LayoutPeriod) -> tuple[Timeline, list[str]] | None:
     """Return a step of one pipeline, and the names of its micro-batches or slices."""
     cut = max(
         (cut for cut in layout.slices if cut.get("latencies")),
@@ -430,9 +430,9 @@ def _is_whole(training: Training) -> bool:
     return bool(training.layouts) and not any(layout.num_layers for layout in training.layouts)
 
 
-def _distinct(layouts: Sequence[Layout]) -> list[Layout]:
+def _distinct(layouts: Sequence[LayoutPeriod]) -> list[LayoutPeriod]:
     """The layouts that had steps, each once, since a resumed training starts with the layout that it had."""
-    found: dict[tuple[Any, ...], Layout] = {}
+    found: dict[tuple[Any, ...], LayoutPeriod] = {}
     for layout in layouts:
         split = (layout.num_stages, *layout.event["stage_bounds"])  # of one or of several virtual stages each
         key = (*split, layout.num_frozen, layout.num_cached, layout.num_microbatches)

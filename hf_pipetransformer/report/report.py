@@ -20,7 +20,7 @@ from typing import Any
 from ..file_formats import is_number
 from ..own_files import replace_file
 from ..parts.records.files import share_in_words
-from ..parts.records.history import Layout, Line, Training
+from ..parts.records.history import LayoutPeriod, Line, Training
 from ..planning.tables import MIB
 from .comparison import differences, headline, notes, pair, rows_of, trainings_in
 from .words import GLOSSARY, changes, final_quality, verdict
@@ -245,7 +245,7 @@ def _read_row(entry: Line, rows: int) -> dict[str, str]:
     }
 
 
-def _layout_row(layout: Layout, before: Layout | None) -> dict[str, str]:
+def _layout_row(layout: LayoutPeriod, before: LayoutPeriod | None) -> dict[str, str]:
     """A row of the table of layouts, under the one before."""
     event, prediction, usage, speed = layout.event, layout.prediction, layout.usage, layout.samples_per_second
     peaks = (usage.get("device_peak_bytes") or usage["resident_bytes"]) if usage else []
@@ -269,7 +269,7 @@ def _layout_row(layout: Layout, before: Layout | None) -> dict[str, str]:
     }
 
 
-def _slice_row(layout: Layout, cut: Line) -> dict[str, str]:
+def _slice_row(layout: LayoutPeriod, cut: Line) -> dict[str, str]:
     parts = dict.fromkeys(f"{part} × ({' + '.join(map(str, lengths))})" for part, lengths in cut["parts"])
     seconds = cut["predicted_seconds"]
     return {

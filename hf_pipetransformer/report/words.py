@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from ..parts.records.files import sentence_on_frozen
-from ..parts.records.history import Layout, Training
+from ..parts.records.history import LayoutPeriod, Training
 from ..planning.tables import MIB
 
 FEW_STEPS = 10
@@ -65,7 +65,7 @@ def verdict(training: Training, is_compared: bool = False) -> list[str]:
     return sentences
 
 
-def _speed_of(timed: list[Layout]) -> float:
+def _speed_of(timed: list[LayoutPeriod]) -> float:
     """Samples per second over several layouts."""
     return sum(layout.rows for layout in timed) / sum(layout.seconds + layout.waiting for layout in timed)
 
@@ -99,7 +99,7 @@ def why_not_read(training: Training) -> list[tuple[str, str]]:
     return list({line["module"]: line["reason"] for line in lines}.items())
 
 
-def _gain(training: Training, timed: list[Layout], first_speed: float) -> list[str]:
+def _gain(training: Training, timed: list[LayoutPeriod], first_speed: float) -> list[str]:
     """Return how much faster the training was than its first layout would have been to the end."""
     taken = sum(layout.seconds + layout.waiting for layout in timed) + training.seconds.get("adapting", 0.0)
     unfrozen = sum(layout.rows for layout in timed) / first_speed
@@ -120,7 +120,7 @@ def _gain(training: Training, timed: list[Layout], first_speed: float) -> list[s
     return sentences
 
 
-def _doubts(first: Layout) -> list[str]:
+def _doubts(first: LayoutPeriod) -> list[str]:
     """Return why the speed of a first layout is no sound basis for a comparison, if it is none."""
     why = []
     if first.steps < FEW_STEPS:
@@ -170,12 +170,12 @@ def changes(training: Training) -> list[tuple[str, str]]:
     return begins + [(_when(after), _reason(before, after, first, arguments)) for before, after in pairwise(layouts)]
 
 
-def _when(layout: Layout) -> str:
+def _when(layout: LayoutPeriod) -> str:
     step = layout.first_step
     return f"after step {step:,} (epoch {layout.event['epoch']:.3g})" if step else "at the start"
 
 
-def _reason(before: Layout, after: Layout, first: Layout, arguments: dict[str, object]) -> str:
+def _reason(before: LayoutPeriod, after: LayoutPeriod, first: LayoutPeriod, arguments: dict[str, object]) -> str:
     """Return why one layout followed another: what froze, what was cached, and what that allowed."""
     parts = []
     if after.event["event"] == "resume":

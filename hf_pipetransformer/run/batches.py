@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..data.numbered_batches import BatchSlice, GivenBatches, NumberedBatches
-from ..model.called_inputs import RecordedInputs, TagsApart
+from ..model.called_inputs import BatchTags, RecordedInputs
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, batch_rows, with_name
 from ..model.nested import tensors_of
@@ -20,7 +20,7 @@ from ..progress import PROGRESS
 from .job import TrainingJob
 
 
-def prepared(job: TrainingJob, inputs: Mapping[str, Any], tags: TagsApart | None) -> Batch:
+def prepared(job: TrainingJob, inputs: Mapping[str, Any], tags: BatchTags | None) -> Batch:
     """Prepare a batch with the trainer's `_prepare_inputs`, and add the tags of its samples.
 
     If the inputs are no longer those to which the tags belong, blank tags are added instead.
@@ -51,14 +51,14 @@ class BatchesInEpoch(int):
 
     Attributes:
         accumulated: number of batches in a step (`gradient_accumulation_steps`).
-        rest: number of batches in the current step if it has fewer; otherwise 0.
+        remainder: number of batches in the current step if it has fewer; otherwise 0.
     """
 
     accumulated = 1
-    rest = 0
+    remainder = 0
 
     def __eq__(self, number: object) -> bool:
-        is_last = bool(self.rest) and isinstance(number, int) and number % self.accumulated == self.rest
+        is_last = bool(self.remainder) and isinstance(number, int) and number % self.accumulated == self.remainder
         return is_last or super().__eq__(number)
 
     __hash__ = int.__hash__

@@ -29,7 +29,7 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..file_formats import MANIFEST_FORMAT, TRAINER_STATE, memory_in, read_json
+from ..file_formats import MANIFEST_FORMAT, TRAINER_STATE, read_json, run_state_in
 from ..own_files import NotOursError, OwnFolder, open_regular
 
 MANIFEST = "manifest.json"
@@ -160,7 +160,7 @@ def validate(checkpoint: Path) -> str | None:
             return f"{name} cannot be read ({error.strerror})"
     try:
         with suppress(FileNotFoundError):  # the manifest was changed on purpose
-            memory_in(read_json(checkpoint / STATE, TRAINER_STATE).get("stateful_callbacks"))
+            run_state_in(read_json(checkpoint / STATE, TRAINER_STATE).get("stateful_callbacks"))
     except (OSError, ValueError) as error:
         return f"{STATE} cannot be read ({error})"
     return None
@@ -175,7 +175,7 @@ def _damage_without_manifest(checkpoint: Path) -> str | None:
         return f"{STATE} cannot be read ({error})"
     kept: dict[str, Any] = {}
     with suppress(ValueError):  # a callback of the user's may have the name
-        kept = memory_in(state.get("stateful_callbacks"))
+        kept = run_state_in(state.get("stateful_callbacks"))
     return f"{MANIFEST} is missing" if kept and kept["step"] == state.get("global_step") else None
 
 

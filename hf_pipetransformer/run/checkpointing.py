@@ -48,7 +48,7 @@ class CheckpointWrite:
     Args:
         job: the training job.
         folder: the folder in which the checkpoint is created.
-        memory: what a resumed job needs besides the stock Trainer's state, in plain values for JSON.
+        state: what a resumed job needs besides the stock Trainer's state, in plain values for JSON.
 
     Attributes:
         final: the checkpoint's folder.
@@ -58,12 +58,12 @@ class CheckpointWrite:
         upload: the stock method that uploads a checkpoint, if it is to be called once the checkpoint has its name.
     """
 
-    def __init__(self, job: TrainingJob, folder: Path, memory: dict[str, Any]) -> None:
+    def __init__(self, job: TrainingJob, folder: Path, state: dict[str, Any]) -> None:
         self.final = folder / f"{PREFIX_CHECKPOINT_DIR}-{job.trainer.state.global_step}"
         self.output_dir: Path | None = folder / SAVING
         self.is_gathered = False
         self.upload: Callable[[str], None] | None = None
-        self._job, self._folder, self._memory = job, folder, memory
+        self._job, self._folder, self._state = job, folder, state
         self._error: Exception | None = None  # of this process
         self._is_published = False
 
@@ -124,7 +124,7 @@ class CheckpointWrite:
         everyone = (*trainer.callback_handler.callbacks, trainer.control)
         names = Counter(type(callback).__name__ for callback in everyone if isinstance(callback, ExportableState))
         states.update({name: [] if count > 1 else {} for name, count in names.items()})
-        states[KEPT] = {"args": {}, "attributes": {"memory": self._memory}}
+        states[KEPT] = {"args": {}, "attributes": {"memory": self._state}}
 
     def _find_best(self) -> None:
         """Set `best_model_checkpoint` to a path in the final folder. Collective over all processes.

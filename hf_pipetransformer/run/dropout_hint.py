@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ..logs import tell
+from ..logs import log_on_main
 from .job import TrainingJob
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def give_hint(job: TrainingJob, modules: Sequence[str], share: float | None, of:
     are, run, they, their = ("are", "run", "they", "their") if len(modules) > 1 else ("is", "runs", "it", "its")
     if job.args.eval_frozen_modules:
         text = f"{names} {are} frozen, but {their} outputs cannot be cached: they are random in evaluation mode, too."
-        return tell(logger, job.args, text)
+        return log_on_main(logger, job.args, text)
     gain = 1.0 if share is None else 1 / max(1 - share, LEAST_REST)
     text = (
         f"{names} {are} frozen, but {run} with dropout as under the stock Trainer: {their} outputs cannot be cached."
@@ -40,4 +40,4 @@ def give_hint(job: TrainingJob, modules: Sequence[str], share: float | None, of:
     text += " With" if share is None else f" Computing {names} takes {share:.0%} of {of}: with"
     text += f" eval_frozen_modules=True {they} would run without dropout and be read from the second epoch on"
     text += "." if share is None or of != "a step" else f", about {gain:.1f} times as fast."
-    tell(logger, job.args, text, logging.WARNING if gain >= WORTH_A_WARNING else logging.INFO)
+    log_on_main(logger, job.args, text, logging.WARNING if gain >= WORTH_A_WARNING else logging.INFO)

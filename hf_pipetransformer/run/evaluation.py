@@ -19,7 +19,7 @@ from torch import nn
 from transformers import Trainer
 
 from ..data.loaders import LoaderWithoutTags
-from ..model.called_inputs import TagsApart
+from ..model.called_inputs import BatchTags
 from ..model.micro_batch import Batch, naming_long_rows
 from ..model.placeholders import num_bytes
 from ..model.tags import TAGS
@@ -89,7 +89,7 @@ def outside_training(
     take_over(job, cut.pipeline)
     try:
         yield loader
-        cut.pipeline.arrive()  # callbacks of other processes may have called the model after the last batch
+        cut.pipeline.serve_callbacks()  # callbacks of other processes may have called the model after the last batch
     finally:
         cut.pipeline.put_back()
 
@@ -203,7 +203,7 @@ Prediction = tuple[Any, Any, Any]
 def predict(
     job: TrainingJob,
     pipeline: ElasticPipeline,
-    tags: TagsApart | None,
+    tags: BatchTags | None,
     stock: Callable[[Any, dict[str, Any]], Prediction],
     inputs: dict[str, Any],
 ) -> Prediction:
@@ -219,7 +219,7 @@ def predict(
     tags = tags if pipeline.shortcut is not None else None
     with phase("prediction"):
         if pipeline.is_split:
-            pipeline.arrive()
+            pipeline.serve_callbacks()
             group = pipeline.last_stages if job.overrides_loss else None
 
             def predict_rows(batch: Batch) -> Prediction:

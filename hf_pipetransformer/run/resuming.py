@@ -28,7 +28,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from ..file_formats import memory_in
+from ..file_formats import run_state_in
 from ..training_args import PipeTransformerTrainingArguments
 from .checkpoint_folders import (
     MANIFEST,
@@ -206,7 +206,7 @@ def _choose(folder: Path, wanted: str | Literal[True]) -> str | None:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def recall(job: TrainingJob) -> dict[str, Any]:
+def saved_state(job: TrainingJob) -> dict[str, Any]:
     """Return the `PipelineState` of the checkpoint that is resumed, or {}. Collective over all processes.
 
     A state that belongs to another step is ignored: the stock Trainer copies it, unchanged, into later checkpoints.
@@ -216,7 +216,7 @@ def recall(job: TrainingJob) -> dict[str, Any]:
     """
     state = job.trainer.state
     with job.mesh.failing_together():
-        memory = memory_in(state.stateful_callbacks)
+        memory = run_state_in(state.stateful_callbacks)
     mine = memory if memory.get("step") == state.global_step else {}
     # a process that does not see the best checkpoint has cleared its path, but all processes load it together
     everyone = job.mesh.gather_objects((mine, state.best_model_checkpoint))

@@ -34,7 +34,7 @@ from .evaluation import refuse_generation_that_does_not_fit
 from .job import TrainingJob
 from .lazy_model import warn_of_unsaved
 from .parts import Ending, LayoutChange, Parts, Wish
-from .resuming import recall, refuse_best_model_that_some_lack
+from .resuming import refuse_best_model_that_some_lack, saved_state
 from .setup.cutting import CutModel, FindUnits
 from .setup.optimizer_probe import coupling_of
 from .setup.placing import examine, first_layout
@@ -96,7 +96,8 @@ class PipelineRun(TrainerCallback):
             for part in self.parts.having("around_train"):
                 entered.enter_context(part.around_train())
             PROGRESS.enter("start", 0)
-            entered.push(lambda kind, *_: self.arrive() if kind is None else None)  # the last callbacks have run
+            # the last callbacks have run
+            entered.push(lambda kind, *_: self.serve_callbacks() if kind is None else None)
             self._entered = entered.pop_all()
         return self
 
@@ -152,11 +153,11 @@ class PipelineRun(TrainerCallback):
         Raises:
             ValueError: another process does something else.
         """
-        self.arrive()
+        self.serve_callbacks()
         met = [part.meet(doing) for part in self.parts.having("meet")]  # all of them, as each is collective
         return any(met)
 
-    def arrive(self) -> None:
+    def serve_callbacks(self) -> None:
         """Serve calls of the model in callbacks of other processes, before this one waits for them elsewhere.
 
         Collective over the pipeline.
@@ -167,7 +168,7 @@ class PipelineRun(TrainerCallback):
         if self.is_placed and "steps" in vars(self):
             self.steps.refuse_caught_error()
         if self._cut is not None:
-            self.pipeline.arrive()
+            self.pipeline.serve_callbacks()
 
     # ------------------------------------------------------------------------------------ before the first step
     def optimize(self, make_optimizer: Callable[[], torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -211,7 +212,7 @@ class PipelineRun(TrainerCallback):
         if optimizer is not None and self.job.mesh.world_size > 1:
             pipeline.adopt_outside()
             if pipeline.execution.serves_callbacks:  # those that serve must not be ahead of those that call in a step
-                step = unwrapped(optimizer).register_step_pre_hook(lambda *_: self.arrive())
+                step = unwrapped(optimizer).register_step_pre_hook(lambda *_: self.serve_callbacks())
                 self._entered.callback(step.remove)
         return pipeline
 
@@ -251,7 +252,7 @@ class PipelineRun(TrainerCallback):
         if trainer.optimizer is not None and not pipeline.updates_with(trainer.optimizer):
             coupling = coupling_of(job, pipeline.stack, trainer.optimizer, self.planner.first)
             pipeline.attach_optimizer(trainer.optimizer)
-        kept = recall(job)
+        kept = saved_state(job)
         self.watches_steps = any(job.mesh.gather_objects(job.watches_steps))
         # 2
         for part in self.parts:
@@ -271,7 +272,7 @@ class PipelineRun(TrainerCallback):
         take_over(job, pipeline)
         data.reslice(layout.data_parallel_size, pipeline.replica_index)
         if kept.get("order") and trainer.state.epoch % 1:
-            data.keep_order(int(trainer.state.epoch), **kept["order"])
+            data.load_state_dict(int(trainer.state.epoch), kept["order"])
         for part in self.parts.having("placed"):
             part.placed(layout)
         return pipeline
@@ -283,7 +284,7 @@ class PipelineRun(TrainerCallback):
         This is the one safe point for a transformation: there are no gradients and no batch is being processed.
         """
         step = self.job.trainer.state.global_step
-        self.arrive()
+        self.serve_callbacks()
         PROGRESS.begin_round(f"is in step {step + 1}")
         PROGRESS.enter("adapt", step)
         with ExitStack() as around:
@@ -294,13 +295,13 @@ class PipelineRun(TrainerCallback):
         self.job.ignore_average_tokens()  # a callback may have set it
         taken = self.steps.take(batches, num_batches)
         self.batches_in_epoch.accumulated = self.job.trainer.args.gradient_accumulation_steps
-        self.batches_in_epoch.rest = len(taken[0]) % num_batches
+        self.batches_in_epoch.remainder = len(taken[0]) % num_batches
         PROGRESS.enter("callbacks")
         return taken
 
     def step(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Run forward and backward of a batch, and return its loss: `Steps.step`. Collective over all processes."""
-        self.arrive()
+        self.serve_callbacks()
         PROGRESS.begin_round(f"is in step {self.job.trainer.state.global_step + 1}")
         PROGRESS.enter("step")
         self.follow_flags()
@@ -389,11 +390,12 @@ class PipelineRun(TrainerCallback):
             return state
         for part in self.parts.having("state_dict"):
             state |= part.state_dict()
-        return {**state, "order": self.data.memory, "layout": self.planner.facts_of(self.pipeline.current_layout)}
+        layout = self.planner.state_dict(self.pipeline.current_layout)
+        return {**state, "order": self.data.state_dict(), "layout": layout}
 
     def prepare_for_best(self) -> None:
         """Prepare for loading the best model, which overwrites the last weights. Collective over all processes."""
-        self.arrive()
+        self.serve_callbacks()
         PROGRESS.begin_round("loads the best model")
         for part in self.parts.having("before_best"):
             part.before_best()
@@ -410,7 +412,7 @@ class PipelineRun(TrainerCallback):
         Raises:
             ValueError: a callback lets only some processes log, which gather the loss.
         """
-        self.arrive()
+        self.serve_callbacks()
         PROGRESS.begin_round(f"is at the end of step {self.job.trainer.state.global_step}")  # stock gathers the loss
         if self.watches_steps and self.job.mesh.differs(self.job.trainer.control.should_log):
             raise ValueError(
@@ -459,7 +461,7 @@ class PipelineRun(TrainerCallback):
     on_predict = on_save = on_evaluate
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.arrive()
+        self.serve_callbacks()
         PROGRESS.begin_round("is at the end of train()")
         PROGRESS.enter("end")
         for part in self.parts.having("train_ends"):

@@ -197,8 +197,8 @@ class Steps:
     def _run(self, current: BatchInFlight, batch: Batch) -> None:
         """Run forward and backward, and compute the loss, of a batch that all stages have."""
         # in the backward as well, which does not run inside of the loss
-        apart = with_collectives_of(self._trainer.accelerator, None) if self._has_own_loss else nullcontext()
-        with apart:
+        alone = with_collectives_of(self._trainer.accelerator, None) if self._has_own_loss else nullcontext()
+        with alone:
             self._pipeline.step(batch, current)
 
     def look_for_nan(self, occasion: str) -> None:

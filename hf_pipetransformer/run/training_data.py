@@ -133,13 +133,13 @@ def refuse_different_numbers(job: TrainingJob, mine: int | None, when: str) -> N
 
 def evaluation_loader(job: TrainingJob, loader: Any) -> Any:
     """Return the stock loader with workers that survive a SIGTERM, and without tags in its batches."""
-    set_workers_apart(loader)
+    shield_workers_from_sigterm(loader)
     # persistent workers keep the collator that they started with, and user code that iterates must not see keys
     keeps_keys = job.may_cache and job.args.dataloader_persistent_workers
     return LoaderWithoutTags(loader) if keeps_keys else loader
 
 
-def set_workers_apart(loader: Any) -> None:
+def shield_workers_from_sigterm(loader: Any) -> None:
     """Make a loader's workers leave the process group to which SIGTERM is sent."""
     base = getattr(loader, "base_dataloader", loader)
     if isinstance(base, DataLoader) and not isinstance(base.worker_init_fn, WorkerStart):

@@ -56,8 +56,8 @@ class UsersLog:
         if not self._is_split or not caller.startswith("transformers."):
             return self._users(*args, **keywords)
         pipeline = self._follows()
-        arrive = pipeline.arrive if pipeline is not None else lambda: None
-        point = LogPoint(self._job, arrive, self._last_stages, self._replica)
+        serve_callbacks = pipeline.serve_callbacks if pipeline is not None else lambda: None
+        point = LogPoint(self._job, serve_callbacks, self._last_stages, self._replica)
         point.run(self._users if self._has_loss else None, *args, **keywords)
 
     def _look(self) -> None:
@@ -84,15 +84,19 @@ class LogPoint(TrainerCallback):
 
     Args:
         job: the training or evaluation job.
-        arrive: serves calls of the model by the user's `log` on other processes.
+        serve_callbacks: serves calls of the model by the user's `log` on other processes.
         last_stages: on a last stage, those of all pipelines; None if it is the only one.
         replica: number of this process's pipeline.
     """
 
     def __init__(
-        self, job: TrainingJob, arrive: Callable[[], None], last_stages: dist.ProcessGroup | None, replica: int
+        self,
+        job: TrainingJob,
+        serve_callbacks: Callable[[], None],
+        last_stages: dist.ProcessGroup | None,
+        replica: int,
     ) -> None:
-        self._job, self._arrive, self._last_stages, self._replica = job, arrive, last_stages, replica
+        self._job, self._serve_callbacks, self._last_stages, self._replica = job, serve_callbacks, last_stages, replica
         self._is_first = job.mesh.rank == 0
         self._among = ExitStack()
         self._depth = 0  # of calls of the stock `log`; a callback may log something itself
@@ -147,7 +151,7 @@ class LogPoint(TrainerCallback):
         Raises:
             PeerFailedError: rank 0 has failed.
         """
-        self._arrive()
+        self._serve_callbacks()
         logs = self._job.mesh.of_first(mine)
         self._is_over = logs is None
         if isinstance(logs, PeerFailedError) and not self._is_first:

@@ -29,7 +29,7 @@ def find_slicing(
     stack: LayerStack,
     rows: Sequence[Any],
     collate: SampleCollator,
-    tell: Callable[[SlicePlan], None],
+    on_plan: Callable[[SlicePlan], None],
 ) -> Slicing:
     """Probe whether sequences can be split along their tokens, before the model is split into stages.
 
@@ -41,7 +41,7 @@ def find_slicing(
         stack: the units of the whole model.
         rows: samples.
         collate: collates these samples.
-        tell: called with the slices of each new shape of batch.
+        on_plan: called with the slices of each new shape of batch.
 
     Raises:
         UnsupportedModelError: they cannot be split for this model or loss, or the probe has failed.
@@ -60,7 +60,7 @@ def find_slicing(
             " compute_loss_func) is not run before the first step.",
             "Set token_slices='off'.",
         )
-    batches = collate.apart(rows)
+    batches = collate.in_batches(rows)
     # a collator may have packed the samples into fewer sequences
     were_packed = sum(map(batch_rows, batches)) != len(rows)
     few = rows[:SAMPLE_ROWS] if were_packed else [rows[i] for i in informative_samples(batches)]
@@ -95,4 +95,4 @@ def find_slicing(
     # rounding may make the processes disagree, and if one stage alone refused packed sequences, the others would
     # hang
     windows = replace(found[0], separates_documents=all(theirs.separates_documents for theirs in found))
-    return Slicing(job.args.token_slices, windows, tell)
+    return Slicing(job.args.token_slices, windows, on_plan)

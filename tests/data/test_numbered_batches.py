@@ -137,13 +137,14 @@ def test_an_epoch_that_was_begun_on_two_nodes_ends_in_their_order() -> None:
 
     before, undisturbed, after = batches((2, 2), 16), batches((2, 2), 16), batches((1,), 8)
     seen = [row for number in range(2) for row in before[number]]
-    after.keep_order(0, **before.memory)
+    after.load_state_dict(0, before.state_dict())
     seen += [row for number in range(4, 8) for row in after[number]]
     assert seen == [row for number in range(4) for row in undisturbed[number]]
     for own in (after, fresh := batches((1,), 8)):
         own.set_epoch(1)
     assert [after[number] for number in range(8)] == [fresh[number] for number in range(8)]
-    assert after.memory["shares"] == (1,) and after.memory["rows"] == 8
+    state = after.state_dict()
+    assert state["shares"] == (1,) and state["rows"] == 8
 
 
 def test_workers():

@@ -21,9 +21,9 @@ from transformers.utils import logging as hf_logging
 from hf_pipetransformer.errors import UnsupportedModelError
 from hf_pipetransformer.model.batch_statistics import normalised_by_batch
 from hf_pipetransformer.model.dummy_inputs import dummy_batch
+from hf_pipetransformer.model.elsewhere import placeholder
 from hf_pipetransformer.model.layer_range import Carry
 from hf_pipetransformer.model.layer_stack import LayerStack, loss_outputs, output_tensors
-from hf_pipetransformer.model.placeholders import placeholder
 
 from .tiny_models import VARIANTS, Variant, build, tiny_config
 

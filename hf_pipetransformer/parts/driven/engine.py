@@ -9,7 +9,7 @@ from ...model.micro_batch import Batch
 from ...pipeline.engines.engine import Engine, StepLoss
 from ...pipeline.messages import PipelineMessages
 from ...pipeline.stage import StageModule
-from .calls_apart import CallsApart
+from .callback_calls import CallbackCalls
 from .served_calls import ServedCalls
 from .serving import ServingStage
 
@@ -34,18 +34,18 @@ class StageServer:
             self._served = ServedCalls(stage, messages, most_parts)
         else:
             self._served = ServingStage(stage, messages)
-        self._apart = CallsApart(self._served) if serves_callbacks else None
+        self._callback_calls = CallbackCalls(self._served) if serves_callbacks else None
 
     def serve(self, batch: Batch, code: Callable[[], T], unread: Collection[str] = ()) -> T | None:
         return self._served.run(batch, code, unread)
 
-    def arrive(self) -> None:
-        if self._apart is not None:
-            self._apart.arrive()
+    def serve_callbacks(self) -> None:
+        if self._callback_calls is not None:
+            self._callback_calls.serve_callbacks()
 
     def close(self) -> None:
-        if self._apart is not None:
-            self._apart.close()
+        if self._callback_calls is not None:
+            self._callback_calls.close()
 
 
 class DrivenEngine(Engine):

@@ -194,12 +194,12 @@ class StageCalls:
             args: list[Any] = []
             while (name := POSITIONAL.format(len(args))) in inputs:
                 args.append(inputs.pop(name))
-            self.tell_cache(tuple(args), inputs)
+            self.begin_in_shortcut(tuple(args), inputs)
             return forward(*args, **inputs)
 
         return call
 
-    def tell_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin_in_shortcut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.stage.shortcut is not None:
             self.stage.shortcut.begin_call(args, kwargs)
 

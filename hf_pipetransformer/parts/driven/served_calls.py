@@ -184,7 +184,7 @@ class ServedCalls(StageCalls):
             values = self._receive(order, 0, origin)
             with self.running(order, 0, forward), self.stage.running_to_the_end(values, inputs):
                 self.runner.begin_call()
-                self.tell_cache(args, dict(kwargs))
+                self.begin_in_shortcut(args, dict(kwargs))
                 return _hiding_the_first(forward(*args, **kwargs))
         ends = [
             self._run_part(order, forward, part, number, origin)

@@ -122,7 +122,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self._observed: tuple[torch.Tensor, torch.Tensor] | None = None  # per unit: sum of squares, steps
         self._num_layers: int | None = None  # None until the model's layers have been found
         self._max_frozen = 0
-        self._is_driven = False  # True if a PipeTransformerTrainer takes the proposals
+        self._only_proposes = False  # True if a PipeTransformerTrainer takes the proposals
         self._begins_within_epoch = False
         self._standalone: PlainTrainer | None = None
         self.sharded_layers: FoundLayers | None = None
@@ -145,7 +145,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         Raises:
             ValueError: no layer can be frozen.
         """
-        self._is_driven = True
+        self._only_proposes = True
         self._begin(state)
         self.know_layers(num_layers, max_frozen, outside_alone)
 
@@ -211,7 +211,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self._num_decisions += 1
         self._decided_at = state.global_step
         self._observed = None
-        if not self._is_driven:
+        if not self._only_proposes:
             self.num_frozen = agreed_num_frozen(gather_proposals(self.take_proposal()))
 
     def take_proposal(self) -> int | None:
@@ -328,7 +328,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if not self._is_driven:
+        if not self._only_proposes:
             refuse_reentrant_checkpointing(args)
             refuse_setup(args, self.sharded_layers is not None)
             end_at_exit()
@@ -382,7 +382,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         if self._standalone is not None and not self.num_frozen and not isinstance(self.policy, NeverFreeze):
             log_once(logger, logging.WARNING, "LayerFreezeCallback has frozen no layer in this training.")
         self._release()
-        self._is_driven = False
+        self._only_proposes = False
 
     def _release(self) -> None:
         if self._standalone is not None:

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerState, TrainingArguments
 
 from ...errors import UnsupportedModelError
-from ...logs import log_once, tell
+from ...logs import log_on_main, log_once
 from ...model.frozen_prefix import FoundLayers, FreezableLayers, FrozenPrefix, squared_norms
 from ...model.layer_stack import LayerStack
 from ...model.micro_batch import slice_rows
@@ -203,7 +203,7 @@ class PlainTrainer:
             f" ({sum(p.numel() for p in parameters.values()):,} parameters more)."
         )
         if parameters:
-            tell(logger, self._args, line)
+            log_on_main(logger, self._args, line)
         else:
             log_once(logger, logging.WARNING, "%s", line)
 

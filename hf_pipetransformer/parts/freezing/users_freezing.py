@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...file_formats import freezing_in
-from ...logs import log_once, tell
+from ...logs import log_on_main, log_once
 from ...model.frozen_prefix import FreezableLayers
 from ...pipeline.elastic_pipeline import ElasticPipeline
 from ...planning.costs import UnitCost
@@ -60,7 +60,9 @@ class UsersFreezing:
 
     def thaw(self) -> None:
         """Forget the layers in checkpoints as well, because they are trained again."""
-        tell(logger, self.job.args, "Layers that were frozen are trained again: nothing counts as frozen any more.")
+        log_on_main(
+            logger, self.job.args, "Layers that were frozen are trained again: nothing counts as frozen any more."
+        )
         states: Any = self.job.trainer.state.stateful_callbacks
         states.pop(LayerFreezeCallback.__name__, None)
         self.forget()

@@ -78,7 +78,7 @@ class FrontCache:
         """Let the model run as it is, after the last step."""
         self._in_steps.end_hint(is_given=True)
         self._in_steps.drop()
-        self._in_evaluations.rest()
+        self._in_evaluations.pause()
         self._in_evaluations.say_what_was_read()
         self._unwatch()
 
@@ -172,15 +172,15 @@ class FrontCache:
         calls.begin_epoch(number, 0.0)
         is_last = is_over or (state.epoch or 0.0) >= state.num_train_epochs
         calls.writes = not is_last or self._job.shares_store
-        self._in_steps.rest()
-        calls.go_on()
+        self._in_steps.pause()
+        calls.resume()
         try:
             with self._looking_at(calls):
                 yield
         finally:
-            calls.rest()
+            calls.pause()
             self._in_steps.allow_rewritten()
-            self._in_steps.go_on()
+            self._in_steps.resume()
             if is_over:
                 self._unwatch()
                 calls.say_what_was_read(if_any=True)

@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import nn
 
-from ...logs import tell
+from ...logs import log_on_main
 from ...model.called_inputs import named_inputs
 from ...model.frozen_prefix import frozen_modules
 from ...model.left_as_found import left_as_found
@@ -120,8 +120,8 @@ class FrontCalls:
             self._counts, self._of_front = self._counts + counts, self._of_front + counts
             self._skipped += self._share * counts.layers_skipped
 
-    def rest(self) -> None:
-        """Let the front's modules run as they are until `go_on`."""
+    def pause(self) -> None:
+        """Let the front's modules run as they are until `resume`."""
         self._interrupt_hint()
         if self._front is not None:
             self._front.close()
@@ -134,7 +134,7 @@ class FrontCalls:
         if self._hint is not None:
             self._hint.interrupt()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Have the front's modules watched again."""
         if self._front is not None:
             self._front.open()
@@ -381,7 +381,7 @@ class FrontCalls:
         return self._entries.name if self._entries is not None and self._is_decided and self._entries.exists else None
 
     def _say(self, text: str) -> None:
-        tell(logger, self._job.args, text)
+        log_on_main(logger, self._job.args, text)
 
 
 def _described(model: nn.Module, found: FoundFront) -> str:

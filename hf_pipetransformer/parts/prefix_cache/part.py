@@ -206,7 +206,7 @@ class PrefixCache(RunPart):
         cache, pipeline = self.cache, self._run.pipeline
         with ExitStack() as stack:
             if cache is not None:
-                stack.enter_context(cache.cache.counting_apart())
+                stack.enter_context(cache.cache.counting_evaluation())
                 base: Any = getattr(dataloader, "base_dataloader", dataloader)
                 # also before the first freeze, because persistent workers keep the collator that they started with
                 if isinstance(base, DataLoader) and not isinstance(base.collate_fn, KeyingCollator):

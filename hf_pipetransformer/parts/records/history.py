@@ -36,7 +36,7 @@ def _recorded(name: str) -> property:
 
 
 @dataclass
-class Layout:
+class LayoutPeriod:
     """A plan and the period in which it was in effect, from its event to the next one.
 
     Attributes:
@@ -88,7 +88,7 @@ class Layout:
             parts.insert(0, f"{self.num_frozen} of {self.num_layers} layers")
         return "; ".join(parts) or ("nothing" if "frozen_modules" in self.event else "")
 
-    def is_split_like(self, other: Layout) -> bool:
+    def is_split_like(self, other: LayoutPeriod) -> bool:
         """Whether K, R and the cuts between stages are the same."""
         return self.shape == other.shape and self.event["stage_bounds"] == other.event["stage_bounds"]
 
@@ -168,13 +168,13 @@ class Training:
         return next((event["facts"] for event in reversed(self.events) if "facts" in event), {})
 
     @cached_property
-    def layouts(self) -> list[Layout]:
-        layouts: list[Layout] = []
+    def layouts(self) -> list[LayoutPeriod]:
+        layouts: list[LayoutPeriod] = []
         for event in self.events:
             if event["event"] != SLICES:
                 if layouts:
                     layouts[-1].last_step = event["global_step"]
-                layouts.append(Layout(event, self.last_step))
+                layouts.append(LayoutPeriod(event, self.last_step))
             elif layouts:
                 layouts[-1].slices.append(event["slices"])
         for line in self.lines if layouts else ():
@@ -267,7 +267,7 @@ class Training:
 
 
 @dataclass
-class _Call:
+class _TrainCall:
     """One call of `train()`."""
 
     name: str
@@ -296,12 +296,12 @@ def read_trainings(folder: Path, last_run: str | None = None) -> list[Training]:
         ValueError: a line of a record is damaged.
     """
     history, problems = _logged_by_trainer(folder), []
-    calls: dict[str, _Call] = {}
+    calls: dict[str, _TrainCall] = {}
     for name in (EVENTS, METRICS):
         records, broken = read_lines(folder, name)
         for record in records:
             if last_run is None or record["run"] <= last_run:  # a name is the time at which it began
-                call = calls.setdefault(record["run"], _Call(record["run"]))
+                call = calls.setdefault(record["run"], _TrainCall(record["run"]))
                 (call.events if name == EVENTS else call.lines).append(record)
         if broken:
             problems.append(f"{name}: {broken} {'line' if broken == 1 else 'lines'} cannot be read and were left out.")
@@ -309,7 +309,7 @@ def read_trainings(folder: Path, last_run: str | None = None) -> list[Training]:
         return []
     if last_run is not None and last_run not in calls:
         return []
-    groups: list[list[_Call]] = []
+    groups: list[list[_TrainCall]] = []
     for _, call in sorted(calls.items()):
         if not call.events and not any(line.get("steps") for line in call.lines):
             continue  # the call failed before its first step
@@ -317,13 +317,13 @@ def read_trainings(folder: Path, last_run: str | None = None) -> list[Training]:
             groups[-1].append(call)
         else:
             groups.append([call])
-    groups = groups or [[_Call("")]]
+    groups = groups or [[_TrainCall("")]]
     trainings = [_joined(group, (history or []) if group is groups[-1] else []) for group in groups]
     trainings[-1].problems[:0] = problems
     return trainings
 
 
-def _joined(calls: Sequence[_Call], history: list[tuple[int, dict[str, float]]]) -> Training:
+def _joined(calls: Sequence[_TrainCall], history: list[tuple[int, dict[str, float]]]) -> Training:
     """Combine the calls of one training.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState
 
 from ...errors import ONE_LINE
-from ...logs import tell
+from ...logs import log_on_main
 from ...model.frozen_prefix import FreezableLayers
 from ...pipeline.moves import Transformation
 from ...planning.layout import AUTO, Layout
@@ -94,7 +94,7 @@ class RunLog(RunPart):
 
     def told(self, topic: str, value: Any) -> None:
         topics: dict[str, Callable[[Any], None]] = {
-            "sentence": self._tell,
+            "sentence": self._log_sentence,
             "metrics": self._log_metrics,
             "slices": self.sliced,
             "cache_epoch": self.cache_epoch,
@@ -262,7 +262,7 @@ class RunLog(RunPart):
                 "modules", self._planner, self._plan, self._state, frozen_modules=self._users_frozen
             )
 
-    def _tell(self, sentence: str | None) -> None:
+    def _log_sentence(self, sentence: str | None) -> None:
         """Log a sentence, if there is one."""
         if sentence is not None:
             self._say(sentence)
@@ -365,7 +365,7 @@ class RunLog(RunPart):
         return self._job.trainer.state
 
     def _say(self, line: object, level: int = logging.INFO) -> None:
-        tell(logger, self._job.args, line, level)
+        log_on_main(logger, self._job.args, line, level)
 
     def _what_was_read(self) -> str:
         """Return which part of the forward passes reading the outputs of the user's frozen modules has skipped."""
@@ -444,7 +444,7 @@ class RunLog(RunPart):
         finally:
             for callback in printing:
                 del callback.on_log
-        self._run.arrive()
+        self._run.serve_callbacks()
 
     def _cache_metrics(self, report: EpochReport) -> dict[str, float]:
         """The use of the activation cache in an epoch, as metrics."""

@@ -29,8 +29,8 @@ class Execution:
         slicing: how sequences are split along their tokens, if there are several stages; None for whole sequences. It
             is a `token_slices.engine.Slicing`, of which the core knows nothing.
         is_driven: whether the loss drives the pipeline, if there are several stages (`StepLoss.drive`).
-        serves_callbacks: whether calls of the model outside of the steps are served (`CallServer.arrive`), if they can
-            be.
+        serves_callbacks: whether calls of the model outside of the steps are served, if they can be
+            (`CallServer.serve_callbacks`).
         unreached: names of the parameters that may end a step without a gradient, as setup has found out.
     """
 
@@ -71,7 +71,7 @@ class CallServer(Protocol):
             What the code returns, on the last stage.
         """
 
-    def arrive(self) -> None:
+    def serve_callbacks(self) -> None:
         """Serve what other processes ask for outside of the steps, until none asks. Collective over the pipeline."""
 
     def close(self) -> None:

@@ -204,17 +204,17 @@ def _find_layers(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator 
     with mesh.failing_together(), global_state_kept():
         padded = collate.padded(rows)
         examples = examples_of(job, sample)
-    probe = partial(_take_apart, job, examples, sample, padded)
-    apart: _TakenApart | None = None
+    probe = partial(_probe_units, job, examples, sample, padded)
+    probed: _Probed | None = None
     if collate.is_probed_once:
         # None if its layers return objects that cannot be sent to other processes
-        apart = found_by_each(mesh, True, lambda: found if can_be_sent(found := probe()) else None)[0]
-    if apart is None:
+        probed = found_by_each(mesh, True, lambda: found if can_be_sent(found := probe()) else None)[0]
+    if probed is None:
         with mesh.failing_together():
-            apart = probe()
-    whole_because = agree_on_inputs(job, apart.examples.described(), apart.stack.whole_because)
-    stack = LayerStack.of(model, replace(apart.stack, whole_because=whole_because))
-    return stack, apart.freezable, apart.unit_costs, apart.examples
+            probed = probe()
+    whole_because = agree_on_inputs(job, probed.examples.described(), probed.stack.whole_because)
+    stack = LayerStack.of(model, replace(probed.stack, whole_because=whole_because))
+    return stack, probed.freezable, probed.unit_costs, probed.examples
 
 
 def agree_on_inputs(job: TrainingJob, described: str, whole_because: str) -> str:
@@ -250,7 +250,7 @@ def _needs_units(job: TrainingJob) -> bool:
 
 
 @dataclass(frozen=True)
-class _TakenApart:
+class _Probed:
     """What was found out about a model, without the model."""
 
     stack: StackDescription
@@ -259,7 +259,7 @@ class _TakenApart:
     examples: ExampleInputs
 
 
-def _take_apart(job: TrainingJob, places: Sequence[ExampleInputs], sample: Batch, padded: Batch) -> _TakenApart:
+def _probe_units(job: TrainingJob, places: Sequence[ExampleInputs], sample: Batch, padded: Batch) -> _Probed:
     """Find the model's units, the layers that can be frozen (None without a freeze callback) and the unit costs.
 
     Raises:
@@ -280,7 +280,7 @@ def _take_apart(job: TrainingJob, places: Sequence[ExampleInputs], sample: Batch
         if job.args.uses_pipeline:
             whole_because = check_training(stack, inputs) or whole_because or _why_no_rows(inputs, padded)
     found = replace(stack.describe(), whole_because=whole_because if job.args.uses_pipeline else "")
-    return _TakenApart(found, freezable, unit_costs, examples)
+    return _Probed(found, freezable, unit_costs, examples)
 
 
 def _costs_of_units(

@@ -61,7 +61,7 @@ class Findings:
 
 
 def examine(
-    job: TrainingJob, data: TrainingBatches, find_units: FindUnits, tell_slices: Callable[[Any], None]
+    job: TrainingJob, data: TrainingBatches, find_units: FindUnits, on_slices: Callable[[Any], None]
 ) -> Findings:
     """Examine the model and its loss on a few samples. Collective over all processes.
 
@@ -69,7 +69,7 @@ def examine(
         job: the training job.
         data: the training batches.
         find_units: finds the units of the trainer's model.
-        tell_slices: called with the slices of each new shape of batch (`SlicePlan`).
+        on_slices: called with the slices of each new shape of batch (`SlicePlan`).
     """
     if data.is_shared:
         check_same_size(job.mesh, data.dataset)
@@ -87,7 +87,7 @@ def examine(
         if job.args.slices_tokens:
             assert collate is not None
             find_slicing = SLICES.load_everywhere("slicing_setup", job.mesh).find_slicing
-            slicing = find_slicing(loss, reduction, stack, rows, collate, tell_slices)
+            slicing = find_slicing(loss, reduction, stack, rows, collate, on_slices)
         times = time_model(job, cut, rows, collate)
     planner = make_planner(
         job.args,
@@ -111,8 +111,8 @@ def first_layout(planner: Planner, kept: Mapping[str, Any], num_frozen: int) -> 
         kept: what the checkpoint says; empty for a new training.
         num_frozen: number of layers that are frozen from the first step on.
     """
-    again = planner.again(kept["layout"], num_frozen) if kept.get("layout") is not None else None
-    layout = again or planner.first
+    resumed = planner.from_state_dict(kept["layout"], num_frozen) if kept.get("layout") is not None else None
+    layout = resumed or planner.first
     if layout.num_frozen_layers < num_frozen:
         layout = planner.next(layout, num_frozen, layout.num_cached_layers)
-    return layout, again is not None
+    return layout, resumed is not None

@@ -53,7 +53,7 @@ class SampleCollator:
         with generators_kept(self.collate_fn), seeded(self.job.args.seed):
             return self.job.on_models_device(dict(with_name(self.collate_fn(list(rows)))))
 
-    def apart(self, rows: Sequence[Any]) -> list[Batch]:
+    def in_batches(self, rows: Sequence[Any]) -> list[Batch]:
         """Collate these samples into batches of at most as many as are run at once."""
         step = self.job.rows_at_once
         return [self(rows[start : start + step]) for start in range(0, len(rows), step)]
@@ -65,7 +65,7 @@ class SampleCollator:
             tensors = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
             return max((value[0].numel() for value in tensors), default=0)
 
-        return max(self.apart(rows), key=elements)
+        return max(self.in_batches(rows), key=elements)
 
     @property
     def is_probed_once(self) -> bool:

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ....model.called_inputs import LABELS_AND_DECODER, RecordedInputs, TagsApart, added_settings, named_inputs
+from ....model.called_inputs import LABELS_AND_DECODER, BatchTags, RecordedInputs, added_settings, named_inputs
 from ....model.frozen_prefix import frozen_modules
 from ....model.layer_range import Carry, Observer, Unit, tensors_of
 from ....model.layer_stack import CarrySlot, LayerStack
@@ -85,7 +85,7 @@ class ActivationCache:
         self.counts = CacheCounts()
         """Counts of the training."""
         self.evaluated = CacheCounts()
-        """Counts of the latest evaluation (`counting_apart`)."""
+        """Counts of the latest evaluation (`counting_evaluation`)."""
         self.met_other_inputs = False
         """Whether the model was called, in training, on other inputs than those that were looked up."""
         self.settings: Mapping[str, Any] | None = None
@@ -163,7 +163,7 @@ class ActivationCache:
         here = found.states.get(self._reading.generations[0].num_frozen)
         return found.seconds / len(here[0]) if here else None
 
-    def read_ahead(self, tags: TagsApart, stop: int) -> None:
+    def read_ahead(self, tags: BatchTags, stop: int) -> None:
         """Begin to read the samples of the batch that will be looked up after the current one.
 
         Args:
@@ -441,7 +441,7 @@ class ActivationCache:
         self._reading.close()
 
     @contextmanager
-    def counting_apart(self) -> Iterator[None]:
+    def counting_evaluation(self) -> Iterator[None]:
         """Context manager: count for an evaluation inside it, separately from the counts of the training."""
         counts, self.counts = self.counts, CacheCounts()
         met_other_inputs = self.met_other_inputs

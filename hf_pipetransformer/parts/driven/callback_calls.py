@@ -25,7 +25,7 @@ from .serving import ServingStage
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CallRequest:
     """A call that a process asks for.
 
     Attributes:
@@ -42,7 +42,7 @@ class _Call:
     state: Changes
 
 
-class CallsApart:
+class CallbackCalls:
     """One process's part in the calls of a split model outside of the steps. They work until `close`.
 
     Args:
@@ -65,7 +65,7 @@ class CallsApart:
         for override in self._overrides:
             override.remove()
 
-    def arrive(self) -> None:
+    def serve_callbacks(self) -> None:
         """Serve what other processes ask for, until none asks. Collective over the pipeline."""
         while self._is_asked(by_me=False):
             self._serve_all(None)
@@ -74,7 +74,7 @@ class CallsApart:
         if self._served.is_driving or self._runner.is_running or not self._runner.is_restricted:
             return forward(*args, **kwargs)
         self._is_asked(by_me=True)
-        return self._serve_all(_Call(module, args, kwargs, torch.is_grad_enabled(), plain_state(self._modules)))
+        return self._serve_all(_CallRequest(module, args, kwargs, torch.is_grad_enabled(), plain_state(self._modules)))
 
     def _is_asked(self, by_me: bool) -> bool:
         """Whether some process asks for a call; much cheaper than calls. Collective over the pipeline.
@@ -89,7 +89,7 @@ class CallsApart:
             )
         return bool(self._messages.largest(torch.tensor([int(by_me)])))
 
-    def _serve_all(self, mine: _Call | None) -> Any:
+    def _serve_all(self, mine: _CallRequest | None) -> Any:
         """Run what the processes ask for, one after the other; returns this one's result."""
         results: list[Any] = []
         self._has_failed = True
@@ -109,7 +109,7 @@ class CallsApart:
         self._has_failed = False
         return mine_back
 
-    def _run(self, call: _Call) -> Any:
+    def _run(self, call: _CallRequest) -> Any:
         """Run a call on the last stage. `forward` alone: hooks run where the call was made."""
         with torch.set_grad_enabled(call.has_gradients):
             return self._served.modules[call.module].forward(*call.args, **call.kwargs)
