@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec
 
 from ...model.elsewhere import hidden_like
 from .entries import TOKENS, Leaf
-from .finding import Ran
+from .finding import RecordedCall
 from .rows import ArgumentDigests, Tokens
 
 REMEDY = "Set activation_cache='off'"
@@ -81,7 +81,7 @@ class KnownBatch:
 
 
 @dataclass
-class Call:
+class FrontCall:
     """A call of the model.
 
     Attributes:
@@ -99,7 +99,7 @@ class Call:
     digests: dict[str, torch.Tensor] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
     computed: dict[int, torch.Tensor] = field(default_factory=dict)  # of these rows, for a tensor in an output
-    ran: dict[str, Ran] = field(default_factory=dict)
+    ran: dict[str, RecordedCall] = field(default_factory=dict)
     made: ArgumentDigests | None = None  # in this call
     seconds: float = 0.0  # of the modules that ran
     versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when they were returned

@@ -51,7 +51,7 @@ NOTICEABLE = 0.05
 """Share of the forward pass from which on it is said why a frozen module is not in the front."""
 
 
-Ran = tuple[list[torch.Tensor], str, list[Any], TreeSpec]
+RecordedCall = tuple[list[torch.Tensor], str, list[Any], TreeSpec]
 """The tensors that a module was called on, its other arguments, the leaves of its output, and their containers."""
 
 
@@ -78,7 +78,7 @@ class FoundFront:
     row_bytes: int
     why_not: Mapping[str, str]
     closed: frozenset[str]
-    calls: dict[str, Ran]
+    calls: dict[str, RecordedCall]
 
     @property
     def stored(self) -> list[tuple[str, int]]:
@@ -87,7 +87,7 @@ class FoundFront:
 
 
 @dataclass
-class _Called:
+class _FrozenCall:
     """A call of a frozen module."""
 
     name: str
@@ -149,7 +149,7 @@ def find_front(
     foreign = candidates(model, opened, declared)
     modules = {name: model.get_submodule(name) for name in foreign}
     origins = Origins(model, inputs)
-    calls: list[_Called] = []
+    calls: list[_FrozenCall] = []
     at_start = other_randomness()
 
     def watch(
@@ -191,7 +191,7 @@ def find_front(
             why = why or f"it returns a {type(odd).__name__}"
         of |= origins.union(tensors_in(output)) | origins.decided
         versions = versions_of([*given, *outputs])
-        calls.append(_Called(name, frozenset(of), given, others, outputs, seconds, why, structure, versions))
+        calls.append(_FrozenCall(name, frozenset(of), given, others, outputs, seconds, why, structure, versions))
         return output
 
     def watched(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -268,7 +268,7 @@ def _versions(module: nn.Module) -> list[int]:
     return versions_of(list(module.buffers()))
 
 
-def _why_not(call: _Called, num_calls: int, inputs: Mapping[str, Any]) -> str | None:
+def _why_not(call: _FrozenCall, num_calls: int, inputs: Mapping[str, Any]) -> str | None:
     """Why a frozen module cannot be part of the front; None if it can."""
     if num_calls > 1:
         return "it is called several times in a forward pass"
@@ -287,12 +287,12 @@ def _why_not(call: _Called, num_calls: int, inputs: Mapping[str, Any]) -> str | 
     return None
 
 
-def _chosen(calls: Sequence[_Called], origins: Origins, inputs: Mapping[str, Any], seconds: float) -> FoundFront:
+def _chosen(calls: Sequence[_FrozenCall], origins: Origins, inputs: Mapping[str, Any], seconds: float) -> FoundFront:
     """Choose the front among the frozen modules that were called."""
     counts = Counter(call.name for call in calls)
     why_not: dict[str, str] = {}
     closed: set[str] = set()
-    front: dict[str, _Called] = {}
+    front: dict[str, _FrozenCall] = {}
     for call in calls:
         if call.why_not is not None and call.seconds > NOTICEABLE * seconds:
             closed.add(call.name)
@@ -334,7 +334,9 @@ def _chosen(calls: Sequence[_Called], origins: Origins, inputs: Mapping[str, Any
     )
 
 
-def _needed(front: Mapping[str, _Called], calls: Sequence[_Called], origins: Origins) -> dict[str, tuple[int, ...]]:
+def _needed(
+    front: Mapping[str, _FrozenCall], calls: Sequence[_FrozenCall], origins: Origins
+) -> dict[str, tuple[int, ...]]:
     """For each module of the front, which leaves of its output something else reads."""
     others = {id(tensor) for call in calls if call.name not in front for tensor in call.inputs}
     return {
@@ -347,15 +349,15 @@ def _needed(front: Mapping[str, _Called], calls: Sequence[_Called], origins: Ori
     }
 
 
-def _feeds(call: _Called, front: Mapping[str, _Called]) -> bool:
+def _feeds(call: _FrozenCall, front: Mapping[str, _FrozenCall]) -> bool:
     outputs = {id(leaf) for leaf in call.outputs}
     return any(id(tensor) in outputs for other in front.values() for tensor in other.inputs)
 
 
 def _cheap(
-    front: Mapping[str, _Called],
+    front: Mapping[str, _FrozenCall],
     needed: Mapping[str, tuple[int, ...]],
-    calls: Sequence[_Called],
+    calls: Sequence[_FrozenCall],
     origins: Origins,
 ) -> list[str]:
     """The last module that takes less time than what is stored for it is worth, if there is one."""
@@ -368,7 +370,7 @@ def _cheap(
     return []
 
 
-def _nbytes(front: Mapping[str, _Called], needed: Mapping[str, tuple[int, ...]]) -> int:
+def _nbytes(front: Mapping[str, _FrozenCall], needed: Mapping[str, tuple[int, ...]]) -> int:
     return sum(front[name].outputs[leaf].nbytes for name, leaves in needed.items() for leaf in leaves)
 
 

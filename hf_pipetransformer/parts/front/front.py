@@ -29,11 +29,11 @@ from ...randomness import generators_kept, global_state_kept, set_torch_states, 
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, rounding_of
 from ..prefix_cache.cache.guards import unnoticed
-from .calls import Call, Known, KnownBatch, ReturnedLeaf
+from .calls import FrontCall, Known, KnownBatch, ReturnedLeaf
 from .entries import FrontEntries, Leaf
 from .finding import (
     FoundFront,
-    Ran,
+    RecordedCall,
     arguments_of,
     other_randomness,
     rows_of,
@@ -120,7 +120,7 @@ class FrozenFront:
         self._padding = PaddingValues()
         self._implies_causal = False  # the modules do without a mask what they do with a causal one
         self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
-        self._call: Call | None = None
+        self._call: FrontCall | None = None
         self._stored, self._is_timed = found.stored, is_timed
         self._overrides: list[MethodOverride] = []
         self.open()
@@ -154,7 +154,7 @@ class FrozenFront:
         if batch is None:
             return forward()
         if self.trial.is_noisy:
-            self._call = Call(batch)
+            self._call = FrontCall(batch)
             try:
                 return forward()
             finally:
@@ -189,7 +189,7 @@ class FrozenFront:
                 set_torch_states(before)
             finally:
                 self._call = None
-        self._call = call = Call(batch)
+        self._call = call = FrontCall(batch)
         began, states = time.perf_counter(), other_randomness()
         try:
             output = forward()
@@ -210,10 +210,12 @@ class FrozenFront:
             self.is_verified = True
             self._verified = time.perf_counter(), seconds, self.num_read
             if found.missing and writes and self.trouble is None:
-                self._write(Call(batch, found.known, ran=call.ran))
+                self._write(FrontCall(batch, found.known, ran=call.ran))
         return output
 
-    def learn(self, inputs: Batch, ran: Mapping[str, Ran], seconds: float, of_call: float, writes: bool) -> None:
+    def learn(
+        self, inputs: Batch, ran: Mapping[str, RecordedCall], seconds: float, of_call: float, writes: bool
+    ) -> None:
         """Take over what the front's modules have returned in a call of the model.
 
         Args:
@@ -239,11 +241,11 @@ class FrozenFront:
                     return
                 self._known[batch.signature][name].others.update(of_module.others)
         if writes:
-            self._write(Call(batch, known, ran=dict(ran)))
+            self._write(FrontCall(batch, known, ran=dict(ran)))
 
-    def _tried(self, forward: Callable[[], Any]) -> dict[str, Ran]:
+    def _tried(self, forward: Callable[[], Any]) -> dict[str, RecordedCall]:
         """What the modules have returned in a call that leaves the model as it was, and ends when all have run."""
-        self._call = call = Call(ends=True)
+        self._call = call = FrontCall(ends=True)
         try:
             kept = left_as_found(self._model), global_state_kept(), generators_kept(self._model)
             with torch.no_grad(), users_hooks_at_rest(self._model), kept[0], kept[1], kept[2]:
@@ -257,7 +259,7 @@ class FrozenFront:
         return call.ran
 
     # ------------------------------------------------------------------------------------ inside
-    def _compare(self, call: Call, found: Call) -> None:
+    def _compare(self, call: FrontCall, found: FrontCall) -> None:
         """Compare what modules return, which are called in a new way, with what is stored of the samples."""
         assert call.batch is not None and found.given_back is not None
         tokens = call.batch.tokens
@@ -331,7 +333,7 @@ class FrozenFront:
         }
         return KnownBatch(keys, tokens, (repr(shapes), rows == 1), covered)
 
-    def _known_by(self, batch: KnownBatch, ran: Mapping[str, Ran]) -> dict[str, Known]:
+    def _known_by(self, batch: KnownBatch, ran: Mapping[str, RecordedCall]) -> dict[str, Known]:
         wide = {} if batch.tokens is None else self.trial.wide
         known = {}
         for name, (_, others, leaves, structure) in ran.items():
@@ -350,7 +352,7 @@ class FrozenFront:
     def _stored_as(self, dtype: torch.dtype) -> torch.dtype:
         return self._storage_dtype if self._storage_dtype is not None and dtype.is_floating_point else dtype
 
-    def _read(self, batch: KnownBatch) -> Call | None:
+    def _read(self, batch: KnownBatch) -> FrontCall | None:
         """What is stored of a batch, as the call in which it is given back; None if it is nothing."""
         known = self._known.get(batch.signature)
         if known is None:
@@ -368,9 +370,9 @@ class FrozenFront:
         }
         by_module = dict(zip(self.found.needed, digests.cpu().split(DIGEST_BYTES, dim=1), strict=True))
         self.counts.load_seconds += time.perf_counter() - began
-        return Call(batch, known, given_back, by_module, missing)
+        return FrontCall(batch, known, given_back, by_module, missing)
 
-    def _digests_of(self, batch: KnownBatch, ran: Mapping[str, Ran]) -> dict[str, torch.Tensor]:
+    def _digests_of(self, batch: KnownBatch, ran: Mapping[str, RecordedCall]) -> dict[str, torch.Tensor]:
         """Of what the modules were called on, beside one another's outputs."""
         of_front = {id(leaf) for *_, leaves, _ in ran.values() for leaf in leaves}
         made = ArgumentDigests(batch.rows, batch.tokens, batch.covered)
@@ -385,7 +387,7 @@ class FrozenFront:
         are_masks = all(one == other or (self._implies_causal and {one, other} == EITHER) for one, other in pairs)
         return are_masks and torch.equal(digests[:, :half], stored[:, :half])
 
-    def _write(self, call: Call) -> None:
+    def _write(self, call: FrontCall) -> None:
         """Store what the modules have returned in a call; of one in which something was given back, the rest."""
         batch = call.batch
         assert batch is not None
@@ -431,7 +433,7 @@ class FrozenFront:
         return output
 
     def _given_back(
-        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: FrontCall
     ) -> Any:
         """What a module would return: what is stored, and what it returns for the samples of which nothing is."""
         assert call.batch is not None and call.given_back is not None
@@ -461,7 +463,7 @@ class FrozenFront:
         return tree_unflatten(leaves, known.structure)
 
     def _of_missing(
-        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: FrontCall
     ) -> list[Any]:
         """The leaves of what a module returns for the samples of which nothing is stored."""
         assert call.batch is not None

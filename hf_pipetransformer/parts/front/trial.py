@@ -12,7 +12,7 @@ from accelerate.utils import recursively_apply
 from ...model.micro_batch import Batch, batch_rows
 from ..prefix_cache.cache.comparing import SAME, aligned, relative_difference, rounding_of
 from ..prefix_cache.cache.content_keys import TOKEN_INPUTS
-from .finding import FoundFront, Ran
+from .finding import FoundFront, RecordedCall
 from .rows import Tokens, leaves_of, tokens_of, with_less_columns
 
 MOST_TRIES = 3
@@ -34,7 +34,7 @@ class FrontTrial:
         tried: runs the front in a forward pass, and leaves the model as it was; returns what the modules did.
     """
 
-    def __init__(self, found: FoundFront, tried: Callable[[Callable[[], Any]], Mapping[str, Ran]]) -> None:
+    def __init__(self, found: FoundFront, tried: Callable[[Callable[[], Any]], Mapping[str, RecordedCall]]) -> None:
         self.cuts_padding = False
         """Whether a sample's own tokens are its key, whatever padding there is."""
         self.keeps_padding = False
@@ -53,7 +53,7 @@ class FrontTrial:
     def is_of_samples(
         self,
         inputs: Batch,
-        calls: Mapping[str, Ran],
+        calls: Mapping[str, RecordedCall],
         forward: Callable[[Batch], Any],
         may_cut: bool = True,
     ) -> bool:
@@ -96,8 +96,8 @@ class FrontTrial:
 
     def _hold(
         self,
-        ran: Mapping[str, Ran],
-        half: Mapping[str, Ran],
+        ran: Mapping[str, RecordedCall],
+        half: Mapping[str, RecordedCall],
         rows: int,
         chosen: list[int],
         tokens: Tokens | None = None,
@@ -162,7 +162,7 @@ class FrontTrial:
         elif not losses or not self.has_made_noise or relative_difference(losses[1:], losses[:1]) > SAME:
             self._keep_padding()
 
-    def _note_rows(self, whole: Mapping[str, Ran], half: Mapping[str, Ran], rows: int) -> None:
+    def _note_rows(self, whole: Mapping[str, RecordedCall], half: Mapping[str, RecordedCall], rows: int) -> None:
         """Note which of the tensors that a module is called on have entries for each row: they became half as long."""
         less = -(-rows // 2)  # the first half
         for name in whole.keys() & half.keys() if less < rows else ():
