@@ -11,13 +11,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from .origins import NOT_OF_STATES
 from .tags import TAGS, blanked
 
 LABELS_AND_DECODER: frozenset[str] = frozenset(
     {"labels", "label", "label_ids", "decoder_input_ids", "decoder_attention_mask"}
 )
 """Inputs that only the loss, or the decoder of an encoder-decoder model, reads."""
+
+NOT_OF_STATES: frozenset[str] = frozenset(
+    {
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "return_loss",
+        "shift_labels",
+        "skip_logits",
+        "use_cache",
+    }
+)
+"""Model arguments that select what is returned and how the loss is computed; they change no layer's output."""
 
 PLAIN = (bool, int, float, str, type(None))
 

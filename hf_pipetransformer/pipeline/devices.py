@@ -12,6 +12,8 @@ from torch import nn
 
 USABLE_MEMORY = 0.9
 """Fraction of a device's memory that a stage may be planned to fill."""
+WITHOUT_STREAMS = ("cpu", "mps")
+"""Devices that compute in the host's memory."""
 
 
 def name_of_device(device: torch.device) -> str:
@@ -63,6 +65,11 @@ def is_on(module: nn.Module, device: torch.device) -> bool:
     """Whether all parameters and buffers of a module are on a device; without an index it is the first of its kind."""
     places = {(tensor.device.type, tensor.device.index or 0) for tensor in (*module.parameters(), *module.buffers())}
     return places <= {(device.type, device.index or 0)}
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether a device has memory of its own, which it copies from and to pinned memory by itself."""
+    return device.type not in WITHOUT_STREAMS
 
 
 def free_and_total(device: torch.device) -> tuple[int, int] | None:

@@ -8,11 +8,8 @@ from typing import Any
 import torch
 
 from ..model.layer_range import CalledWith
-from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, naming_long_rows
-from ..randomness import generators_kept, seeded
 from .messages import Crossing, Pending, PipelineMessages, wait_for
-from .stage import as_carry
 from .virtual_stages import VirtualStages
 
 
@@ -69,41 +66,3 @@ def predict(
     mine = messages.scatter(results)
     wait_for(pending)
     return mine
-
-
-@torch.no_grad()
-def outputs_of_frozen(
-    held: VirtualStages, messages: PipelineMessages, batch: Batch, boundary: int, seed: int
-) -> tuple[torch.Tensor, ...] | None:
-    """Return the outputs of the first `boundary` units, all frozen, for a few samples in training mode.
-
-    The model is left unchanged. Collective over the pipeline, as the units may be on several of its stages.
-
-    Args:
-        held: what this process holds.
-        messages: sends to and receives from the other stages.
-        batch: the model's inputs, on the device, the same on all stages.
-        boundary: number of units to run.
-        seed: seed of the random number generators.
-
-    Returns:
-        The tensors that are read above the boundary, on the stage that holds the last of these units; None on the
-        others. What is not read is not sent either: which layout runs would decide about its values.
-    """
-    model, runner = held.stack.model, held.stack.runner
-    for index, stage in zip(messages.virtual_stages, held.stages, strict=True):
-        if stage.start >= boundary:
-            return None
-        values = messages.receive_values(index, stage.slots_in) if stage.start > 0 else []
-        stop = min(stage.stop, boundary)
-        with left_as_found(model), generators_kept(model), seeded(seed):
-            model.train()
-            reached = runner.run(stage.start, stop, as_carry(stage.slots_in, values), batch)
-        if stop == boundary:
-            if boundary == held.stack.num_units:
-                return tuple(tensor for stack in sorted(reached) for tensor in reached[stack])
-            read = [slot for slot in held.stack.boundaries[boundary] if slot.is_used]
-            return tuple(reached[slot.stack][slot.position] for slot in read)
-        outputs = [reached[slot.stack][slot.position] for slot in stage.slots_out]
-        wait_for(messages.send_values(Crossing(index, stage.slots_out, outputs)))
-    return None

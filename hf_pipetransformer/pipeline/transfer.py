@@ -31,9 +31,8 @@ from ..model.checkpoint_files import TensorLike
 from ..model.mapped_weights import tensors_in_file
 from ..model.nested import as_bytes
 from ..progress import PROGRESS
-from .devices import synchronise
+from .devices import has_own_memory, synchronise
 from .mesh import ProcessMesh
-from .side_stream import has_own_memory
 
 K = TypeVar("K", bound=Hashable)
 """The name of an item."""

@@ -12,7 +12,7 @@ from distributed import run_ranks
 from test_accelerator import FREEZING, QUIET, prepare
 from training_runs import Run, pipeline_trainer, while_training
 
-from hf_pipetransformer.pipeline.side_stream import Copied
+from hf_pipetransformer.parts.prefix_cache.cache.side_stream import Copied
 from hf_pipetransformer.resilience import exit as process_exit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -12,8 +12,8 @@ from ...logs import log_on_main, log_once
 from ...model.frozen_prefix import FreezableLayers
 from ...pipeline.elastic_pipeline import ElasticPipeline
 from ...planning.costs import UnitCost
-from ...run.dropout_hint import give_hint
 from ...run.job import TrainingJob
+from ..dropout_hint import give_hint
 from .callback import LayerFreezeCallback, refuse_reentrant_checkpointing
 
 logger = logging.getLogger(__name__)

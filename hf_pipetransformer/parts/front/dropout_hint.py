@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...run.dropout_hint import give_hint
 from ...run.job import TrainingJob
+from ..dropout_hint import give_hint
 from .timing import ModuleTimer
 
 

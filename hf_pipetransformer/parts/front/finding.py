@@ -25,20 +25,20 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from ...model.called_inputs import NOT_OF_STATES
 from ...model.method_override import MethodOverride
-from ...model.origins import (
-    NOT_OF_STATES,
+from ...model.training_check import LIBRARIES
+from ...pipeline.devices import synchronise
+from ...randomness import torch_states
+from ..prefix_cache.cache.guards import unnoticed
+from ..prefix_cache.cache.known_code import FOREIGN, candidates, is_known
+from ..prefix_cache.cache.origins import (
     RANDOM,
     TRAINED,
     UNKNOWN,
     Origins,
     tensors_in,
 )
-from ...model.training_check import LIBRARIES
-from ...pipeline.devices import synchronise
-from ...randomness import torch_states
-from ..prefix_cache.cache.guards import unnoticed
-from ..prefix_cache.cache.known_code import FOREIGN, candidates, is_known
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CHEAP = 0.5

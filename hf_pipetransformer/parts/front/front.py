@@ -19,11 +19,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from ...model.called_inputs import version_of
+from ...model.called_inputs import NOT_OF_STATES, version_of
 from ...model.left_as_found import left_as_found
 from ...model.method_override import MethodOverride
 from ...model.micro_batch import Batch
-from ...model.origins import NOT_OF_STATES
 from ...pipeline.devices import synchronise
 from ...randomness import generators_kept, global_state_kept, set_torch_states, torch_states
 from ..prefix_cache.cache.cache_counts import CacheCounts

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
-from ...model.called_inputs import LABELS_AND_DECODER, version_of
-from ...model.origins import NOT_OF_STATES
+from ...model.called_inputs import LABELS_AND_DECODER, NOT_OF_STATES, version_of
 from ..prefix_cache.cache.content_keys import (
     IGNORED_LABEL,
     MASK,

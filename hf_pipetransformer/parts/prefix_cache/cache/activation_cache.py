@@ -33,7 +33,6 @@ from ....model.frozen_prefix import frozen_modules
 from ....model.layer_range import Carry, Observer, Unit, tensors_of
 from ....model.layer_stack import CarrySlot, LayerStack
 from ....model.micro_batch import Batch, select_rows
-from ....pipeline.side_stream import SideStream
 from .cache_counts import CacheCounts
 from .content_keys import (
     RowKey,
@@ -44,6 +43,7 @@ from .content_keys import (
 )
 from .file_store import FileStore, StoreFull
 from .reading import Found, Generation, States, StoreReading, joined
+from .side_stream import SideStream
 from .watched_weights import WatchedWeights
 from .writing import FULL, StoreWriting
 

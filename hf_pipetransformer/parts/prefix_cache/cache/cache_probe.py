@@ -34,11 +34,11 @@ from ....model.layer_stack import CarrySlot, LayerStack, loss_outputs, output_te
 from ....model.left_as_found import left_as_found
 from ....model.micro_batch import Batch
 from ....model.nested import on_device, tensors_of
-from ....model.origins import UNKNOWN, Origins
 from ....model.placeholders import evaluation_mode, reachable_leaves
 from ....randomness import global_state_kept
 from .comparing import SAME, relative_difference, rounding_of, with_noise
 from .content_keys import MASK, TOKEN_INPUTS, row_keys, sequences_per_sample
+from .origins import UNKNOWN, Origins
 from .probe_batches import Collator, Rows, num_tokens, shortened, with_other_padding
 
 REPEATED = "padding, random numbers, a call counter or training mode change the hidden state of frozen layers"

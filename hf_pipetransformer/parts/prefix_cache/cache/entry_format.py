@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ....pipeline.side_stream import SideStream
+from .side_stream import SideStream
 
 
 @dataclass(frozen=True)

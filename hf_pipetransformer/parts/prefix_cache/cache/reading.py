@@ -19,11 +19,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ....pipeline.side_stream import Copied, SideStream
 from .activation_files import FileReader
 from .background import BackgroundThread
 from .content_keys import RowKey
 from .entry_format import EntryFormat, clear_padding
+from .side_stream import Copied, SideStream
 
 KEPT_BATCHES = 2
 """The batch that is trained on, whose micro-batches are found one after another, and the next one."""

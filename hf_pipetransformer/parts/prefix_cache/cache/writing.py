@@ -11,12 +11,12 @@ from functools import partial
 
 import torch
 
-from ....pipeline.side_stream import Copied, SideStream
 from .activation_files import FileWriter
 from .background import BackgroundThread
 from .content_keys import RowKey
 from .entry_format import EntryFormat, bytes_of
 from .file_store import FileStore
+from .side_stream import Copied, SideStream
 
 logger = logging.getLogger(__name__)
 

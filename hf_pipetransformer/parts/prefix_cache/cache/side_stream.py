@@ -13,13 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-WITHOUT_STREAMS = ("cpu", "mps")
-"""Devices that compute in the host's memory."""
-
-
-def has_own_memory(device: torch.device) -> bool:
-    """Whether a device has memory of its own, which it copies from and to pinned memory by itself."""
-    return device.type not in WITHOUT_STREAMS
+from ....pipeline.devices import has_own_memory
 
 
 @dataclass(frozen=True)

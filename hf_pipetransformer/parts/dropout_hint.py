@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from ..logs import log_on_main
-from .job import TrainingJob
+from ..run.job import TrainingJob
 
 logger = logging.getLogger(__name__)
 

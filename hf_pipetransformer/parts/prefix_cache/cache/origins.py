@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..randomness import torch_states
+from ....model.called_inputs import NOT_OF_STATES
+from ....randomness import torch_states
 
 TRAINED, RANDOM, UNKNOWN = "<trained>", "<random>", "<unknown>"
 """What a tensor may come from besides inputs of the batch."""
@@ -54,20 +55,6 @@ METADATA = frozenset(
     }
 )
 """What may be asked of a tensor without looking at its values. Shapes are compared where they matter (`front`)."""
-
-NOT_OF_STATES: frozenset[str] = frozenset(
-    {
-        "num_items_in_batch",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "return_loss",
-        "shift_labels",
-        "skip_logits",
-        "use_cache",
-    }
-)
-"""Model arguments that select what is returned and how the loss is computed; they change no layer's output."""
 
 
 class Origins(TorchFunctionMode):
