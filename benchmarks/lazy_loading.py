@@ -38,7 +38,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
-from hf_pipetransformer.model.checkpoint_files import weight_files
+from hf_pipetransformer.parts.lazy_loading.checkpoint_files import weight_files
 
 import harness
 from harness import Figures, Ratio

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .errors import UnsupportedModelError
     from .parts.freezing.callback import LayerFreezeCallback
     from .parts.freezing.policies import FreezeDecision, FreezePolicy
-    from .run.lazy_model import load_lazily
+    from .parts.lazy_loading.loading import load_lazily
     from .seq2seq import PipeTransformerSeq2SeqTrainer, PipeTransformerSeq2SeqTrainingArguments
     from .trainer import PipeTransformerTrainer
     from .training_args import PipeTransformerTrainingArguments
@@ -39,7 +39,7 @@ _MODULE_OF = {
     "PipeTransformerTrainer": "trainer",
     "PipeTransformerTrainingArguments": "training_args",
     "UnsupportedModelError": "errors",
-    "load_lazily": "run.lazy_model",
+    "load_lazily": "parts.lazy_loading.loading",
 }
 
 

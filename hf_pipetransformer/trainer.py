@@ -41,7 +41,7 @@ from .run import evaluation, mistakes, training_data
 from .run.batches import BatchesInEpoch
 from .run.checkpointing import CheckpointWrite, gathered_weights
 from .run.job import TrainingJob, refuse_distributed_model
-from .run.lazy_model import is_lazy, map_from, refuse_meta, saving_shards
+from .run.lazy_model import is_lazy, loading, refuse_meta, saving_shards
 from .run.parts import Parts
 from .run.resuming import (
     checkpoint_to_resume,
@@ -477,7 +477,7 @@ class PipeTransformerTrainer(Trainer):
         if not self._is_stock and is_lazy(self.model) and isinstance(self.model, PreTrainedModel):
             if self._cut_model is not None and self._cut_model.serves(self._job):
                 self._cut_model.refuse_second_training()
-            return map_from(self.model, resume_from_checkpoint, self._job.mesh)
+            return loading().map_from(self.model, resume_from_checkpoint, self._job.mesh)
         with nullcontext() if self._is_stock else translating_names(self.model, resume_from_checkpoint):
             # sentence-transformers' method has no second argument
             super()._load_from_checkpoint(resume_from_checkpoint, *([] if model is None else [model]))

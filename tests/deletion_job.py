@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, BertConfig, Trainer  # noqa: F401  (for the forks)
 
 PACKAGE = "hf_pipetransformer"
-PARTS = ("driven", "freezing", "front", "preemption", "prefix_cache", "records", "watchdog")
+PARTS = ("driven", "freezing", "front", "lazy_loading", "preemption", "prefix_cache", "records", "watchdog")
 ALL = (*(f"parts.{name}" for name in PARTS), "token_slices", "forecast", "report")
 
 ASKS: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "parts.watchdog": {"pipeline_parallel_size": 2, "watchdog_timeout": 20.0},
     "token_slices": {"pipeline_parallel_size": 2, "token_slices": 2},
 }
-"""The arguments that ask for a part; preemption and the records are asked for by none."""
+"""The arguments that ask for a part; none asks for preemption and the records, and `load_lazily` for lazy loading."""
 
 
 class Without(importlib.abc.MetaPathFinder):

@@ -15,7 +15,7 @@ from distributed import run_ranks, run_ranks_expecting_error
 from safetensors.torch import save_file
 from training_runs import Run, pipeline_trainer
 
-from hf_pipetransformer.model.checkpoint_files import weight_files
+from hf_pipetransformer.parts.lazy_loading.checkpoint_files import weight_files
 from hf_pipetransformer.parts.prefix_cache.cache.file_store import FileStore
 from hf_pipetransformer.parts.records import model_card
 from hf_pipetransformer.parts.records.files import EVENTS, METRICS

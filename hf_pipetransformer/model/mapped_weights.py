@@ -31,14 +31,13 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from .checkpoint_files import TensorLike
 from .placeholders import set_values, values_of
 
 PAGE = mmap.PAGESIZE
@@ -49,6 +48,17 @@ GIVE_BACK_S = 0.02
 """Seconds between two times that pages which are only passed on are given back."""
 IS_PRESENT, IS_SWAPPED, IS_OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 """Bits of the kernel's 8-byte entry for each page. A page in memory that is not a file's was written to."""
+
+
+class TensorLike(NamedTuple):
+    """Shape and dtype of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..model.checkpoint_files import TensorLike
-from ..model.mapped_weights import tensors_in_file
+from ..model.mapped_weights import TensorLike, tensors_in_file
 from ..model.nested import as_bytes
 from ..progress import PROGRESS
 from .devices import has_own_memory, synchronise

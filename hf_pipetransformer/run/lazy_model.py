@@ -1,43 +1,28 @@
-"""Models whose weights stay in their checkpoint until each process knows which of them it needs.
+"""A model whose weights stay in its checkpoint until each process knows which of them it needs.
 
-    model = load_lazily(AutoModelForCausalLM, "checkpoint")    weights are mapped from the files (`mapped_weights`)
-    PipeTransformerTrainer(model, ...)
-    train()    units, loss, cache     probed on the mapped model, module by module given back
-               place                  each process copies the weights of its stage into memory, and forgets the others
-               save                   rank 0 writes shard by shard, from a file in which the stages' weights arrive
-               end                    the model stays distributed
-
-It is the stock `from_pretrained` that loads: renamed and tied weights, buffers and newly initialised heads are as
-always, and random numbers are drawn as always. What `from_pretrained` would have to convert, it would convert on every
-process, in memory. This is refused.
+model = load_lazily(AutoModelForCausalLM, "checkpoint")    `parts/lazy_loading`: weights are mapped from the files
+PipeTransformerTrainer(model, ...)
+train()    units, loss, cache     probed on the mapped model, module by module given back
+           place                  each process copies the weights of its stage into memory, and forgets the others
+           save                   rank 0 writes shard by shard, from a file in which the stages' weights arrive
+           end                    the model stays distributed
 """
 
 from __future__ import annotations
 
 import logging
-import tempfile
-import zlib
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..file_formats import OBJECT, read_json
-from ..model.checkpoint_files import TensorLike, tensors_in, weight_files
 from ..model.elsewhere import Hidden
-from ..model.mapped_weights import FileMappings, Place, giving_back, into_memory, is_written, tensors_in_file
-from ..model.placeholders import ParameterTable, set_values
+from ..model.mapped_weights import giving_back
 from ..pipeline.mesh import ProcessMesh
-from ..randomness import global_state_kept
+from ..registry import require_part
 
 logger = logging.getLogger(__name__)
 
@@ -45,161 +30,20 @@ MARK = "_weights_stay_in_checkpoint"
 """Attribute of a model that `load_lazily` has loaded."""
 MAX_SHARD_SIZE = "2GB"
 """Size of the files in which such a model is saved. No more of their pages are in the writing process's memory."""
-SAMPLE_BYTES = 4096
-"""Bytes at the beginning and at the end of a mapped weight that are compared between processes."""
-SMALLEST_IN_FILE = 2**16
-"""Size in bytes of the smallest new weights that are kept in a file."""
-LONGEST_LOAD = timedelta(hours=2)
-"""How long a process waits for the others to load the model."""
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Loading
-# ---------------------------------------------------------------------------------------------------------
-
-
-def load_lazily(model_class: Any, checkpoint: str | Path | PreTrainedConfig, **options: Any) -> Any:
-    """Load a model whose weights stay in the checkpoint's files until `PipeTransformerTrainer` has distributed them.
-
-    Each process then reads the weights of its own stage only. Until then a weight takes memory while it is used, and
-    this memory is page cache that all processes of a host share. Use it in place of `from_pretrained`.
-
-    If `torch.distributed` is initialised (as it is once `TrainingArguments` have been created), this is collective
-    over all processes: an error on one of them is raised on all.
-
-    Args:
-        model_class: an auto class (`AutoModelForCausalLM`) or model class.
-        checkpoint: a folder with a safetensors checkpoint in one or several files, or the name of a model on the hub.
-            Or a configuration, for a model with new weights: each process draws those that `from_config` draws, and
-            keeps them in temporary files as large as the model.
-        **options: arguments for `from_pretrained`, or for `from_config`. Set the same seed on all processes first if
-            weights are drawn (a new head). With a configuration, `offload_folder` is the folder of the temporary
-            files, on a disk; the default is the system's folder for temporary files.
-
-    Returns:
-        The model, in the mode in which `from_pretrained` or `from_config` returns it.
-
-    Raises:
-        ValueError: a file is missing, truncated or not in safetensors format; or the weights would have to be
-            converted while they are loaded (another dtype, quantization, layers that transformers stores differently).
-    """
-    with ProcessMesh(LONGEST_LOAD).failing_together():
-        if isinstance(model_class, nn.Module):
-            raise ValueError(
-                f"load_lazily got a {type(model_class).__name__} in the place of a class. Pass the class, for example"
-                " AutoModelForCausalLM; changes to the model (new embeddings, adapters) are made after it is loaded."
-            )
-        if isinstance(checkpoint, PreTrainedConfig):
-            model = _create(model_class, checkpoint, options)
-        else:
-            model = _load(model_class, checkpoint, options)
-        setattr(model, MARK, True)
-    return model
-
-
-def _load(model_class: Any, checkpoint: str | Path, options: dict[str, Any]) -> PreTrainedModel:
-    for name in ("device_map", "quantization_config", "tp_plan", "distributed_config"):
-        if options.get(name) is not None:
-            raise ValueError(f"load_lazily does not support {name}: the trainer distributes the weights. Remove it.")
-    folder = Path(checkpoint) / options.get("subfolder", "")
-    if folder.is_dir() and "variant" not in options:
-        _refuse_other_dtype(folder, weight_files(folder), options)
-    model: PreTrainedModel
-    model, info = model_class.from_pretrained(checkpoint, **options, output_loading_info=True)
-    _refuse_converted(model, folder, {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
-    return model
-
-
-def _create(model_class: Any, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
-    folder = Path(options.pop("offload_folder", None) or tempfile.gettempdir())
-    make = getattr(model_class, "from_config", None) or model_class._from_config  # an auto class, or a model's
-    with _NewTensorsInFile(folder):
-        model: PreTrainedModel = make(config, **options)
-    return model
-
-
-class _NewTensorsInFile(TorchFunctionMode):
-    """Inside, new tensors of some size are mapped from files in a folder.
-
-    So a model is initialised by its own code, in its own order, with the values that it would have in memory.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function is torch.empty and result.device.type == "cpu" and result.nbytes >= SMALLEST_IN_FILE:
-            (in_file,) = tensors_in_file(self._folder, [TensorLike(result.shape, result.dtype)])
-            return in_file.requires_grad_(result.requires_grad)
-        return result
-
-
-def _refuse_other_dtype(folder: Path, files: list[Path], options: Mapping[str, Any]) -> None:
-    """Refuse a dtype that is not the checkpoint's, before anything is loaded."""
-    wanted = options.get("dtype", options.get("torch_dtype", "auto"))
-    if wanted in ("auto", None):
-        config = options.get("config")
-        wanted = getattr(config, "dtype", None) if config is not None else _configured_dtype(folder)
-    if wanted is None:
-        return
-    wanted = str(wanted).removeprefix("torch.")
-    sizes: Counter[str] = Counter()
-    for file in files:
-        for like in tensors_in(file).values():
-            if like.dtype.is_floating_point:
-                sizes[str(like.dtype).removeprefix("torch.")] += like.num_bytes
-    if sizes and (stored := sizes.most_common(1)[0][0]) != wanted:
-        raise ValueError(
-            f"The checkpoint {folder} is stored in {stored}, but the model is to be loaded in {wanted}, so every"
-            f" process would convert all weights in its memory. Pass dtype=torch.{stored} (bf16=True or fp16=True"
-            " still choose what is computed with), or convert the checkpoint once:"
-            f" from_pretrained(..., dtype=torch.{wanted}) and save_pretrained()."
-        )
-
-
-def _configured_dtype(folder: Path) -> str | None:
-    try:
-        config = read_json(folder / "config.json", OBJECT)
-    except (OSError, ValueError):
-        return None
-    dtype = config.get("dtype", config.get("torch_dtype"))
-    return dtype if isinstance(dtype, str) else None
-
-
-def _refuse_converted(model: PreTrainedModel, folder: Path, new: set[str]) -> None:
-    """Refuse a model some of whose stored weights are in memory, because they had to be converted.
-
-    Vectors may be: they take no memory worth mentioning, and a head's bias is copied where transformers ties it.
-
-    Args:
-        model: the model.
-        folder: the checkpoint.
-        new: names of the weights that are not in the checkpoint.
-    """
-    table, mappings = ParameterTable(model), FileMappings()
-    mapped = mappings.places_in({name: table[name] for name in table.names})
-    in_memory = [n for n in table.names if n not in mapped and table[n].numel() and table[n].dim() > 1]
-    converted = [name for name in in_memory if new.isdisjoint(table.aliases[name])]
-    if converted:
-        raise ValueError(
-            f"{type(model).__name__} cannot be loaded lazily from {folder}: {converted[0]!r} and"
-            f" {len(converted) - 1} more of its weights are stored in another form (merged, split, transposed or in"
-            " another dtype) and were converted in memory. Load the model with from_pretrained."
-        )
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Before the weights are distributed
-# ---------------------------------------------------------------------------------------------------------
 
 
 def is_lazy(model: Any) -> bool:
     """Whether a model, or the model inside it (with adapters, for one), was loaded by `load_lazily`."""
     return isinstance(model, nn.Module) and any(getattr(module, MARK, False) for module in model.modules())
+
+
+def loading() -> Any:
+    """Return the part that has loaded a lazily loaded model, and reads its files.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    return require_part("lazy_loading.loading", "load_lazily")
 
 
 def refuse_meta(model: Any) -> None:
@@ -264,98 +108,6 @@ def warn_of_unsaved(args: Any) -> None:
 def sparing_memory(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, a model that was loaded lazily gives its weights back after each use. No effect on other models."""
     return giving_back(model) if is_lazy(model) else nullcontext()
-
-
-def weights_in_checkpoint(table: ParameterTable, mesh: ProcessMesh) -> frozenset[str]:
-    """The names of the weights that are still mapped, after a check that they are the same on all processes.
-
-    Weights that this process has changed since it has loaded them are moved into memory. Of the others only the place
-    in the file and a few bytes are compared: otherwise every process would read the whole checkpoint. Collective over
-    all processes.
-
-    Raises:
-        ValueError: a file is not complete any more, or processes have different ones. Every process raises it.
-    """
-    with mesh.failing_together():
-        into_memory([table[name] for name in _places(table) if is_written(table[name])])
-        places = _places(table)
-        for file in sorted({place.file for place in places.values()}):
-            if not file.is_file():
-                raise ValueError(f"{file}, which the model was loaded from, is gone. Keep it until train() has begun.")
-            tensors_in(file)
-        mine = {n: (place.file.name, place.offset, place.size, _ends_of(table[n])) for n, place in places.items()}
-    everyone = [mine] if mesh.are_equal(mine) else mesh.gather_objects(mine)
-    for rank, theirs in enumerate(everyone):
-        other = next((name for name in table.names if theirs.get(name) != everyone[0].get(name)), None)
-        if other is not None:
-            raise ValueError(
-                "The processes have loaded different checkpoints, or have changed different weights after loading:"
-                f" {other!r} differs between process 0 and process {rank}. Give all processes the same files."
-            )
-    return frozenset(mine)
-
-
-def _places(table: ParameterTable) -> dict[str, Place]:
-    """Where the weights are that a checkpoint's files hold; new ones, in this process's own file, are left out."""
-    places = FileMappings().places_in({name: table[name] for name in table.names})
-    return {name: place for name, place in places.items() if place.is_private}
-
-
-def _ends_of(parameter: torch.Tensor) -> int:
-    values = parameter.detach().view(-1).view(torch.uint8)
-    ends = torch.cat([values[:SAMPLE_BYTES], values[-SAMPLE_BYTES:]])
-    return zlib.crc32(ends.numpy().data)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Checkpoints of a training
-# ---------------------------------------------------------------------------------------------------------
-
-
-def map_from(model: PreTrainedModel, checkpoint: str, mesh: ProcessMesh) -> None:
-    """Map the weights of a lazily loaded model from a checkpoint of its training. Collective over all processes.
-
-    Weights that are in memory in another dtype are copied. Those that are not in the checkpoint stay as they are, with
-    a warning, as they do when the stock Trainer resumes.
-
-    Raises:
-        ValueError: as `load_lazily`; or a weight has another shape in the checkpoint. Every process raises it.
-    """
-    with mesh.failing_together(), global_state_kept(), torch.no_grad():
-        table, stored, missing = ParameterTable(model), _stored_for(model, Path(checkpoint)), []
-        for name in table.names:
-            weight = table[name]
-            found = next((stored[alias] for alias in table.aliases[name] if alias in stored), None)
-            if found is None:
-                missing += [name] if weight.numel() else []
-            elif found.shape != weight.shape:
-                raise ValueError(
-                    f"{name!r} has the shape {tuple(found.shape)} in {checkpoint}, but {tuple(weight.shape)} in the"
-                    " model. Resume with a model that is changed (labels, vocabulary) as the one that was saved."
-                )
-            elif found.dtype == weight.dtype:
-                set_values(weight, [found])
-            else:
-                weight.copy_(found)
-        if missing and mesh.rank == 0:
-            logger.warning("These weights are not in %s and keep their values: %s.", checkpoint, ", ".join(missing))
-        for name, buffer in model.named_buffers():
-            if name in stored:
-                buffer.copy_(stored[name])
-
-
-def _stored_for(model: PreTrainedModel, checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, mapped, by the model's names for them."""
-    files = weight_files(checkpoint)
-    _refuse_other_dtype(checkpoint, files, {"config": model.config, "dtype": model.dtype})
-    stored: dict[str, torch.Tensor] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            stored.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
-    if not model.state_dict().keys() >= stored.keys():  # `save_pretrained` has written names that are published
-        loaded = type(model).from_pretrained(checkpoint, config=model.config, dtype=model.dtype).state_dict()
-        stored.update((name, loaded[name]) for name in FileMappings().places_in(loaded))  # others are new
-    return stored
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from file_pages import resident_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pipetransformer.model import mapped_weights
-from hf_pipetransformer.model.checkpoint_files import TensorLike
 from hf_pipetransformer.model.mapped_weights import (
     FileMappings,
+    TensorLike,
     give_back,
     giving_back,
     into_memory,

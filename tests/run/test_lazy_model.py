@@ -33,8 +33,8 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
-from hf_pipetransformer.model.checkpoint_files import weight_files
 from hf_pipetransformer.model.mapped_weights import FileMappings
+from hf_pipetransformer.parts.lazy_loading.checkpoint_files import weight_files
 from hf_pipetransformer.run import lazy_model
 
 WORLD = 2

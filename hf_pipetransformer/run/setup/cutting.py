@@ -47,7 +47,7 @@ from ...planning.unit_times import ModelTimes, measure_times, slowest
 from ...randomness import global_state_kept
 from ...training_args import PipeTransformerTrainingArguments
 from ..job import TrainingJob, refuse_distributed_model
-from ..lazy_model import agree_on_laziness, weights_in_checkpoint
+from ..lazy_model import agree_on_laziness, loading
 from .consistency import check_same_everywhere
 from .probing import SampleCollator, examples_of, first_that_runs, found_by_each
 
@@ -154,7 +154,7 @@ def find_units(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | 
     lazy = agree_on_laziness(model, mesh)
     if not lazy and not is_on(model, job.device) and fits(sum(map(num_bytes, model.parameters())), job.device):
         model.to(job.device)  # some kernels only run there
-    in_checkpoint = weights_in_checkpoint(ParameterTable(model), mesh) if lazy else frozenset[str]()
+    in_checkpoint = loading().weights_in_checkpoint(ParameterTable(model), mesh) if lazy else frozenset[str]()
     stack, freezable, unit_costs, examples = _find(job, rows, collate)
     _make_equal(stack, mesh, in_checkpoint)
     # this only patches the forward for mixed precision, as for DDP

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from model_zoo import MODELS
 
-from hf_pipetransformer.model.checkpoint_files import tensors_in, weight_files
+from hf_pipetransformer.parts.lazy_loading.checkpoint_files import tensors_in, weight_files
 
 INDEX = "model.safetensors.index.json"
 SHARD = "THE SHARD"

@@ -8,27 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..file_formats import WEIGHT_INDEX, read_json
+from ...file_formats import WEIGHT_INDEX, read_json
+from ...model.mapped_weights import TensorLike
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Floating dtypes as safetensors names them; others are only told from them."""
-
-
-class TensorLike(NamedTuple):
-    """Shape and dtype of a tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
 
 
 def weight_files(folder: Path) -> list[Path]:

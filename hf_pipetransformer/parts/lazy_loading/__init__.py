@@ -1,0 +1,1 @@
+"""Loads models whose weights stay in their checkpoint until they are distributed."""
