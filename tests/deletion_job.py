@@ -20,13 +20,24 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, BertConfig, Trainer  # noqa: F401  (for the forks)
 
 PACKAGE = "hf_pipetransformer"
-PARTS = ("driven", "freezing", "front", "lazy_loading", "preemption", "prefix_cache", "records", "watchdog")
+PARTS = (
+    "driven",
+    "freezing",
+    "front",
+    "lazy_loading",
+    "loss_effects",
+    "preemption",
+    "prefix_cache",
+    "records",
+    "watchdog",
+)
 ALL = (*(f"parts.{name}" for name in PARTS), "token_slices", "forecast", "report")
 
 ASKS: dict[str, dict[str, Any]] = {
     "parts.driven": {"pipeline_parallel_size": 2},  # with a loss of the user's
     "parts.freezing": {"freeze_policy": "alpha"},
     "parts.front": {"activation_cache": "on"},
+    "parts.loss_effects": {"pipeline_parallel_size": 2, "loss_reduction": "mean"},  # with a loss of the user's
     "parts.prefix_cache": {"activation_cache": "on"},
     "parts.watchdog": {"pipeline_parallel_size": 2, "watchdog_timeout": 20.0},
     "token_slices": {"pipeline_parallel_size": 2, "token_slices": 2},
@@ -144,7 +155,7 @@ def main(folder: str, parts: list[str]) -> None:
         result = {"one": one, "two": two, "asked": []}
         options = ASKS.get(name)
         if options is not None:
-            world, own = options.get("pipeline_parallel_size", 1), name == "parts.driven"
+            world, own = options.get("pipeline_parallel_size", 1), name in ("parts.driven", "parts.loss_effects")
             result["asked"] = forked(world, without(folders, lambda: train(place("asked"), options, own)))  # noqa: B023
         results[name] = result
     print(json.dumps(results))

@@ -18,6 +18,7 @@ ARGUMENT = {
     "parts.driven": "loss_reduction",
     "parts.freezing": "freeze_policy='alpha'",
     "parts.front": "activation_cache='on'",
+    "parts.loss_effects": "an overridden compute_loss",
     "parts.prefix_cache": "activation_cache='on'",
     "parts.watchdog": "watchdog_timeout=20.0",
     "token_slices": "token_slices",
@@ -52,7 +53,7 @@ def test_a_plain_training_needs_no_part(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("some", [ONES[:4], ONES[4:]], ids=["first", "others"])
+@pytest.mark.parametrize("some", [ONES[:5], ONES[5:]], ids=["first", "others"])
 def test_each_part_can_be_deleted(some: list[str], tmp_path: Path) -> None:
     results = trained_without(tmp_path, "none", *some)
     wanted = results.pop("none")["one"][0]

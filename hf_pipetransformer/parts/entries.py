@@ -6,6 +6,7 @@
     preemption      always                             saves and exits on SIGTERM
     prefix_cache    activation_cache                   wishes that frozen layers count as cached
     front           activation_cache, with one stage   reads the outputs of frozen modules
+    loss_effects    several stages                     brings to all stages what the loss does to the trainer
     watchdog        watchdog_timeout                   ends the job when a process dies or hangs
 
 A new part is a folder `parts/<name>` with a module `part.py`, and a line in `ENTRIES`.
@@ -53,6 +54,12 @@ def _policy(job: TrainingJob) -> str | None:
     return f"freeze_policy={name!r}" if name != "none" else type(callback).__name__
 
 
+def _own_code(job: TrainingJob) -> str | None:
+    own = [f"an overridden {method}" for method in ("compute_loss", "log") if job.overrides(method)]
+    own += ["compute_loss_func"] if job.trainer.compute_loss_func is not None else []
+    return f"{own[0]} with pipeline_parallel_size={job.args.pipeline_parallel_size}" if own else None
+
+
 def _timeout(job: TrainingJob) -> str | None:
     seconds, default = job.args.watchdog_timeout, type(job.args).__dataclass_fields__["watchdog_timeout"].default
     return f"watchdog_timeout={seconds}" if seconds != default else None
@@ -64,6 +71,7 @@ ENTRIES = [
     Entry("preemption"),
     Entry("prefix_cache", lambda job: job.may_cache_prefix, _cache_is_on),
     Entry("front", lambda job: job.may_cache_front, _cache_is_on),
+    Entry("loss_effects", lambda job: job.args.uses_pipeline, _own_code),
     Entry("watchdog", lambda job: job.mesh.world_size > 1 and job.args.watchdog_timeout > 0, _timeout),
 ]
 """All parts, in the order in which they are called."""

@@ -30,6 +30,7 @@ from ..planning.layout import Layout
 from ..planning.predictions import CostModel
 from ..planning.tables import MIB
 from ..progress import phase
+from ..registry import require_part
 from .batches import prepared
 from .collectives import among_last_stages
 from .job import TrainingJob
@@ -38,7 +39,6 @@ from .parts import Parts
 from .setup.consistency import check_same_size
 from .setup.cutting import FindUnits, make_planner
 from .setup.probing import SampleCollator
-from .users_log import take_over
 
 
 @contextmanager
@@ -86,7 +86,8 @@ def outside_training(
     is_driven = job.overrides_loss or (calls and job.args.num_virtual_stages > 1)
     layout = make_planner(job.args, cut.unit_costs, job.mesh, is_driven=is_driven).first
     cut.pipeline.place(layout, Execution(serves_callbacks=calls), keep_weights_aside=True)
-    take_over(job, cut.pipeline)
+    if job.overrides("log"):
+        require_part("loss_effects.users_log", "an overridden log").take_over(job, cut.pipeline)
     try:
         yield loader
         cut.pipeline.serve_callbacks()  # callbacks of other processes may have called the model after the last batch

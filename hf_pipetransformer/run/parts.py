@@ -176,7 +176,7 @@ class RunPart:
         return ()
 
     def heard(self, votes: tuple[bool, ...]) -> None:
-        """Which votes any process has given. Not collective."""
+        """Which votes any process has given, the same on every process: a part may communicate if there are some."""
 
     def stepped(self, facts: StepFacts, loss: torch.Tensor) -> None:
         """A step is done; the loss is the global batch's. Not collective."""

@@ -39,7 +39,6 @@ from .setup.cutting import CutModel, FindUnits
 from .setup.optimizer_probe import coupling_of
 from .setup.placing import examine, first_layout
 from .steps import Steps
-from .users_log import take_over
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +268,6 @@ class PipelineRun(TrainerCallback):
         calls = job.mesh.any(job.may_call_model)
         self.steps = Steps(job, pipeline, found.loss, found.reduction, data, self.parts, self.watches_steps)
         pipeline.place(layout, Execution(found.slicing, found.is_driven, calls, found.unreached))
-        take_over(job, pipeline)
         data.reslice(layout.data_parallel_size, pipeline.replica_index)
         if kept.get("order") and trainer.state.epoch % 1:
             data.load_state_dict(int(trainer.state.epoch), kept["order"])

@@ -28,7 +28,6 @@ from .batches import GlobalBatch, prepared
 from .collectives import with_collectives_of
 from .job import TrainingJob
 from .loss import BatchInFlight, Loss, raise_for_exchanged_inputs
-from .loss_state import Snapshot, restore, share
 from .parts import Parts, StepFacts
 from .training_data import refuse_different_numbers
 
@@ -38,12 +37,11 @@ OF_CONTROL = ("should_training_stop", "should_epoch_stop", "should_save", "shoul
 """What a loss may ask of the Trainer's loop."""
 
 
-VOTES = ("exchanged_inputs", "other_flags", "changed_trainer", *OF_CONTROL)
+VOTES = ("exchanged_inputs", "other_flags", *OF_CONTROL)
 """What each process votes on in a step, before the parts' votes.
 
 exchanged_inputs: the last stage has called the model on inputs other than those of the earlier stages.
 other_flags: something other than a callback has set `requires_grad`.
-changed_trainer: the loss has changed attributes of the trainer.
 others: as in `TrainerControl`; the loss may have set it, which has run on the last stage only.
 """
 
@@ -107,7 +105,6 @@ class Steps:
         self._takes_others = job.takes_any_loader
         # a stock loss calls no collective
         self._has_own_loss = job.args.uses_pipeline and not loss.is_stock
-        self._in_flight: BatchInFlight | None = None
         self._has_looked_for_nan = False
         self._error: Exception | None = None  # that has left the last step
 
@@ -156,17 +153,13 @@ class Steps:
     def _step(self, inputs: dict[str, Any]) -> torch.Tensor:
         pipeline, state = self._pipeline, self._trainer.state
         self._switch_to_training()
-        may_change = self._has_own_loss and pipeline.num_stages > 1
-        if may_change and pipeline.computes_loss:
-            restore(self._trainer)
-        before = Snapshot(self._trainer) if may_change else None
         # 1
         self.batch.begin(inputs, pipeline)
         # each part is asked, as it notes the answer for its votes
         blanks_tags = True in {part.blanks_tags() for part in self._parts.having("blanks_tags")}
         batch, loses_tags = self._prepare(inputs, blanks_tags)
         # 2
-        current = self._in_flight = BatchInFlight(
+        current = BatchInFlight(
             self._loss, pipeline, self._reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch
         )
         with ExitStack() as around:
@@ -175,8 +168,6 @@ class Steps:
                 around.enter_context(part.around_step(batch))
             pipeline.running.prepare(batch, current)
             current.losses.clear()  # of the profile that may have been run
-            if before is not None and pipeline.computes_loss:
-                before = Snapshot(self._trainer)  # the batch has been prepared, by all processes
             self._run(current, batch)
         current.release()
         empty_every = self._args.torch_empty_cache_steps
@@ -184,7 +175,7 @@ class Steps:
             clear_device_cache()
         # 3
         facts = StepFacts(loses_tags, current.part.global_rows, len(current.losses))
-        loss = self._agree(current, facts, before)
+        loss = self._agree(current, facts)
         # on an accelerator, asking would wait for the whole step
         may_look = pipeline.num_stages > 1 and loss.device.type == "cpu" and not self._has_looked_for_nan
         if may_look and not bool(torch.isfinite(loss)):
@@ -254,15 +245,14 @@ class Steps:
             pipeline.running.read_ahead(following.tags if following is not None else None)
         return batch, loses_tags
 
-    def _agree(self, current: BatchInFlight, facts: StepFacts, before: Snapshot | None) -> torch.Tensor:
+    def _agree(self, current: BatchInFlight, facts: StepFacts) -> torch.Tensor:
         """Reduce the loss and the votes over all processes. Collective over all processes if there are several.
 
         Raises:
             ValueError: a process reports `exchanged_inputs` or `other_flags`.
         """
         pipeline, control, voting = self._pipeline, self._trainer.control, self._parts.having("vote")
-        changes = before.changes(self._trainer) if before is not None and pipeline.computes_loss else None
-        votes = [bool(current.exchanged_inputs), pipeline.weights.flags_changed, bool(changes)]
+        votes = [bool(current.exchanged_inputs), pipeline.weights.flags_changed]
         votes += [getattr(control, name) and pipeline.num_stages > 1 for name in OF_CONTROL]
         for part in voting:
             mine = part.vote(facts)
@@ -272,7 +262,7 @@ class Steps:
         if self._mesh.world_size > 1:
             PROGRESS.enter("all-reduce")
             loss, votes = agree(loss, votes, self._mesh)
-            exchanged_inputs, other_flags, changed_trainer = votes[:3]
+            exchanged_inputs, other_flags = votes[:2]
             if exchanged_inputs:
                 everyone = self._mesh.gather_objects(current.exchanged_inputs)
                 raise_for_exchanged_inputs(self._model, set().union(*everyone))
@@ -282,9 +272,7 @@ class Steps:
                     " training_step). With several processes, all of them must know of the change before the step."
                     " Change it in a TrainerCallback, for example in on_step_begin."
                 )
-            if changed_trainer and before is not None:  # the settings of the optimizer's groups as well
-                share(self._trainer, self._mesh, pipeline.replica_index, changes, before)
-        for name, is_asked in zip(OF_CONTROL, votes[3:], strict=False):
+        for name, is_asked in zip(OF_CONTROL, votes[2:], strict=False):
             if is_asked:
                 setattr(control, name, True)
         first = len(VOTES)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from ..pipeline.mesh import ProcessMesh
+from ...pipeline.mesh import ProcessMesh
 
 MISSING = object()
 """Stands for an attribute that an object does not have."""

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from accelerate.utils import recursively_apply
 from transformers import Trainer, TrainerCallback, TrainerState
 
-from ..errors import PeerFailedError, in_one_line
-from ..pipeline.elastic_pipeline import ElasticPipeline
-from ..pipeline.mesh import can_be_sent
-from .collectives import among_last_stages
-from .job import TrainingJob
-from .loss_state import Snapshot, share
+from ...errors import PeerFailedError, in_one_line
+from ...pipeline.elastic_pipeline import ElasticPipeline
+from ...pipeline.mesh import can_be_sent
+from ...run.collectives import among_last_stages
+from ...run.job import TrainingJob
+from .trainer_state import Snapshot, share
 
 
 class UsersLog:

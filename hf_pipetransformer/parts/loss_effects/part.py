@@ -1,0 +1,72 @@
+"""What a loss of the user's does to the trainer on the last stage, and its `log`, reach the other stages.
+
+step     last stage     compute_loss: self.rate = 0.1 ─┐ votes that something has changed
+         other stages   serve the loss                 └ adopt the value, before the step's callbacks
+log      last stages    run the user's method, and all processes log its result (`users_log`)
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ...model.micro_batch import Batch
+from ...planning.layout import Layout
+from ...run.parts import LayoutChange, RunPart, StepFacts
+from ...run.run import PipelineRun
+from ...run.setup.placing import Findings
+from .trainer_state import Changes, Snapshot, restore, share
+from .users_log import take_over
+
+
+class LossEffects(RunPart):
+    """Compares the trainer before and after each step in which a loss of the user's runs on the last stage.
+
+    Args:
+        run: the run of the training.
+    """
+
+    num_votes = 1
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._run = run
+        self._has_own_loss = False
+        self._before: Snapshot | None = None  # of the trainer, in a step over several stages
+        self._changes: Changes | None = None  # in this step, on the last stage
+
+    def found(self, found: Findings) -> None:
+        self._has_own_loss = not found.loss.is_stock
+
+    def placed(self, layout: Layout) -> None:
+        take_over(self._run.job, self._run.pipeline)
+        self._restore()
+
+    def layout_changed(self, change: LayoutChange) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        """Where the loss runs from here on, give the trainer its own attributes back."""
+        pipeline = self._run.pipeline
+        if self._has_own_loss and pipeline.num_stages > 1 and pipeline.computes_loss:
+            restore(self._run.job.trainer)
+
+    def around_step(self, batch: Batch) -> AbstractContextManager[Any]:
+        is_needed = self._has_own_loss and self._run.pipeline.num_stages > 1
+        self._before = Snapshot(self._run.job.trainer) if is_needed else None
+        return nullcontext()
+
+    def vote(self, facts: StepFacts) -> tuple[bool, ...]:
+        has_run_loss = self._before is not None and self._run.pipeline.computes_loss
+        self._changes = self._before.changes(self._run.job.trainer) if self._before and has_run_loss else None
+        return (bool(self._changes),)
+
+    def heard(self, votes: tuple[bool, ...]) -> None:
+        """Adopt what the last stage has changed. Collective over all processes if one of them has voted."""
+        job, (has_changed,) = self._run.job, votes
+        if has_changed and self._before is not None:
+            share(job.trainer, job.mesh, self._run.pipeline.replica_index, self._changes, self._before)
+
+
+def make(run: PipelineRun) -> LossEffects:
+    """Return the part of a run."""
+    return LossEffects(run)
