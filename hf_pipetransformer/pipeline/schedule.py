@@ -32,7 +32,8 @@ from ..model.micro_batch import Batch, batch_rows, split_batch
 from ..planning.schedules import schedule_of_step
 from .messages import PipelineMessages
 from .older_torch import OlderPipelineStage
-from .stage import ShapeBook, StageShapes
+from .shape_book import ShapeBook
+from .stage import StageShapes
 from .virtual_stages import VirtualStages
 from .weight_gradients import WeightGradients
 

@@ -3,10 +3,6 @@
 evaluation_loop     `in_training`   during training: uses the layout in force and the cache
                     `outside_training`  otherwise: places the model for this evaluation, and puts it back
   prediction_step   `predict`       runs each process's own samples through the stages, and returns the results to it
-
-Generating calls the model once for each token. So an evaluation that generates (`predict_with_generate`) needs the
-whole model on every process: during training the weights are gathered for it (`generating`), and otherwise they are
-there (`move_whole_to_device`). Each process then generates for its own samples, as under data parallelism.
 """
 
 from __future__ import annotations
@@ -15,26 +11,21 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
 from transformers import Trainer
 
 from ..data.loaders import LoaderWithoutTags
 from ..model.called_inputs import BatchTags
 from ..model.micro_batch import Batch, naming_long_rows
-from ..model.placeholders import num_bytes
 from ..model.tags import TAGS
-from ..pipeline.devices import device_budget, fits, is_on
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.engines.engine import Execution
-from ..planning.layout import Layout
-from ..planning.predictions import CostModel
-from ..planning.tables import MIB
 from ..progress import phase
 from ..registry import require_part
 from .batches import prepared
 from .collectives import among_last_stages
+from .generation import generating, move_whole_to_device
 from .job import TrainingJob
-from .lazy_model import is_lazy, sparing_memory
+from .lazy_model import sparing_memory
 from .parts import Parts
 from .setup.consistency import check_same_size
 from .setup.cutting import FindUnits, make_planner
@@ -93,77 +84,6 @@ def outside_training(
         cut.pipeline.serve_callbacks()  # callbacks of other processes may have called the model after the last batch
     finally:
         cut.pipeline.put_back()
-
-
-@contextmanager
-def generating(pipeline: ElasticPipeline) -> Iterator[None]:
-    """Inside the context, every process has the whole model of a placed pipeline, and the cache is not used.
-
-    Collective over all processes.
-    """
-    if pipeline.is_lazy and pipeline.is_split:
-        raise _generates_lazily(pipeline.model)
-    shortcut = pipeline.shortcut
-    pipeline.use_shortcut(None)  # a cached sample is read in one call of the model
-    try:
-        with pipeline.whole():
-            yield
-    finally:
-        pipeline.use_shortcut(shortcut)
-
-
-def move_whole_to_device(job: TrainingJob) -> None:
-    """Move the complete model to the device, for an evaluation outside of training that generates.
-
-    Collective over all processes.
-
-    Raises:
-        ValueError: the model does not fit the device of some process. Every process raises it.
-    """
-    size = sum(map(num_bytes, job.model.parameters()))
-    is_here = is_on(job.model, job.device)
-    if job.mesh.any(not is_here and not fits(size, job.device)):
-        raise _too_large(job, size, "that are free on a device")
-    if not is_here:
-        job.model.to(job.device)
-
-
-def refuse_generation_that_does_not_fit(job: TrainingJob, costs: CostModel, layout: Layout) -> None:
-    """Refuse evaluations that generate during training if a device cannot hold the whole model beside its stage.
-
-    On the CPU it always can, because the model was created there. What a step needs for activations is counted as
-    well, in place of the keys and values of the tokens generated so far. Collective over all processes.
-
-    Raises:
-        ValueError: a device cannot hold it. Every process raises it.
-    """
-    args = job.args
-    # without metrics to compute, the stock evaluate() asks for the loss only
-    is_asked = job.generates(prediction_loss_only=True if job.trainer.compute_metrics is None else None)
-    if not is_asked or args.eval_strategy == "no" or layout.pipeline_parallel_size == 1:
-        return
-    if is_lazy(job.model):
-        raise _generates_lazily(job.model)
-    needed = costs.largest_bytes_with_whole_model(layout, sum(map(num_bytes, job.model.parameters())))
-    budget = device_budget(job.device)
-    if job.mesh.any(budget is not None and needed > budget):
-        raise _too_large(job, needed, "of a device while it also holds the training state of its stage")
-
-
-def _generates_lazily(model: nn.Module) -> ValueError:
-    return ValueError(
-        f"predict_with_generate=True: every process generates with the whole {type(model).__name__}, but it was loaded"
-        " lazily. Set predict_with_generate=False and generate with another program from the saved model, or load it"
-        " with from_pretrained."
-    )
-
-
-def _too_large(job: TrainingJob, needed: int, where: str) -> ValueError:
-    return ValueError(
-        f"predict_with_generate=True: every process generates with the whole {type(job.model).__name__}, which takes"
-        f" {needed / MIB:,.0f} MiB {where}, more than there are. Set predict_with_generate=False and generate with"
-        " another program from the saved model, or use devices with more memory."
-    )
 
 
 @contextmanager

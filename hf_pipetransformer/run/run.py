@@ -30,7 +30,7 @@ from ..planning.planner import Planner
 from ..progress import PROGRESS, phase
 from ..resilience.exit import note_training
 from .batches import BatchesInEpoch
-from .evaluation import refuse_generation_that_does_not_fit
+from .generation import refuse_generation_that_does_not_fit
 from .job import TrainingJob
 from .lazy_model import warn_of_unsaved
 from .parts import Ending, LayoutChange, Parts, Wish

@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from ..model.micro_batch import Batch, batch_rows, slice_rows
 from ..pipeline.messages import PipelineMessages
-from ..pipeline.stage import FIRST, CarriedTensor, ShapeBook, StageModule, StageShapes
+from ..pipeline.shape_book import ShapeBook
+from ..pipeline.stage import FIRST, CarriedTensor, StageModule, StageShapes
 from ..planning.schedules import Work
 from .kv_slices import slice_cache_in
 from .slice_choice import SliceChooser, shapes_of_slice

@@ -12,7 +12,8 @@ import torch
 from sliced_models import LAYERS, TOKENS, batch_for, build, loss_of
 
 from hf_pipetransformer.model.layer_stack import LayerStack
-from hf_pipetransformer.pipeline.stage import CarriedTensor, ShapeBook, StageModule, StageShapes
+from hf_pipetransformer.pipeline.shape_book import ShapeBook
+from hf_pipetransformer.pipeline.stage import CarriedTensor, StageModule, StageShapes
 from hf_pipetransformer.token_slices import slice_choice
 from hf_pipetransformer.token_slices.kv_slices import attention_windows
 from hf_pipetransformer.token_slices.slice_choice import (

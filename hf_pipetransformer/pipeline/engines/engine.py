@@ -15,7 +15,7 @@ from ...model.micro_batch import Batch
 from ...planning.layout import Layout
 from ..mesh import ProcessMesh
 from ..messages import PipelineMessages
-from ..stage import ShapeBook
+from ..shape_book import ShapeBook
 from ..virtual_stages import VirtualStages
 
 T = TypeVar("T")
