@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..model.frozen_prefix import squared_norms
+from ..planning.layout import Layout
+from .mesh import ProcessMesh
 from .optimizer_state import OptimizerState
 from .reductions import reduce_gradients
 from .virtual_stages import VirtualStages
@@ -198,3 +200,39 @@ class StageGradients:
         if self._group is not None:
             dist.all_reduce(squares, group=self._group)
         return squares / loss_scale**2
+
+
+def trainable_parameters(
+    layout: Layout, stage: VirtualStages, may_reach_nothing: bool, unreached: frozenset[str]
+) -> tuple[list[str], frozenset[str]]:
+    """Return the trainable parameters of a stage, and those of the model that may end a step without a gradient.
+
+    Args:
+        layout: the layout in force.
+        stage: what this process holds under it.
+        may_reach_nothing: whether any parameter may end a step without a gradient.
+        unreached: names of those that may, as setup has found out.
+    """
+    stack = stage.stack
+    trainable = [name for name in stage.names if stack.table[name].requires_grad]
+    unreached |= stack.needs.unreached
+    if stage.has_last_unit:
+        unreached |= stack.needs.only_returned
+    # a random model's step may skip other layers each time; such a model is never cut
+    if may_reach_nothing or (layout.pipeline_parallel_size == 1 and stack.is_random):
+        unreached |= frozenset(trainable)
+    return trainable, unreached
+
+
+def shared_parameters(
+    layout: Layout, stage: VirtualStages, is_trainable: Callable[[str], bool], mesh: ProcessMesh
+) -> list[ReducedParameters]:
+    """Group the trainable parameters that this stage and others hold by these. Collective over all processes."""
+    by_stages: dict[tuple[int, ...], list[str]] = {}
+    for name, virtual_stages in stage.stack.shared(layout.stage_bounds).items():
+        stages = tuple(sorted({layout.placement.stage_of(index) for index in virtual_stages}))
+        if is_trainable(name) and len(stages) > 1:
+            by_stages.setdefault(stages, []).append(name)
+    pipelines = [layout.ranks_of_pipeline(replica) for replica in range(layout.data_parallel_size)]
+    groups = {s: mesh.subgroup([[ranks[stage] for stage in s] for ranks in pipelines]) for s in by_stages}
+    return [ReducedParameters(tuple(by_stages[s]), group) for s, group in groups.items() if group is not None]

@@ -20,8 +20,8 @@ from ..model.tags import without_tags
 from ..planning.layout import Layout
 from . import prediction
 from .engines.dispatch import engine_for, server_for
-from .engines.engine import Engine, Execution, Position, StepLoss
-from .gradients import ReducedParameters, StageGradients
+from .engines.engine import Execution, Position, StepLoss
+from .gradients import ReducedParameters, StageGradients, shared_parameters, trainable_parameters
 from .mesh import ProcessMesh
 from .messages import PipelineMessages
 from .stage import StageModule
@@ -70,12 +70,12 @@ class PlacedPipeline:
         )
         self.computes_loss = self.messages.stage_index == self.messages.last
         """Whether this process computes the loss."""
-        shared = _shared_parameters(layout, stage, is_trainable, mesh)
+        shared = shared_parameters(layout, stage, is_trainable, mesh)
         replicated: ReducedParameters | None = None
         self.wrapped: DistributedDataParallel | None = None
         """The stage wrapped in DDP, which averages gradients over the replicas during the backward pass."""
         if groups.replicas is not None:
-            trainable, unreached = _trainable_parameters(layout, stage, engine, execution.unreached)
+            trainable, unreached = trainable_parameters(layout, stage, engine.may_reach_nothing, execution.unreached)
             # DDP counts a gradient once only: not of a loss that calls the model several times, also in the backward,
             # and not of a parameter of several virtual stages
             if engine.reduces_at_end or not stage.stack.runner.takes_batch or layout.num_virtual_stages > 1:
@@ -184,32 +184,3 @@ class PlacedPipeline:
         first = self.stage.first
         if first.shortcut is not None and not first.start and tags is not None:
             first.shortcut.read_ahead(tags, first.stop)
-
-
-def _trainable_parameters(
-    layout: Layout, stage: VirtualStages, engine: type[Engine], unreached: frozenset[str]
-) -> tuple[list[str], frozenset[str]]:
-    """Return the trainable parameters of a stage, and those of the model that may end a step without a gradient."""
-    stack = stage.stack
-    trainable = [name for name in stage.names if stack.table[name].requires_grad]
-    unreached |= stack.needs.unreached
-    if stage.has_last_unit:
-        unreached |= stack.needs.only_returned
-    # a random model's step may skip other layers each time; such a model is never cut
-    if engine.may_reach_nothing or (layout.pipeline_parallel_size == 1 and stack.is_random):
-        unreached |= frozenset(trainable)
-    return trainable, unreached
-
-
-def _shared_parameters(
-    layout: Layout, stage: VirtualStages, is_trainable: Callable[[str], bool], mesh: ProcessMesh
-) -> list[ReducedParameters]:
-    """Group the trainable parameters that this stage and others hold by these. Collective over all processes."""
-    by_stages: dict[tuple[int, ...], list[str]] = {}
-    for name, virtual_stages in stage.stack.shared(layout.stage_bounds).items():
-        stages = tuple(sorted({layout.placement.stage_of(index) for index in virtual_stages}))
-        if is_trainable(name) and len(stages) > 1:
-            by_stages.setdefault(stages, []).append(name)
-    pipelines = [layout.ranks_of_pipeline(replica) for replica in range(layout.data_parallel_size)]
-    groups = {s: mesh.subgroup([[ranks[stage] for stage in s] for ranks in pipelines]) for s in by_stages}
-    return [ReducedParameters(tuple(by_stages[s]), group) for s, group in groups.items() if group is not None]
