@@ -73,7 +73,7 @@ class Planner(CostModel):
     >>> planner.first.stage_bounds
     (0, 3, 6, 9, 12)
     >>> layout = planner.next(planner.first, num_frozen=8, num_cached=0)  # two stages now fit
-        >>> layout.pipeline_parallel_size, layout.data_parallel_size
+    >>> layout.pipeline_parallel_size, layout.data_parallel_size
     (2, 2)
     """
 

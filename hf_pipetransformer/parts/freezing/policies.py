@@ -256,9 +256,7 @@ class SchedulePolicy(FreezePolicy):
             )
         self.schedule = {start: layers_from[start] for start in sorted(layers_from)}
         for (start, layers), (later, fewer) in itertools.pairwise(self.schedule.items()):
-            is_alike = (
-                type(layers) is type(fewer) and layers != ALL
-            )  # a fraction and a number are compared once L is known
+            is_alike = type(layers) is type(fewer) and layers != ALL  # a share and a number: compared once L is known
             if layers == ALL != fewer or (is_alike and fewer < layers):
                 raise self._decreases(layers, start, fewer, later)
 
