@@ -7,7 +7,8 @@
 `inspect` needs a configuration but no weights: each parameter occupies the memory of a single element, so a laptop can
 inspect a model with billions of parameters.
 
-What a command needs is imported when it runs: torch and transformers take seconds, and `--help` must not.
+Each command imports its modules when it runs: torch and transformers take seconds to import, and `--help` must be
+fast.
 
 Exit codes: 0 done, 1 the model cannot run as a pipeline, 2 wrong arguments or unknown model.
 """
@@ -24,7 +25,7 @@ from . import __version__
 
 CONFIGURATION_HELP = "Name on the Hub, folder, config.json, or model type such as 'bert' or 'llama'."
 TASK_HELP = "Task, such as sequence-classification or causal-lm; auto: by the configuration."
-SEQ_HELP = "Number of tokens in a sample; not used for images and audio, whose size the configuration gives."
+SEQ_HELP = "Number of tokens in a sample; ignored for images and audio (sized by the configuration)."
 DEFAULT_DEVICE = "a100-80g"
 
 app = typer.Typer(
@@ -55,11 +56,13 @@ def inspect(
     seq: Annotated[int | None, typer.Option(min=1, help=SEQ_HELP, show_default="8")] = None,
     stages: Annotated[
         str,
-        typer.Option(help="Numbers of stages to propose, with commas; those above the number of units are left out."),
+        typer.Option(
+            help="Comma-separated numbers of stages to propose; those above the number of units are omitted."
+        ),
     ] = "1,2,4,8",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print a model's units, its shared parameters, and how it would be split into stages."""
+    """Print a model's units, its shared parameters, and its split into stages."""
     from .errors import UnsupportedModelError
     from .forecast import inspection, placeholder_model
 
@@ -83,7 +86,7 @@ def inspect(
         _fail(1, str(error))
     except (ImportError, ValueError) as error:  # a package is missing, or the model rejects its configuration or batch
         _fail(1, f"{model_or_config} cannot be inspected: {error}")
-    except Exception as error:  # the code of the model's class fails, with whatever error
+    except Exception as error:  # the model's own code may raise any error
         _fail(1, f"{model_or_config} cannot be inspected: {_failure_of_class(cls.__name__, error)}")
     typer.echo(json.dumps(report, indent=2) if as_json else text)
 
@@ -101,12 +104,12 @@ def plan(
     memory_gib: Annotated[float | None, typer.Option(help="Override the device's memory.")] = None,
     disk_gib: Annotated[float | None, typer.Option(help="Free disk of a node, for the cache.")] = None,
     alpha: Annotated[
-        float, typer.Option(help="Share of the active layers that is frozen at the start of each epoch.")
+        float, typer.Option(help="Fraction of the active layers to freeze at the start of each epoch.")
     ] = 1 / 3,
     freeze_schedule: Annotated[
         str | None,
         typer.Option(
-            help='Instead of --alpha: number of frozen layers after so many epochs, as JSON: {"1": 4, "2": 7}.'
+            help='Instead of --alpha: epoch -> number of frozen layers from then on, as JSON: {"1": 4, "2": 7}.'
         ),
     ] = None,
     max_frozen_layers: Annotated[int | None, typer.Option(help="Upper bound on the number of frozen layers.")] = None,
@@ -122,10 +125,10 @@ def plan(
     ] = None,
     num_microbatches: Annotated[str, typer.Option(help="Number of micro-batches M, or auto.")] = "auto",
     replica_sharding: Annotated[
-        str, typer.Option(help="State that is sharded over the replicas of a stage: none, optimizer, or auto.")
+        str, typer.Option(help="State that the replicas of a stage shard: none, optimizer, or auto.")
     ] = "none",
     gradient_accumulation_steps: Annotated[
-        int, typer.Option(help="Number of batches that the global batch is accumulated over.")
+        int, typer.Option(help="Number of batches that the global batch is split into.")
     ] = 1,
     lora_r: Annotated[
         int | None, typer.Option(help="Train LoRA adapters of this rank (PEFT) instead of all weights.")
@@ -135,13 +138,13 @@ def plan(
     ] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bf16 by autocast.")] = False,
     frozen_module: Annotated[
-        list[str] | None, typer.Option(help="A module that you have frozen yourself; may be repeated.")
+        list[str] | None, typer.Option(help="Name of a module that you have frozen; may be repeated.")
     ] = None,
     task: Annotated[str, typer.Option(help=TASK_HELP)] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="List all assumptions of the prediction.")] = False,
 ) -> None:
-    """Predict a whole training: stages, memory, time and speed-up in each epoch. Nothing is launched."""
+    """Predict a whole training without launching it: stages, memory, time and speed-up in each epoch."""
     from .argument_values import int_or_auto
     from .errors import UnsupportedModelError
     from .forecast.command import answer, policy_of
@@ -181,7 +184,7 @@ def plan(
         _fail(1, f"{model_or_config} cannot be planned: {error}")
     except ValueError as error:
         _fail(2, str(error))
-    except Exception as error:  # the code of the model's class fails, with whatever error
+    except Exception as error:  # the model's own code may raise any error
         _fail(1, f"{model_or_config} cannot be planned: {_failure_of_class('its class', error)}")
     typer.echo(json.dumps(values, indent=2) if as_json else as_text(values, title, verbose))
 
@@ -193,9 +196,9 @@ def report(
         Path | None, typer.Option(help="The file to write.", show_default="report.html in OUTPUT_DIR")
     ] = None,
 ) -> None:
-    """Write one HTML file about a training: layouts, speed, memory, cache, losses, and where the time went.
+    """Write one HTML file about a training: layouts, speed, memory, cache, losses, and time by activity.
 
-    The path is printed to stdout, and the result in a few sentences to stderr.
+    Prints the path to stdout, and a summary of a few sentences to stderr.
     """
     from .report.comparison import trainings_in
     from .report.report import write_report
@@ -216,7 +219,7 @@ def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="The folder of a training.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="The folder of another, such as one without freezing.")],
     output: Annotated[
-        Path | None, typer.Option(help="Write a report of A with B beside it to this HTML file.")
+        Path | None, typer.Option(help="Write a report of A, compared with B, to this HTML file.")
     ] = None,
 ) -> None:
     """Compare two trainings: seconds, samples/s, loss and accuracy; losses over time with --output."""
@@ -244,7 +247,7 @@ def _check_task(task: str) -> None:
 
 
 def _failure_of_class(name: str, error: Exception) -> str:
-    """What is said of a model's class that cannot be built from its configuration, or not be run on a small batch."""
+    """Return the message for a model class that fails to build, or to run on a small batch."""
     reason = " ".join(str(error).split())[:200].rstrip(".")
     return (
         f"{name} fails on a small batch ({type(error).__name__}: {reason}). Pass another --task, or a folder whose"

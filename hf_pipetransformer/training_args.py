@@ -1,4 +1,4 @@
-"""Training arguments of a pipeline run: those of `transformers.TrainingArguments` and those of the pipeline."""
+"""Training arguments: `transformers.TrainingArguments`, and fields for the pipeline, freezing and the cache."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ follow_transformers()
 
 CACHE_MODES = ("auto", "on", "off")
 CACHE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
-"""Name -> data type in which hidden states are stored; None keeps the data type in which they are computed."""
+"""Name -> data type of the stored hidden states; None keeps the data type of the computation."""
 
 MOST_SECONDS = 10**9
 """Upper bound for a timeout, in seconds; PyTorch does not support an infinite one."""
 
 CHOICES: dict[str, Collection[Any]] = {
-    "pipeline_schedule": SCHEDULES,  # the table itself, to which entries may be added later
+    "pipeline_schedule": SCHEDULES,  # the table itself: users may add entries later
     "loss_reduction": (*LOSS_REDUCTIONS, None),
     "activation_cache": CACHE_MODES,
     "activation_cache_dtype": tuple(CACHE_DTYPES),
@@ -63,7 +63,7 @@ CHOICES: dict[str, Collection[Any]] = {
     "eval_frozen_modules": (True, False),
     "replica_sharding": (*REPLICA_SHARDINGS, AUTO),
 }
-"""Fields with a few values, and these."""
+"""Field name -> its valid values, for fields with a fixed set of values."""
 
 
 @dataclass
@@ -73,6 +73,12 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     This class includes all arguments of `transformers.TrainingArguments` and the following ones.
 
+    ```python
+    args = PipeTransformerTrainingArguments("out", pipeline_parallel_size=4, freeze_policy="alpha")
+    trainer = PipeTransformerTrainer(model, args, train_dataset=dataset)
+    trainer.train()
+    ```
+
     > Parameters that control the pipeline
 
     Args:
@@ -81,52 +87,50 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             number of processes; the remaining factor, world size / K, is the number of data-parallel pipelines.
             `"auto"` selects the smallest number of stages that fits the devices' memory.
         pipeline_schedule (`str`, *optional*, defaults to `"1f1b"`):
-            Order in which the forwards and backwards of the micro-batches run: `"1f1b"`, `"gpipe"`,
-            `"interleaved1f1b"`, which gives each process several parts of the model and so shortens the time in which
-            the pipeline fills and empties, for more messages, or `"zbv"`, which gives each process two parts, laid out
-            there and back, and computes gradients of linear layers' weights when the process would otherwise wait.
+            Order of the micro-batches' forwards and backwards: `"1f1b"`, `"gpipe"`, `"interleaved1f1b"` or `"zbv"`.
+            With `"interleaved1f1b"` each process holds several parts of the model: the pipeline fills and empties
+            faster, but sends more messages. With `"zbv"` each process holds two parts, in a V shape, and computes the
+            weight gradients of linear layers while it would otherwise wait.
         virtual_pipeline_parallel_size (`int`, *optional*):
-            With `pipeline_schedule="interleaved1f1b"`, the number of parts of the model on each process (virtual
-            stages, V in Megatron-LM): at least 2, which is the default, and the only number with `"zbv"`. While the
-            model has too few layers that are not cached, there are fewer; with one part per process the schedule is
-            `"1f1b"`.
+            Number of parts of the model on each process (virtual stages, V in Megatron-LM). `"interleaved1f1b"` needs
+            at least 2, the default; `"zbv"` always uses 2. If too few layers remain uncached, fewer parts are used;
+            with one part per process the schedule is `"1f1b"`.
         num_microbatches (`int` or `"auto"`, *optional*, defaults to `"auto"`):
             Number of micro-batches that each pipeline's batch is split into. All micro-batches have the same size, so
             the largest divisor of the number of samples in the batch up to this value is used. `"auto"` uses the
             largest divisor up to twice the number of stages. `"interleaved1f1b"`
             runs multiples of the number of stages, all numbers below twice it, and a few others.
         pipeline_layers (`list[str]`, *optional*):
-            Names of the `nn.ModuleList` or `nn.Sequential` modules whose members are the model's layers and run in
-            order, such as `("model.blocks",)`, for a model whose layers are not found, or where others should be
-            split. Whether the model can be split there is checked as for layers that are found.
+            Names of the `nn.ModuleList` or `nn.Sequential` modules that contain the model's layers in order, such as
+            `("model.blocks",)`. Set it if the trainer does not find the layers, or finds others than you want to
+            split. The same checks run as for layers that the trainer finds.
         loss_reduction (`str`, *optional*):
             How a loss of your own (`compute_loss`, `compute_loss_func`, a model that is not from transformers) adds up
-            over the parts of a batch: `"sum"` if it divides by `num_items_in_batch`, `"mean"` if it is a mean over
-            the labels other than -100. Unset, nothing is assumed: with several stages the loss runs on each
-            pipeline's whole batch and calls the model as often and on whatever it likes; the replicas' losses are
-            averaged, as under DDP. A declared loss runs on micro-batches, so that all schedules can be used, and
-            replicas give the loss of the whole batch. The losses of transformers' own models need no declaration.
+            over the parts of a batch: `"sum"` if it divides by `num_items_in_batch`, `"mean"` if it is a mean over all
+            labels except -100. If unset, the trainer makes no assumption: with several stages the loss runs on each
+            pipeline's whole batch, may call the model several times and on any inputs, and is averaged over replicas,
+            as under DDP. A declared loss runs on micro-batches: it works with all schedules, and replicas return the
+            loss of the whole batch. The losses of transformers' own models need no declaration.
         token_slices (`str`, `int` or `list[int]`, *optional*, defaults to `"off"`):
-            Whether to split the micro-batches of a causal language model along the sequence dimension as well, which
-            keeps a pipeline busy when a batch has only a few long sequences (TeraPipe, ICML 2021). An `int` sets
-            the number of equal slices. A list sets the lengths of the slices; the rest of a sequence forms one more
-            slice. `"auto"` chooses slices and micro-batches with a dynamic program over the measured times of slices
-            of different lengths. Sequences are not split while there is only one stage.
+            Whether to split the micro-batches of a causal language model along the sequence dimension as well. This
+            keeps a pipeline busy when a batch has only a few long sequences (TeraPipe, ICML 2021). An `int` sets the
+            number of equal slices. A list sets the lengths of the slices; the rest of a sequence forms one more slice.
+            `"auto"` chooses slices and micro-batches with a dynamic program over the measured times of slices of
+            different lengths. A single stage never splits sequences.
         replica_sharding (`str`, *optional*, defaults to `"none"`):
-            What the data-parallel replicas of a stage divide among them. `"none"`: each replica holds everything.
-            `"optimizer"`: each replica holds the optimizer state of its part of the stage's parameters, updates these,
-            and receives the others from the other replicas after each step (ZeRO-1). The results are the same; it also
-            works with a single stage. `"auto"`: the less of both with which the model fits the devices. To divide
-            weights and gradients as well, use FSDP: `fsdp=True` with `fsdp_config={"version": 2}` and
-            `pipeline_parallel_size=1`; layers can be frozen under it, but their outputs are not cached.
+            State that the data-parallel replicas of a stage shard. `"none"`: each replica holds everything.
+            `"optimizer"`: each replica holds the optimizer state of its share of the stage's parameters, updates this
+            share, and receives the rest from the other replicas after each step (ZeRO-1). The results are the same,
+            and a single stage supports it too. `"auto"`: `"none"` if the model fits the devices, otherwise
+            `"optimizer"`. To shard weights and gradients as well, use FSDP with `pipeline_parallel_size=1`,
+            `fsdp=True` and `fsdp_config={"version": 2}`; it supports freezing, but not the cache.
 
     > Parameters that control layer freezing
 
     Args:
         freeze_policy (`str`, *optional*, defaults to `"none"`):
-            Policy that determines how many layers are frozen, from the bottom up, at each decision: `"none"`,
-            `"alpha"`, `"adaptive"`, `"autofreeze"` or `"schedule"`. To use a policy of your own, pass it to the
-            trainer.
+            Policy that sets how many layers, from the bottom up, are frozen at each decision: `"none"`, `"alpha"`,
+            `"adaptive"`, `"autofreeze"` or `"schedule"`. To use a policy of your own, pass it to the trainer.
         freeze_alpha (`float`, *optional*, defaults to 1/3):
             Fraction of the active layers, between 0 and 1, that the policies `"alpha"` and `"adaptive"` freeze at each
             decision (for `"adaptive"`, at most).
@@ -137,55 +141,55 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             Number of optimizer steps between two decisions if `freeze_strategy="steps"`. A value below 1 is
             interpreted as a fraction of all training steps.
         freeze_schedule (`dict`, *optional*):
-            Schedule for `freeze_policy="schedule"`. It maps an epoch (or a step, if `freeze_strategy="steps"`) to the
-            number of layers that are frozen from then on, to a share of all layers between 0 and 1 (`{"0": 0.5}`: half
-            of them from the start), or to `"all"` for as many as can be frozen. On the command line it is given as
-            JSON.
+            Schedule for `freeze_policy="schedule"`. It maps an epoch (or a step, if `freeze_strategy="steps"`) to a
+            number of frozen layers, to a fraction of all layers between 0 and 1 (`{"0": 0.5}` freezes half of them
+            from the start), or to `"all"` for as many as can be frozen. Pass it as JSON on the command line.
         max_frozen_layers (`int`, *optional*):
             Upper bound on the number of frozen layers.
         elastic (`bool`, *optional*, defaults to `True`):
-            Whether to repack the layers into fewer stages after a freeze, if they fit, and to use the freed devices
-            as data-parallel replicas.
+            Whether to repack the layers into fewer stages after a freeze, if they fit, and to use the freed devices as
+            data-parallel replicas.
 
     > Parameters that control the cache of frozen layers' outputs
 
     Args:
         activation_cache (`str`, *optional*, defaults to `"auto"`):
-            Whether to store the outputs of frozen layers, and of what else is frozen in a model of one stage, for
-            each sample, and to read them in the next epochs instead of computing them again: `"auto"` (only if it is
-            measured to be faster), `"on"` or `"off"`. Outputs from the cache equal computed ones up to rounding, so
-            with `"auto"` two runs of the same command may differ by rounding if their measurements decide
-            differently; `"on"` and `"off"` repeat bit for bit. If the output of a model's frozen layers for a sample
-            depends on the rest of the batch, the model is trained without the cache, and the reason is logged.
+            Whether to store the outputs of frozen layers for each sample and read them in later epochs instead of
+            recomputing them: `"auto"` (only if reading is measured to be faster), `"on"` or `"off"`. With a single
+            stage the cache covers all frozen modules. Cached outputs equal computed ones up to rounding: two runs with
+            `"auto"` may differ by rounding if their measurements differ, while `"on"` and `"off"` repeat bit for bit.
+            If a sample's output depends on the rest of the batch, the model trains without the cache, and the log
+            gives the reason.
         activation_cache_dir (`str`, *optional*):
-            Directory in which the cache creates its own, `_hf_pipetransformer_cache`; nothing else in it is touched.
-            It should be on a local disk, and the cache should preferably fit into the page cache. Without
-            it, the cache is `_hf_pipetransformer_run_cache` in `output_dir`, and is removed when training ends. What
-            evaluations after the training can read is removed with the trainer.
+            Directory for the cache, which creates a folder `_hf_pipetransformer_cache` in it and touches no other
+            file. Use a local disk; the cache should preferably fit into the page cache. If unset, the cache is
+            `_hf_pipetransformer_run_cache` in `output_dir` and is removed when training ends. Entries that later
+            evaluations can read are removed with the trainer.
         activation_cache_dtype (`str`, *optional*, defaults to `"auto"`):
-            Data type in which the outputs are stored. `"auto"` keeps the data type in which they are computed.
-            `"bf16"` takes half of the space of fp32, at the cost of precision. `"fp32"` stores them in fp32.
+            Data type of the stored outputs: `"auto"` (the data type of the computation), `"bf16"` (half the space of
+            fp32, at the cost of precision) or `"fp32"`.
         activation_cache_max_gib (`float`, *optional*):
-            Maximum size of the cache on each node, in GiB; by default a fifth of the disk's free space. It never
-            uses more than 80% of the free space, whatever the limit. Samples that do not fit are recomputed.
+            Maximum size of the cache on each node, in GiB; by default a fifth of the disk's free space. Even with a
+            higher limit, the cache never uses more than 80% of the free space. Samples that do not fit are recomputed.
         cached_modules (`list[str]`, *optional*):
-            Names of frozen modules with code of your own, whose outputs for a sample depend on nothing but the sample,
-            their weights, buffers and attributes: they may be stored, as those of known libraries' modules are.
+            Names of frozen modules with code of your own. Naming a module declares that its output for a sample
+            depends only on the sample and on the module's weights, buffers and attributes, and allows the cache to
+            store it. Modules of known libraries need no declaration.
         eval_frozen_modules (`bool`, *optional*, defaults to `False`):
-            Whether modules all of whose parameters are frozen run in evaluation mode while the model trains: without
-            dropout, and with the running statistics of batch normalisation. The stock `Trainer` runs them in training
-            mode, where dropout makes their outputs random, so that nothing of them can be stored. Layers that a
-            `freeze_policy` has frozen always run in evaluation mode.
+            Whether fully frozen modules run in evaluation mode during training: without dropout, and with the running
+            statistics of batch normalisation. The stock `Trainer` runs them in training mode; their outputs are then
+            random if they have dropout, and cannot be cached. Layers frozen by a `freeze_policy` always run in
+            evaluation mode.
 
     > Parameters that control the handling of failed processes
 
     Args:
         watchdog_timeout (`float`, *optional*, defaults to 30):
-            Number of seconds after which a process that is stopped, or makes no progress in a training step, is
-            considered hung. All processes then exit with a message that names the hung process and where it stopped.
-            The limit is five times the longest step if that is longer, ten times `watchdog_timeout` while data is
-            loaded, and `ddp_timeout` in callbacks and while files are written. A process that dies is named within
-            seconds. `0` disables the watchdog, which is useful for debugging.
+            Seconds without progress in a training step after which a process counts as hung. All processes then exit
+            with a message that names the hung process and where it stopped. The limit is five times the longest step
+            if that is longer, ten times `watchdog_timeout` while data is loaded, and `ddp_timeout` in callbacks and
+            while files are written. A process that dies is named within seconds. `0` disables the watchdog, for
+            example to debug.
 
     > Defaults that differ from `TrainingArguments`
 
@@ -193,51 +197,42 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     - `average_tokens_across_devices` is set to `False`, because the trainer itself counts the items of the global
       batch, for any combination of pipeline and data parallelism.
 
-    With a single stage, the stock `Trainer` runs unchanged, with its own defaults, if FSDP, DeepSpeed,
+    With a single stage, the stock `Trainer` runs unchanged and with its own defaults under FSDP, DeepSpeed,
     `torch_compile`, several devices in one process, `auto_find_batch_size`, `bf16_full_eval`, `fp16_full_eval` or
-    another setting that distributes or converts the model is used.
+    another setting that distributes or converts the model.
     """
 
     pipeline_parallel_size: IntOrAuto = field(
-        default=1,
-        metadata={"help": "Number of pipeline stages, or 'auto': the smallest that fits the devices' memory."},
+        default=1, metadata={"help": "Number of stages, or 'auto': the smallest that fits the devices' memory."}
     )
     pipeline_schedule: str = field(
         default="1f1b",
         metadata={
-            "help": "Order of the micro-batches: '1f1b', 'gpipe', or with several parts of the model on each process"
-            " 'interleaved1f1b' or 'zbv'.",
+            "help": "Order of the micro-batches; 'interleaved1f1b' and 'zbv' use several parts per process.",
             "choices": list(SCHEDULES),
         },
     )
     virtual_pipeline_parallel_size: int | None = field(
-        default=None,
-        metadata={"help": "With 'interleaved1f1b': parts of the model (virtual stages) on each process; unset: 2."},
+        default=None, metadata={"help": "With 'interleaved1f1b': virtual stages per process; default 2."}
     )
-    num_microbatches: IntOrAuto = field(
-        default="auto",
-        metadata={"help": "Micro-batches per pipeline and step, or 'auto'."},
-    )
+    num_microbatches: IntOrAuto = field(default="auto", metadata={"help": "Micro-batches per step, or 'auto'."})
     pipeline_layers: list[str] | None = field(
-        default=None,
-        metadata={"help": "Names of the modules that contain the model's layers, in order; unset: they are found."},
+        default=None, metadata={"help": "Modules that contain the model's layers; by default they are found."}
     )
     loss_reduction: str | None = field(
         default=None,
         metadata={
-            "help": "How a loss of your own adds up over the parts of a batch: 'sum' or 'mean'; unset: it is computed"
-            " on the whole batch.",
+            "help": "How your own loss adds up over parts of a batch; by default it runs on the whole batch.",
             "choices": list(LOSS_REDUCTIONS),
         },
     )
     token_slices: SlicesOrName = field(
-        default="off",
-        metadata={"help": "Slices along the tokens of a sequence: 'off', 'auto', a number, or lengths as JSON."},
+        default="off", metadata={"help": "Slices of a sequence: 'off', 'auto', a number, or their lengths as JSON."}
     )
     replica_sharding: str = field(
         default="none",
         metadata={
-            "help": "What the replicas of a stage divide: 'none', or the 'optimizer' state (ZeRO-1).",
+            "help": "State that a stage's replicas shard: 'none', 'optimizer' (ZeRO-1) or 'auto'.",
             "choices": [*REPLICA_SHARDINGS, AUTO],
         },
     )
@@ -245,49 +240,53 @@ class PipeTransformerTrainingArguments(TrainingArguments):
     freeze_policy: str = field(
         default="none",
         metadata={
-            "help": "How many layers are frozen at each decision, from the bottom up.",
+            "help": "Policy that sets how many layers are frozen at each decision, from the bottom up.",
             "choices": list(FREEZE_POLICIES),
         },
     )
     freeze_alpha: float = field(
-        default=1 / 3,
-        metadata={"help": "Share of the active layers that a decision of 'alpha' or 'adaptive' freezes."},
+        default=1 / 3, metadata={"help": "Fraction of the active layers that 'alpha' and 'adaptive' freeze."}
     )
     freeze_strategy: str = field(
         default="epoch",
-        metadata={"help": "When freezing is decided: at each 'epoch', or every freeze_steps 'steps'."},
+        metadata={"help": "When to decide: at the start of each 'epoch', or every freeze_steps 'steps'."},
     )
     freeze_steps: float | None = field(
-        default=None, metadata={"help": "Optimizer steps between decisions; below 1 a share of all steps."}
+        default=None, metadata={"help": "Optimizer steps between decisions; below 1: a fraction of all steps."}
     )
     freeze_schedule: dict | str | None = field(
-        default=None, metadata={"help": "Epoch (or step) -> number or share of frozen layers, as JSON."}
+        default=None, metadata={"help": "Epoch (or step) -> number or fraction of frozen layers, as JSON."}
     )
-    max_frozen_layers: int | None = field(default=None, metadata={"help": "Never freeze more layers than this."})
+    max_frozen_layers: int | None = field(default=None, metadata={"help": "Maximum number of frozen layers."})
     elastic: bool = field(
-        default=True, metadata={"help": "Use the devices that freezing leaves free as data-parallel replicas."}
+        default=True, metadata={"help": "Use the devices that freezing frees as data-parallel replicas."}
     )
 
     activation_cache: str = field(
         default="auto",
-        metadata={"help": "Keep frozen layers' outputs from epoch to epoch.", "choices": list(CACHE_MODES)},
+        metadata={
+            "help": "Store frozen layers' outputs and read them in later epochs.",
+            "choices": list(CACHE_MODES),
+        },
     )
     activation_cache_dir: str | None = field(
-        default=None, metadata={"help": "Where to keep them. By default in output_dir, as long as training lasts."}
+        default=None, metadata={"help": "Directory of the cache; by default in output_dir, until training ends."}
     )
     activation_cache_dtype: str = field(
-        default="auto", metadata={"help": "How to keep them.", "choices": list(CACHE_DTYPES)}
+        default="auto", metadata={"help": "Data type of the stored outputs.", "choices": list(CACHE_DTYPES)}
     )
-    activation_cache_max_gib: float | None = field(default=None, metadata={"help": "Size limit on each node."})
+    activation_cache_max_gib: float | None = field(
+        default=None, metadata={"help": "Maximum size on each node, in GiB."}
+    )
     cached_modules: list[str] | None = field(
-        default=None, metadata={"help": "Names of frozen modules with code of your own, whose outputs may be kept."}
+        default=None, metadata={"help": "Frozen modules with code of your own that may be cached."}
     )
     eval_frozen_modules: bool = field(
-        default=False, metadata={"help": "Run modules that are frozen in evaluation mode, without dropout."}
+        default=False, metadata={"help": "Run frozen modules in evaluation mode, without dropout."}
     )
 
     watchdog_timeout: float = field(
-        default=30.0, metadata={"help": "Seconds after which a process that hangs ends the job; 0: never."}
+        default=30.0, metadata={"help": "Seconds after which a hung process ends the job; 0 disables the watchdog."}
     )
 
     def __new__(cls, *positional: Any, **keywords: Any) -> PipeTransformerTrainingArguments:
@@ -306,7 +305,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # a dataclass takes the defaults of its first base for all fields that this one has, inherited ones too
+        # a dataclass takes its first base's defaults for all fields of that base, including inherited ones
         refuse_wrong_order(cls, PipeTransformerTrainingArguments, TrainingArguments, first=False)
 
     def __post_init__(self) -> None:
@@ -349,7 +348,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             raise
 
     def _warn_of_unused(self) -> None:
-        """Warn about fields without effect. They are no error, as a configuration file may hold them for later."""
+        """Warn about fields without effect. A configuration file may set them for later, so they are not an error."""
         needs = (("freeze_schedule", "freeze_policy", "schedule"), ("freeze_steps", "freeze_strategy", "steps"))
         for name, other, wanted in needs:
             value, found = getattr(self, name), getattr(self, other)
@@ -365,7 +364,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     @property
     def num_virtual_stages(self) -> int:
-        """Number of virtual stages per stage that the plans should have."""
+        """Number of virtual stages per stage."""
         return virtual_stages_of(self.pipeline_schedule, self.virtual_pipeline_parallel_size)
 
     @property
@@ -427,7 +426,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     @property
     def leaves_model_to_trainer(self) -> bool:
-        """Whether the stock Trainer runs: with one stage, if something else distributes or compiles the model."""
+        """Whether the stock Trainer runs: with one stage, if another library distributes or compiles the model."""
         return not self.uses_pipeline and bool(
             self.fsdp
             or self.deepspeed
@@ -444,7 +443,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         )
 
     def _refuse_single_process(self) -> None:
-        """Refuse several stages in one process, by the launcher's environment variables: it may fail to be set up."""
+        """Refuse several stages in one process. Reads the launcher's variables: setting up the device may fail."""
         known = dist.is_available() and dist.is_initialized()
         stages = self.pipeline_parallel_size
         if stages == AUTO or (dist.get_world_size() if known else int(os.environ.get("WORLD_SIZE", 1))) > 1:
@@ -456,10 +455,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         )
 
     def refuse_impossible_layout(self, model: Any) -> None:
-        """Refuse a number of stages that does not divide the number of processes, and say how many layers there are.
+        """Refuse a number of stages that does not divide the number of processes. The message has the layers' number.
 
         Args:
-            model: the model that is to be trained; None if it is not known yet.
+            model: the model to train; None if it is not known yet.
 
         Raises:
             ValueError: K does not divide the number of processes. Every process raises it.
@@ -482,10 +481,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
 @contextmanager
 def naming_lost_arguments(args: PipeTransformerTrainingArguments) -> Iterator[None]:
-    """Inside the context, another library's trainer may turn arguments into its own class, which lacks our fields.
+    """Explain the error of another library's trainer that converts `args` to its own class without our fields.
 
     Raises:
-        ValueError: its class has been called with our fields.
+        ValueError: that class was called with our fields.
     """
     try:
         yield

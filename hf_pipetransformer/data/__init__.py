@@ -1,1 +1,1 @@
-"""The training data: numbered global batches, of which each pipeline takes its slice."""
+"""The training data: numbered global batches. Each pipeline takes its slice."""

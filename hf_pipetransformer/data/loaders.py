@@ -1,4 +1,4 @@
-"""What the loops iterate over: batches by their numbers in a training, batches without cache keys in an evaluation."""
+"""The loaders: batches by number for training, and batches without cache keys for evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Numbers(Sampler[list[int]]):
 
     def __init__(self, batches: NumberedBatches) -> None:
         self._batches = batches
-        self.batch_size = batches.global_batch_size  # as on one process; callbacks read these attributes
+        self.batch_size = batches.global_batch_size  # as in one process; callbacks read these attributes
         self.sampler = batches.order.sampler
         self.drop_last = batches.drop_last
 
@@ -27,7 +27,7 @@ class _Numbers(Sampler[list[int]]):
         return self._batches.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        known = None if self._batches.is_iterable else self._batches.num_batches  # an iterable itself signals its end
+        known = None if self._batches.is_iterable else self._batches.num_batches  # an iterable signals its own end
         return ([number] for number in (itertools.count() if known is None else range(known)))
 
     def set_epoch(self, epoch: int) -> None:
@@ -37,28 +37,27 @@ class _Numbers(Sampler[list[int]]):
 class NumberedLoader(DataLoader[Any]):
     """The loader that the Trainer iterates over: batch after batch of `NumberedBatches`.
 
-    The attributes of Accelerate's loader that callbacks read have the values of a single process with the global
-    batch. Only `dataset` differs: it returns batches by their numbers, and the user's samples are in
-    `dataset.dataset`.
+    Callbacks read attributes of Accelerate's loader. They have the values of a single process with the global batch.
+    Only `dataset` differs: it returns batches by their numbers, and the user's samples are in `dataset.dataset`.
     """
 
     dataset: NumberedBatches
 
     def __init__(self, batches: NumberedBatches) -> None:
         super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_the_only_one)
-        if batches.is_iterable:  # the sampler that PyTorch gives the loader of an iterable dataset
+        if batches.is_iterable:  # PyTorch's sampler for iterable datasets
             vars(self)["sampler"] = DataLoader(batches.dataset).sampler
-        self._epoch_read: int | None = None  # to its end, and not set since
-        self._has_begun = False  # since the epoch was set
+        self._epoch_read: int | None = None  # epoch that was read to its end, and not set since
+        self._has_begun = False  # whether the epoch has begun since it was set
 
     def __iter__(self) -> Any:
-        if self.collate_fn is not _the_only_one:  # a callback has set another collator, for samples
+        if self.collate_fn is not _the_only_one:  # a callback has set another collator
             self.dataset.use_collator(self.collate_fn)
             self.collate_fn = _the_only_one
         if self._epoch_read == self.dataset.epoch:
-            # the loop has not set it (it reads a user's wrapper), and would get the same order again
+            # the loop reads a user's wrapper and has not set the epoch: it would get the same order again
             self.set_epoch(self.dataset.epoch + 1)
-        elif self._has_begun:  # the loop knows the length, and has not asked for more than the last batch
+        elif self._has_begun:  # the loop knows the length and stopped after the last batch
             self.dataset.begin_again()
         self._has_begun = True
         return self._one_epoch(super().__iter__())
@@ -82,12 +81,12 @@ class NumberedLoader(DataLoader[Any]):
 
 
 class LoaderWithoutTags:
-    """An evaluation loader that takes tags out of its batches, and keeps them here.
+    """An evaluation loader that removes tags from its batches and keeps them here.
 
-    So any code that gets the batch, for example a user's `prediction_step`, can pass it to a model.
+    Any code that gets the batch, such as a user's `prediction_step`, can then pass it to a model.
 
     Args:
-        loader: the loader whose batches may have tags; it also provides all other attributes.
+        loader: a loader with tags in its batches. It also provides all other attributes.
     """
 
     def __init__(self, loader: Any) -> None:

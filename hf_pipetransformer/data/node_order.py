@@ -1,14 +1,14 @@
 """The order of the samples on several nodes: each node gets the same samples again in every epoch.
 
-The outputs that a node has cached are of use only if the same samples return to this node. So the samples are divided
-among the nodes once, at random, and each global batch takes its share from each node's samples:
+A node's cached outputs help only if the same samples return to this node. So the samples are divided among the nodes
+once, at random, and each global batch takes its share from each node's samples:
 
     nodes               0  0  0  0  1  1  1  1        2 nodes of 4 processes
     samples of a batch [7  3  9  1  4  8  0  5]       7, 3, 9, 1 and 6 are node 0's for the whole training
     next epoch         [9  6  7  3  0  5  8  2]
 
-For one node it is the ordinary order. A random partition makes batches like those of a global shuffle, except that the
-number of samples from each part is fixed; a partition by the order of a file that is sorted by label would not.
+One node keeps the ordinary order. A random partition makes batches like a global shuffle, except that the number of
+samples from each part is fixed. Partitioning a file that is sorted by label in its own order would not.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 Order = Sequence[int] | npt.NDArray[np.int64]
-"""Indices of samples: of 10^8 samples, an array takes 0.8 GB, a list of Python's integers 4 to 8 GB."""
+"""Indices of samples. For 10^8 samples, an array takes 0.8 GB, and a list of Python's integers 4 to 8 GB."""
 
 
 def order_by_node(order: Order, shares: Sequence[int], batch_size: int, num_samples: int, seed: int) -> Order:
-    """Rearrange an epoch's order so that each node gets its own samples.
+    """Rearrange an epoch's order to give each node its own samples.
 
-    Every sample is kept, as often as it occurs. When a node has too few samples for its share of a batch, the
-    remaining samples of all nodes come last, without regard to nodes.
+    Every sample is kept, as often as it occurs. When a node runs out of samples for its share of a batch, the
+    remaining samples of all nodes follow, regardless of nodes.
 
     Args:
         order: the indices of an epoch's samples, from a sampler.
@@ -58,18 +58,19 @@ def order_by_node(order: Order, shares: Sequence[int], batch_size: int, num_samp
 
 
 def node_shares(nodes: Sequence[str]) -> tuple[int, ...]:
-    """Processes on each node, in the order of ranks.
+    """Return the number of processes on each node, in the order of ranks.
 
-    One share for all where the nodes have different numbers of processes, or where their ranks alternate: the samples
-    of a batch are not divided by node then.
+    Returns a single share if the nodes have different numbers of processes, or if their ranks alternate. The samples
+    of a batch are then not divided by node.
 
     Args:
-        nodes: name of each rank's node (`node_name`). Launchers other than `torchrun` may give no number of processes.
+        nodes: name of each rank's node (`node_name`). Launchers may not tell the number of processes, except
+            `torchrun`.
     """
     shares = tuple(len(list(ranks)) for _, ranks in groupby(nodes))
     return shares if len(shares) == len(set(nodes)) and len(set(shares)) == 1 else (len(nodes),)
 
 
 def node_name() -> str:
-    """Of this process's node: the host, and the launcher's number of it, as several may be one host in a test."""
+    """Return the name of this process's node: host name plus the launcher's node number, as hosts may be shared."""
     return f"{socket.gethostname()}-{os.environ.get('GROUP_RANK', 0)}"

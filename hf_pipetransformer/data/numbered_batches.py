@@ -1,7 +1,7 @@
-"""The training loader: a global sequence of numbered batches, of which each pipeline takes its slice.
+"""The training loader: a global sequence of numbered batches. Each pipeline takes its slice.
 
 The order of the samples and the content of a batch depend only on (seed, epoch, number), not on the number of
-pipelines (on one process a sampler without a seed of its own draws as in the stock Trainer):
+pipelines (in one process, a sampler without its own seed draws as in the stock Trainer):
 
     batch number        0                1                2
     samples        [7 3 9 1 | ...]  [4 8 0 5 | ...]  [2 6]          one global batch is per_device_batch x world size
@@ -45,12 +45,12 @@ Collator = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """The part of a global batch that the last batch read on this process is."""
+    """This process's slice of the global batch that was read last."""
 
     rows: int  # samples of this pipeline; 0 if it got one sample that must not count
     global_rows: int
-    tags: BatchTags | None = field(default=None, compare=False)  # of its samples, on the CPU
-    items: int | float = 0  # number of items that the loss counts in the slice, as the collator has returned it
+    tags: BatchTags | None = field(default=None, compare=False)  # tags of these samples, on the CPU
+    items: int | float = 0  # number of items in the slice for the loss, from the collator
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class _ReadBatch:
     """A batch that was read.
 
     Attributes:
-        number: its number.
-        batch: this pipeline's slice, collated, without tags; None behind the last batch.
-        part: describes the slice; None behind the last batch.
-        samples: of an iterable dataset, the whole global batch, which cannot be read again.
+        number: number of the batch.
+        batch: this pipeline's slice, collated, without tags; None after the last batch.
+        part: describes the slice; None after the last batch.
+        samples: the whole global batch of an iterable dataset, which cannot be read again; otherwise None.
     """
 
     number: int
@@ -71,7 +71,7 @@ class _ReadBatch:
 
 
 def part_of(rows: int, parts: int, index: int) -> tuple[int, int]:
-    """Bounds [start, stop) of one of `parts` pipelines in `rows` samples; the parts' sizes differ by at most one."""
+    """Return the bounds [start, stop) of part `index` of `rows` samples. Sizes of parts differ by at most one."""
     return rows * index // parts, rows * (index + 1) // parts
 
 
@@ -82,7 +82,7 @@ class _SeededRows(list[int]):
 
 
 class _SeededDataset(Dataset[Any]):
-    """The user's dataset; seeds the process (or the worker process) before it reads a slice."""
+    """The user's dataset. Seeds the process (or the worker process) before it reads a slice."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -145,7 +145,7 @@ class NumberedBatches(Dataset[Any]):
         self.next_number = 0  # number of the batch that `_iterator` yields next
         self._iterator: Iterator[Any] | None = None
         self._peeked: list[Any] | None = None  # batch 0 of an iterable dataset, if it was read for `sample_rows`
-        self._ahead: _ReadBatch | None = None  # the batch after the one that was returned last
+        self._ahead: _ReadBatch | None = None  # the batch after the last returned one
         self.is_iterable = self.may_never_repeat = isinstance(dataset, IterableDataset)
         ordered = dataset if self.is_iterable else order.sampler
         self.num_batches: int | None = None  # the length of an iterable dataset is rarely known
@@ -157,7 +157,7 @@ class NumberedBatches(Dataset[Any]):
 
     def _make_loader(self) -> DataLoader[Any]:
         if self.is_iterable:
-            # whole global batches, because it is known only when they arrive which samples a slice holds
+            # reads whole global batches: the slices are known only when their samples arrive
             return DataLoader(
                 self.dataset,
                 batch_size=self.global_batch_size,
@@ -181,20 +181,20 @@ class NumberedBatches(Dataset[Any]):
         self._iterator, self._ahead, self._loader = None, None, self._make_loader()
 
     def wrap_collator(self, wrap: Callable[[Collator], Collator]) -> None:
-        """Let a part of the training add tags to what the collator returns; takes effect when an epoch begins.
+        """Let a part of the training add tags to collated batches. Takes effect when an epoch begins.
 
         Args:
-            wrap: returns a collator that calls the given one. It can be pickled if that can.
+            wrap: returns a collator that calls the given one. It must be picklable if the given one is.
 
         Raises:
-            ValueError: another part has done so; the tags of a batch are one part's.
+            ValueError: another part already adds tags; only one part may.
         """
         if self._wrap_collator is not None:
             raise ValueError(
                 "Two parts of the training add tags to batches. Set activation_cache='off', or remove the other part."
             )
         self._wrap_collator = wrap
-        if not self.is_iterable:  # those are collated here, batch by batch; a stream may be read only once
+        if not self.is_iterable:  # iterables are collated in this process, and must not be read twice
             self.use_collator(self.collate_fn)
 
     def __len__(self) -> int:
@@ -214,7 +214,7 @@ class NumberedBatches(Dataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch whose batches are read."""
+        """Number of the current epoch."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -227,20 +227,20 @@ class NumberedBatches(Dataset[Any]):
                 follow(epoch)
 
     def begin_again(self) -> None:
-        """Begin another pass, whose epoch nobody has set, like Accelerate's loader: the sampler is asked again.
+        """Begin another pass without a new epoch number, like Accelerate's loader: the sampler draws again.
 
-        A sampler that is told the epoch is told the same one as before. Any other draws a new order.
+        A sampler with `set_epoch` gets the same number as before. Any other sampler draws a new order.
         """
         if self.is_iterable or hasattr(self.order.sampler, "set_epoch"):
             self.set_epoch(self._epoch)
         else:
-            self._enter(self._epoch + 1)  # seeds depend on the number
+            self._enter(self._epoch + 1)  # seeds depend on the epoch number
 
     def _enter(self, epoch: int) -> None:
         self._epoch, self._order, self._iterator, self._peeked, self._ahead = epoch, None, None, None, None
 
     def reslice(self, parts: int, index: int) -> None:
-        """Take slice `index` of `parts` from the next number on. Prefetched batches are read again, none is lost."""
+        """Take slice `index` of `parts` from the next number on. Prefetched batches are read again, without loss."""
         if (parts, index) != (self._parts, self._index):
             self._parts, self._index = parts, index
             if not self.is_iterable:
@@ -253,14 +253,14 @@ class NumberedBatches(Dataset[Any]):
         if not self.is_iterable:
             with self._looking():
                 return first_samples(self.dataset, count)
-        if self._peeked is None:  # an iterable may yield its samples only once: they are kept for batch 0
+        if self._peeked is None:  # an iterable may yield its samples only once: keep them for batch 0
             self.set_epoch(self._epoch)
             self._start_at(0)
             self._peeked = self._read(0, [])
         return _repeated(self._peeked, count, self.dataset)
 
     def spread_rows(self, count: int) -> list[Any]:
-        """Return samples spread over the data set, which may be sorted; of an iterable the first ones."""
+        """Return samples spread over the data set, which may be sorted; the first samples of an iterable."""
         if self.is_iterable:
             return self.sample_rows(count)
         with self._looking():
@@ -268,7 +268,7 @@ class NumberedBatches(Dataset[Any]):
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        """Inside, read samples without training on them: generators and the data set's state are restored after."""
+        """Context for reading samples without training. Generators and the data set's state are restored."""
         with seeded(self.order.seed), generators_kept(self.dataset), left_as_found(self.dataset):
             yield
 
@@ -284,11 +284,11 @@ class NumberedBatches(Dataset[Any]):
 
     @property
     def next_slice(self) -> BatchSlice | None:
-        """The batch that was read ahead; None at the end of an epoch."""
+        """The slice that was read ahead; None at the end of an epoch."""
         return None if self._ahead is None else self._ahead.part
 
     def slice_of(self, number: int) -> list[int]:
-        """This pipeline's sample indices of a batch, for the inner loader."""
+        """Return this pipeline's sample indices of a batch, for the inner loader."""
         rows = self._rows_of(number)
         start, stop = part_of(len(rows), self._parts, self._index)
         mine = _SeededRows(rows[start:stop] or rows[:1])  # an empty slice gets one sample that will not count
@@ -305,11 +305,11 @@ class NumberedBatches(Dataset[Any]):
         return self.order.seed + 7919 * self._epoch + 104729 * number + 1
 
     def _slice_seed(self, number: int, start: int) -> int:
-        """Seed of a slice that starts at this index, so that pipelines draw different augmentations."""
+        """Seed of a slice that starts at this index. Pipelines then draw different augmentations."""
         return self._batch_seed(number) + 1 + start
 
     def _read_slice(self, number: int) -> _ReadBatch:
-        """Read this pipeline's slice of a batch, which may be the one behind the last."""
+        """Read this pipeline's slice of a batch. The number may be past the last batch."""
         if self.num_batches is not None and number >= self.num_batches and not self.is_iterable:
             return _ReadBatch(number)
         self._go_to(number)
@@ -321,20 +321,20 @@ class NumberedBatches(Dataset[Any]):
         return self._sliced(number, read)
 
     def _sliced(self, number: int, read: Any) -> _ReadBatch:
-        """This pipeline's slice of what the inner loader has returned."""
+        """Return this pipeline's slice of a batch from the inner loader."""
         global_rows = len(read) if self.is_iterable else len(self._rows_of(number))
         start, stop = part_of(global_rows, self._parts, self._index)
         batch = read
         if self.is_iterable:
             with seeded(self._slice_seed(number, start)):
                 batch = self._wrapped_collate_fn()(read[start:stop] or read[:1])
-        # separate from the batch: the Trainer would move the tags to the device, and a model does not accept them
+        # separate from the batch: the Trainer would move tags to the device, and models do not accept them
         batch, tags = BatchTags.taken_out_of(batch)
         part = BatchSlice(stop - start, global_rows, tags)
         return _ReadBatch(number, batch, part, read if self.is_iterable else None)
 
     def _go_to(self, number: int) -> None:
-        """Make batch `number` the one that `_read` returns next."""
+        """Advance to batch `number`, for the next `_read`."""
         if not self.is_iterable:
             if self._iterator is None or self.next_number != number:
                 self._start_at(number)
@@ -362,13 +362,13 @@ class NumberedBatches(Dataset[Any]):
 
 
 class GivenBatches:
-    """The batches of a training loader that the user has created. Each process trains on those of its own loader.
+    """The batches of a training loader that the user has created. Each process trains on its own loader.
 
-    Used in place of `NumberedBatches` if each process holds the whole model: the Trainer reads the loader itself, as
-    the stock one does. As under DDP, batches of one step on different processes have the same weight.
+    Used in place of `NumberedBatches` if each process holds the whole model: the Trainer reads the loader directly, as
+    the stock Trainer does. As under DDP, batches of one step on different processes have the same weight.
 
     Args:
-        dataset: the loader's dataset, which may be another one on each process; None if it has none.
+        dataset: the loader's dataset, which may differ between processes; None if it has none.
         processes: number of processes.
         sample: returns a few samples and their collator, without advancing in the data; called on first use.
     """
@@ -392,7 +392,7 @@ class GivenBatches:
         return self._samples[0][:count]
 
     def spread_rows(self, count: int) -> list[Any]:
-        """Return the same samples: how the loader gets its samples from the dataset is unknown."""
+        """Return the same samples: the loader may map the dataset in any way."""
         return self.sample_rows(count)
 
     @property
@@ -407,7 +407,7 @@ class GivenBatches:
         return self._sampled
 
     def slice_of(self, batch: Any) -> BatchSlice:
-        """The slice is the whole batch of this process; those of the others are assumed to be as large."""
+        """Return the whole batch as this process's slice. Assumes that other processes' batches are as large."""
         rows = batch_rows(with_name(batch), default=1)
         return BatchSlice(rows, rows * self._processes)
 
@@ -416,14 +416,14 @@ class GivenBatches:
         return {}
 
     def load_state_dict(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Do nothing: the order is the user's loader's."""
+        """No effect: the user's loader has its own order."""
 
     def reslice(self, parts: int, index: int) -> None:
         """Check that each process takes its own batches."""
         assert parts == self._processes, (parts, index)
 
     def close(self) -> None:
-        """Do nothing: the loader is the user's."""
+        """No effect: the user owns the loader."""
 
 
 TrainingBatches = NumberedBatches | GivenBatches

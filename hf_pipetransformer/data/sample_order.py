@@ -1,4 +1,4 @@
-"""The order in which an epoch reads the samples: drawn once, the same on every process and in a resumed job."""
+"""The order of the samples in an epoch: drawn once, the same on every process and in a resumed job."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from .node_order import Order, order_by_node
 logger = logging.getLogger(__name__)
 
 CHUNK = 2**20
-"""Number of indices that are taken from a sampler at once."""
+"""Number of indices to take from a sampler at once."""
 SEED = "seed"
-"""Key of an order that is drawn from a seed, and not from the state of the global generators."""
+"""Key of an order drawn from a seed rather than from the state of the global generators."""
 
 
 class SampleOrder:
     """Draws the order of each epoch.
 
     Args:
-        sampler: order of a map-style dataset's samples; None for an iterable, which has its own.
+        sampler: order of a map-style dataset's samples; None for an iterable, which has its own order.
         batch_size: number of samples in one batch, over all pipelines.
-        seed: seed of all random numbers that are drawn while data is read.
+        seed: seed of all random numbers drawn while data is read.
         node_shares: number of processes on each node, if samples must stay with a node.
         agree: returns rank 0's value on every process; collective.
-        draws_as_stock: let a sampler without its own generator draw from the global ones in their current state; then
-            the order is the stock Trainer's. Otherwise the order depends only on seed and epoch, whatever else has
-            been drawn.
+        draws_as_stock: let a sampler without its own generator draw from the global generators in their current state,
+            which gives the stock Trainer's order. Otherwise the order depends only on seed and epoch.
     """
 
     def __init__(
@@ -49,16 +48,16 @@ class SampleOrder:
         self.sampler, self.batch_size, self.seed = sampler, batch_size, seed
         self._node_shares = tuple(node_shares)
         self._agree, self._draws_as_stock = agree, draws_as_stock
-        self._kept: dict[int, tuple[Sequence[int], int]] = {}  # epoch -> `arrangement` of an epoch another job began
-        self._kept_draws: dict[int, Mapping[str, Any]] = {}  # epoch -> what that job drew the epoch's order from
-        self._drawn_from: Mapping[str, Any] = {}  # for the current order: a seed, or states of the global generators
+        self._kept: dict[int, tuple[Sequence[int], int]] = {}  # epoch begun by another job -> its `arrangement`
+        self._kept_draws: dict[int, Mapping[str, Any]] = {}  # the same epoch -> source of its order
+        self._drawn_from: Mapping[str, Any] = {}  # source of the current order: a seed, or global generators' states
 
     def arrangement(self, epoch: int) -> tuple[Sequence[int], int]:
-        """The nodes' shares and the global batch size by which the samples of an epoch are arranged."""
+        """Return the nodes' shares and the global batch size that arrange the samples of an epoch."""
         return self._kept.get(epoch, (self._node_shares, self.batch_size))
 
     def state_dict(self, epoch: int) -> dict[str, Any]:
-        """The state that determines the order of the current epoch, for a checkpoint, as plain values for JSON."""
+        """Return the state that determines the order of an epoch, for a checkpoint, as plain values for JSON."""
         shares, rows = self.arrangement(epoch)
         return {"shares": shares, "rows": rows, "drawn_from": self._drawn_from}
 
@@ -74,7 +73,7 @@ class SampleOrder:
             drawn_from: as in `state_dict`; None for older checkpoints, which do not contain it.
         """
         self._kept = {epoch: (tuple(shares), rows)}
-        # older checkpoints do not contain it: there, the order was always drawn from the seed
+        # older versions always drew the order from the seed
         self._kept_draws = {epoch: {SEED: self.seed + epoch} if drawn_from is None else drawn_from}
 
     def of_epoch(self, epoch: int, num_samples: int) -> Order:
@@ -82,7 +81,7 @@ class SampleOrder:
         return order_by_node(self._agree(self._draw(epoch)), *self.arrangement(epoch), num_samples, self.seed)
 
     def _draw(self, epoch: int) -> Order:
-        """Draw the sampler's order, and record what it was drawn from."""
+        """Draw the sampler's order, and record its source."""
         assert self.sampler is not None
         is_first = not self._drawn_from
         self._drawn_from = self._kept_draws.get(epoch, {SEED: self.seed + epoch})
@@ -108,7 +107,7 @@ class SampleOrder:
 
 
 def _drawn(sampler: Iterable[int]) -> Order:
-    """The order of a sampler, as an array if it is of integers."""
+    """Return the order of a sampler, as an array if it consists of integers."""
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
     indices, arrays = iter(sampler), [np.empty(0, dtype=np.int64)]

@@ -9,11 +9,11 @@ from .device_table import GIB
 from .forecast import BEST, DDP, FSDP, SWITCHED_OFF, Values, plain_trainings
 
 HARDLY_FASTER = 1.10
-"""Other layouts are recommended if this one takes more than this many times as long."""
+"""Another layout is recommended if this one takes more than this many times as long."""
 
 
 def advise(values: Values) -> list[str]:
-    """Return the advice on what `forecast` has returned; at least one sentence."""
+    """Return advice on the values of `forecast`: at least one sentence."""
     fits, k = values["epochs"][0]["fits"], values["epochs"][0]["stages"]
     sentences = [
         *(_about_sharding(values) if fits else ()),
@@ -30,7 +30,7 @@ def advise(values: Values) -> list[str]:
 
 
 def _about_sharding(values: Values) -> Iterator[str]:
-    """What to set in the training if the sharding was chosen, and what is faster than the shortest pipeline."""
+    """Advice on the chosen sharding, and on layouts that are faster than the shortest pipeline."""
     considered = values["sharding_choice"]
     if considered is None:
         return
@@ -79,7 +79,7 @@ def _about_stages(values: Values) -> Iterator[str]:
 
 
 def _about_fsdp(values: Values) -> Iterator[str]:
-    """Advice on FSDP, which has no bubble and replicates nothing, but moves all parameters in each step."""
+    """Advice on FSDP. It has no bubble and no replicated state, but moves all parameters in each step."""
     if values["fastest_plain"] != FSDP:
         return
     gain, of_pipeline = (plain_trainings(values)[name]["speed_up"] for name in (FSDP, BEST))
@@ -104,7 +104,7 @@ def _about_gain(values: Values) -> Iterator[str]:
     best, freezes = plain_trainings(values)[BEST], values["epochs"][-1]["num_frozen_layers"] > 0
     gain, k = best["speed_up"], best["stages"]
     if gain is not None and freezes and gain < WORTH_FREEZING:
-        if values["fastest_plain"] != FSDP:  # else `_about_fsdp` advises against freezing
+        if values["fastest_plain"] != FSDP:  # otherwise `_about_fsdp` advises against freezing
             yield (
                 f"Do not freeze: this training is predicted to be {gain:.2f} times as fast as the best static layout,"
                 f" and a gain below {WORTH_FREEZING - 1:.0%} is within the error of a prediction. Set"
@@ -127,7 +127,7 @@ def _about_cache(values: Values) -> Iterator[str]:
 
 
 def _about_adapters(values: Values) -> Iterator[str]:
-    """Adapters on the upper layers only, over outputs of the lower ones that are read from the cache."""
+    """Advice on adapters on the upper layers only, with the lower layers' outputs read from the cache."""
     upper = values.get("lora_on_upper_layers")
     if upper is None or upper["speed_up"] < HARDLY_FASTER:
         return

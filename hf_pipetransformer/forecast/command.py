@@ -53,9 +53,9 @@ def answer(
         task: a key of `placeholder_model.TASKS`, or "auto".
         seq: number of tokens of a sample.
         job: the training.
-        device: the kind of its devices.
+        device: the kind of the devices.
         frozen: names of modules that the user has frozen.
-        tuning: whether adapters are trained, and what saves memory.
+        tuning: the options for adapters and for saving memory.
 
     Returns:
         A title, and the forecast as plain values.
@@ -88,7 +88,7 @@ def answer(
 
 
 def policy_of(freezes: bool, alpha: float, freeze_schedule: str | None) -> FreezePolicy:
-    """Return the policy that the options `--freeze`, `--alpha` and `--freeze-schedule` ask for.
+    """Return the policy for the options `--freeze`, `--alpha` and `--freeze-schedule`.
 
     Raises:
         ValueError: a number is out of range, or the schedule is no JSON object.
@@ -101,7 +101,7 @@ def policy_of(freezes: bool, alpha: float, freeze_schedule: str | None) -> Freez
 def _assumed(model: PreTrainedModel, job: Job, device: Device, sharding: str, tuning: Tuning) -> list[str]:
     """Return the assumptions of a forecast, the most important ones first.
 
-    Memory is counted in the precision in which weights are loaded.
+    Memory is counted in the precision of the loaded weights.
     """
     gb, steps = 1e9, job.gradient_accumulation_steps
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}

@@ -1,4 +1,4 @@
-"""Data of accelerators that are not available here: arithmetic, memory, links.
+"""A table of accelerators: arithmetic, memory, links. Forecasts use it instead of measurements.
 
 Peak performance, memory and links come from the vendors' data sheets. Estimates are marked as such.
 """
@@ -29,14 +29,14 @@ class Device:
         memory_bytes: memory of one device.
         memory_bytes_per_second: memory bandwidth of one device.
         link_bytes_per_second: bandwidth between two devices of a node, in one direction.
-        network_bytes_per_second: bandwidth out of a node, for all its devices together. An estimate, taken from how
-            such a node is often sold.
+        network_bytes_per_second: bandwidth out of a node, for all its devices together. An estimate, from common
+            configurations.
         efficiency: fraction of the peak that a layer reaches. An estimate.
         seconds_per_unit: fixed cost of one unit's forward, for launching its kernels. An estimate.
         devices_per_node: usual number of devices in a node.
         read_bytes_per_second: bandwidth at which all devices of a node together read the cache from the page cache.
             This and the following are estimates.
-        disk_bytes_per_second: the same from the disk, if the page cache is too small.
+        disk_bytes_per_second: bandwidth from the disk, if the page cache is too small.
         host_memory_bytes: memory available to the page cache; None if unknown, which counts as sufficient.
         host_disk_bytes: disk space that the cache may take; None if unknown, which counts as sufficient.
     """
@@ -61,13 +61,13 @@ class Device:
         return int(self.memory_bytes * USABLE_MEMORY)
 
     def num_nodes(self, num_devices: int) -> int:
-        """Return the number of nodes that have so many devices."""
+        """Return the number of nodes for this many devices."""
         return -(-num_devices // self.devices_per_node)
 
     def times(self, workload: Workload, num_devices: int) -> ModelTimes:
         """Predict from FLOPs how long the parts of a model take.
 
-        The part before the units counts as part of the first unit, as its FLOPs do.
+        The part before the units counts with the first unit, as for FLOPs.
 
         Args:
             workload: the costs of the model.
@@ -100,21 +100,21 @@ DEVICES = {
         Device("a100-80g", 312 * TFLOPS, 80 * GIB, 2039 * GB, 300 * GB, 200 * GB),
         Device("h100-80g", 989 * TFLOPS, 80 * GIB, 3350 * GB, 450 * GB, 400 * GB),
         Device("h200-141g", 989 * TFLOPS, 131 * GIB, 4800 * GB, 450 * GB, 400 * GB),
-        # no NVLink, but PCI Express only
+        # PCI Express only, without NVLink
         Device("l4-24g", 121 * TFLOPS, 24 * GIB, 300 * GB, 32 * GB, 12.5 * GB),
         Device("rtx4090-24g", 165 * TFLOPS, 24 * GIB, 1008 * GB, 32 * GB, 12.5 * GB),
     )
 }
-"""Name -> device. FLOP/s are those of bf16 (V100: fp16) with accumulation in fp32."""
+"""Name -> device. FLOP/s are for bf16 (V100: fp16) with accumulation in fp32."""
 
 
 def device_named(
     name: str, efficiency: float | None = None, memory_gib: float | None = None, disk_gib: float | None = None
 ) -> Device:
-    """Return the device with this name, with what the options of `hf-pipetransformer plan` change of it; see there.
+    """Return the device with this name, changed by the options of `hf-pipetransformer plan`.
 
     Raises:
-        ValueError: it is not in the table, or a value is out of range.
+        ValueError: the device is not in the table, or a value is out of range.
     """
     for option, value in (("efficiency", efficiency), ("memory_gib", memory_gib), ("disk_gib", disk_gib)):
         most = 1.0 if option == "efficiency" else None

@@ -3,10 +3,10 @@
     freeze policy -> f in each epoch
     cache         -> c in each epoch        number of these f layers that come from the cache
     planner       -> layout of each epoch   the first, and another where f or c changes, as the trainer makes them
-    cost model    -> step                   plus the time to load what is cached
+    cost model    -> step                   plus the time to load cached outputs
 
-The forecast is compared with static layouts and FSDP, in which nothing is frozen, and with the bound from the counted
-FLOPs. All of them are layouts (`planning.layout`), and their steps and memory are what a `CostModel` predicts.
+The forecast is compared with static layouts and FSDP without freezing, and with the bound from the counted FLOPs. All
+of them are layouts (`planning.layout`), and a `CostModel` predicts their steps and memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .fully_sharded import FullySharded
 from .workload import Workload
 
 BEST, DDP, PIPELINE, FSDP = "best static layout", "plain DDP", "static pipeline", "plain FSDP"
-"""Names of the trainings without freezing that a forecast is compared with."""
+"""Names of the trainings without freezing in a forecast's comparison."""
 Values = dict[str, Any]
-"""Plain values for JSON, from which text and advice are made: times in seconds, sizes in bytes."""
+"""Plain values for JSON, text and advice: times in seconds, sizes in bytes."""
 SWITCHED_OFF = "switched off"
-"""Why nothing is cached, if the user wants it so."""
+"""Reason for no caching if the user has disabled it."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Job:
         num_epochs: number of epochs; freezing is decided at the start of each.
         num_samples: number of samples in an epoch.
         freeze_policy: a policy that needs no gradients.
-        asked: what is asked of the planner; the samples of a device follow from the batch.
+        asked: the request to the planner. Its samples per device are derived from the batch.
         max_frozen_layers: the user's upper bound on the number of frozen layers.
         caches: whether frozen layers' outputs are cached.
-        gradient_accumulation_steps: number of batches, run one after the other, in which the global batch is run.
+        gradient_accumulation_steps: number of consecutive batches that the global batch is split into.
 
     Raises:
         ValueError: a number is too small, or the batch cannot be divided equally.
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def request(self) -> Request:
-        """What is asked of the planner, with the samples of a device in one of the batches of a step."""
+        """The request to the planner, with the samples per device in one batch of a step."""
         return replace(self.asked, rows_per_device=self.batch // (self.num_devices * self.gradient_accumulation_steps))
 
     @property
@@ -95,10 +95,11 @@ def forecast(job: Job, workload: Workload, device: Device) -> Values:
     """Predict a training on devices of this kind.
 
     Returns:
-        Beside the job's numbers: "epochs", a step of each as `step_values` describes it; "sharding_choice", the steps
-        from which the sharding and the first layout were chosen; "compared_with" and "fsdp", as `_plain_steps` makes
-        them, and the name of the fastest; "flop_bound", FLOPs without freezing over those with it; and for the cache,
-        bytes on a node of the largest generation and of the two that exist together after a freeze, and why it is off.
+        The job's numbers and: "epochs", with a step of each epoch (`step_values`); "sharding_choice", the steps of the
+        candidates for the sharding and the first layout; "compared_with" and "fsdp" (`_plain_steps`), and the name of
+        the fastest; "flop_bound", FLOPs without freezing over FLOPs with freezing; and "cache", with the bytes per
+        node of the largest generation and of the two generations that coexist after a freeze, and the reason if it is
+        off.
 
     Raises:
         ValueError: no layout is possible, as in `Planner`.
@@ -142,16 +143,17 @@ def forecast(job: Job, workload: Workload, device: Device) -> Values:
         "seconds": seconds,
         "compared_with": {name.replace(" ", "_"): step for name, step in plain.items() if name != FSDP},
         "fsdp": plain.get(FSDP),
-        # NCCL's: the most that a process has, without those for tied weights; they stay, as numbers of stages come
-        # back: of all; for each K of the pipeline, of the replicas, and of two ranks with each neighbour
+        # maximum number of NCCL communicators of a process, without tied weights. All are kept, because numbers of
+        # stages recur: one of all processes, and for each K one of the pipeline, one of the replicas, and one for each
+        # neighbour
         "communicators": (world > 1) + sum((k > 1) + (k < world) + min(k - 1, 2) for k in stages if world > 1),
         "flop_bound": len(epochs) * sum(step_flops(costs, 0)) / flops if flops else 1.0,
         "fastest_plain": fastest,
-        # how many epochs the fastest training without freezing runs in the time of this training
+        # epochs of the fastest training without freezing in the time of this training
         "plain_epochs_of_equal_cost": None if gain is None else len(epochs) / gain,
         "cache": {
             "generation_bytes_per_node": max(cache.node_bytes(step["puts"]) for step in epochs),
-            # the generation that is read is kept until the next one is complete
+            # the old generation is kept until the next one is complete
             "peak_bytes_per_node": max(
                 sum(map(cache.node_bytes, {step["puts"], step["num_cached_layers"]})) for step in epochs
             ),
@@ -169,16 +171,16 @@ def step_values(
 
     Args:
         layout: the layout.
-        costs: predicts it, from times.
-        num_batches: number of batches of the step, run one after the other; gradients are reduced, and the optimizer
-            runs, once after them.
+        costs: predicts the step. It must have times.
+        num_batches: number of consecutive batches in the step. Gradients are reduced, and the optimizer runs, once at
+            the end.
         load_seconds: time to load cached outputs.
-        puts: number of layers whose output is stored in the cache; 0 if nothing is stored.
+        puts: number of layers below the stored outputs; 0 if none are stored.
 
     Returns:
-        Beside numbers of the layout and these: "stage_layers", the layers in each virtual stage of each stage;
-        "receive_bytes", the part of the stages' bytes in which they receive tensors of others; whether the largest
-        stage "fits" a device; and "shares", activity -> fraction of the step's seconds, averaged over the stages.
+        The numbers of the layout and the arguments, and: "stage_layers", the number of layers in each virtual stage of
+        each stage; "receive_bytes", each stage's bytes for receive buffers; "fits", whether the largest stage fits a
+        device; and "shares", activity -> fraction of the step's seconds, averaged over the stages.
     """
     assert costs.times is not None
     k, m, rows = layout.pipeline_parallel_size, layout.num_microbatches, layout.rows_per_pipeline
@@ -220,16 +222,16 @@ def step_values(
 
 
 def plain_trainings(values: Values) -> dict[str, Values]:
-    """Return the trainings without freezing that a forecast is compared with, by name."""
+    """Return the trainings without freezing in the comparison, by name."""
     found = {name.replace("_", " "): step for name, step in values["compared_with"].items()}
     return found if values["fsdp"] is None else {**found, FSDP: values["fsdp"]}
 
 
 def _plain_steps(job: Job, planner: Planner) -> tuple[list[Values], dict[str, Values]]:
-    """Return a step of each static layout, one for each number of stages, and of the trainings without freezing.
+    """Return a step of each static layout, one per number of stages, and of the trainings without freezing.
 
-    These are the fastest static layout that fits; plain DDP, K = 1; a static pipeline of the first layout's K, or else
-    of the smallest one above 1; and FSDP in as few micro-batches as fit. What is not possible is left out.
+    The trainings are the fastest static layout that fits; plain DDP, K = 1; a static pipeline with the first layout's
+    K, or with the smallest K above 1; and FSDP with the fewest micro-batches that fit. Impossible ones are omitted.
     """
     parts, k = job.gradient_accumulation_steps, planner.first.pipeline_parallel_size
     of_any_size = replace(planner, request=replace(planner.request, pipeline_parallel_size=AUTO))
@@ -253,9 +255,9 @@ def _plain_steps(job: Job, planner: Planner) -> tuple[list[Values], dict[str, Va
 
 
 def _fastest(plain: Mapping[str, Values]) -> str:
-    """Return what is fastest without freezing: a static layout, or FSDP where the best layout is a pipeline.
+    """Return the fastest training without freezing: a static layout, or FSDP if the best layout is a pipeline.
 
-    Where DDP is possible, FSDP would only look faster: DDP's all-reduce is counted as if nothing hid it.
+    If DDP is possible, FSDP only looks faster: the prediction does not overlap DDP's all-reduce with the backward.
     """
     best, fsdp = plain[BEST], plain.get(FSDP)
     if fsdp is None or best["stages"] == 1 or not fsdp["fits"]:
@@ -264,10 +266,10 @@ def _fastest(plain: Mapping[str, Values]) -> str:
 
 
 def _course(cache: _Cache) -> tuple[list[Values], str | None]:
-    """Return a step of each epoch, with the decisions of the trainer, and why no more is cached."""
+    """Return a step of each epoch under the trainer's decisions, and the reason if caching stops."""
     job, workload, planner = cache.job, cache.workload, cache.planner
     layout, epochs = planner.first, list[Values]()
-    cached = stored = refused = 0  # numbers of layers: what is read, what is in the store, what is not worth it
+    cached = stored = refused = 0  # numbers of layers: read, in the store, not worth reading
     off = None if job.caches else SWITCHED_OFF
     num_layers, most, steps = len(workload.unit_costs), workload.max_frozen, job.steps_per_epoch
     course = frozen_in_epochs(job.freeze_policy, num_layers, most, job.num_epochs, steps, job.max_frozen_layers)
@@ -289,7 +291,7 @@ def _course(cache: _Cache) -> tuple[list[Values], str | None]:
 
 @dataclass(frozen=True)
 class _Cache:
-    """The cache of a node: what it takes, and what the training would store in it."""
+    """The cache of a node: its size and speed, and the training's decisions about it."""
 
     job: Job
     workload: Workload
@@ -302,12 +304,12 @@ class _Cache:
         return self.device.num_nodes(self.job.num_devices)
 
     def node_bytes(self, boundary: int) -> float:
-        """Return the size of a generation: what is read above so many layers, for all samples of the node."""
+        """Return the bytes of a generation: the outputs of layer `boundary` for all samples of the node."""
         samples = self.job.num_samples / self.num_nodes
         return self.workload.cache_row_bytes(boundary) * samples if boundary else 0.0
 
     def sample_seconds(self, cached: int, puts: int = 0) -> float:
-        """Return the seconds to load a sample. What is being stored displaces what is read from the page cache."""
+        """Return the seconds to load a sample. Stored outputs displace older ones from the page cache."""
         if not cached:
             return 0.0
         memory, live = self.device.host_memory_bytes, self.node_bytes(cached) + self.node_bytes(puts)
@@ -316,7 +318,7 @@ class _Cache:
         return self.workload.cache_row_bytes(cached) / speed
 
     def fill(self, layout: Layout, cached: int, refused: int) -> tuple[int, str | None] | None:
-        """Return above how many layers outputs are stored from now on, and why not above more; None if as before."""
+        """Return the boundary to store at from now on, and the reason if it is limited; None if it stays."""
         nodes = [str(rank // self.device.devices_per_node) for rank in range(layout.world_size)]
         highest, disk = layout.most_cached_on(nodes, layout.num_frozen_layers), self.device.host_disk_bytes
         boundary = max((each for each in self.workload.cacheable if each <= highest), default=0)
@@ -331,9 +333,9 @@ class _Cache:
         return boundary, None
 
     def why_slow(self, layout: Layout, boundary: int) -> str | None:
-        """Return why loading a sample is not worth it, as the training finds out when the cache is filled.
+        """Return why loading a sample is not worth it, or None. The training decides alike when the cache is full.
 
-        The first stages of a node read at the same time, so each of them has its samples when all have been loaded.
+        The first stages of a node read at the same time: each waits until the samples of all are loaded.
         """
         assert self.planner.times is not None
         readers = self.job.batch / self.num_nodes / self.job.gradient_accumulation_steps / layout.rows_per_pipeline

@@ -11,7 +11,7 @@ from .device_table import GIB
 from .forecast import FSDP, Values, plain_trainings
 
 MAIN_ASSUMPTIONS = 2
-"""Number of assumptions, the first ones, that are always printed: they would mislead if nobody read them."""
+"""Number of assumptions that are always printed: a forecast misleads readers who do not know them."""
 LEGEND = "K × R: pipeline stages × their replicas; M: micro-batches; GiB: memory of the fullest device."
 LEGEND_OF_FREEZING = (
     "frozen, cached: numbers of layers; (stores n): the outputs of n frozen layers are stored for the next epochs."
@@ -21,11 +21,11 @@ FROZEN_MODULES = {
     "computed": "frozen, computed",
     "read": "frozen, read from the cache",
 }
-"""The steps of `frozen_modules.estimate`, in the words of the table."""
+"""Step of `frozen_modules.estimate` -> its name in the table."""
 
 
 def as_text(values: Values, title: str, verbose: bool = False) -> str:
-    """Format what `command.answer` returns for a terminal, below a title; `verbose` lists all assumptions."""
+    """Format the values of `command.answer` for a terminal, below a title. `verbose` lists all assumptions."""
     epochs, frozen = values["epochs"], values.get("frozen_modules", ())
     periods = ("num_frozen_layers", "num_cached_layers", "puts", "stages")
     courses = [list(group) for _, group in groupby(epochs, key=lambda epoch: [epoch[name] for name in periods])]
@@ -64,19 +64,19 @@ def as_text(values: Values, title: str, verbose: bool = False) -> str:
 
 
 def as_fast(gain: float) -> str:
-    """Return how fast a training is, from the time of another one over its own: "0.93× as fast (slower)"."""
+    """Return the speed of a training in words, from another training's time over its own: "0.93× as fast (slower)"."""
     text = f"{gain:.2f}"
     return "equally fast" if text == "1.00" else f"{text}× as fast{' (slower)' if gain < 1 else ''}"
 
 
 def _table(header: str, rows: Iterable[tuple[str, ...]], left: Sequence[int] = (0,)) -> str:
-    """Return a table, or nothing without rows."""
+    """Return a table, or an empty string without rows."""
     lines = list(rows)
     return "\n".join(align([header.split("|"), *lines], left=left)) if lines else ""
 
 
 def _period(period: Sequence[Values]) -> tuple[str, ...]:
-    """Return the row of consecutive epochs that are alike."""
+    """Return the row for consecutive epochs with equal steps."""
     first, last = period[0], period[-1]
     limit, share = max(first["shares"].items(), key=lambda item: item[1])
     return (
@@ -123,7 +123,7 @@ def _ms(step: Values) -> str:
 
 
 def _about_flops(bound: float) -> str:
-    """Return a line below the comparison, unless the training saves no FLOPs."""
+    """Return the line on FLOPs below the comparison; empty if the training saves none."""
     gain = as_fast(bound)
     return (
         "" if gain == "equally fast" else f"\nCounting FLOPs alone, this training would be {gain} as without freezing."

@@ -1,14 +1,14 @@
-"""What reading the outputs of frozen modules gains over computing them: an estimate.
+"""An estimate of the gain from reading the outputs of frozen modules instead of computing them.
 
 Modules that the user has frozen:
 
-    nothing frozen      forward and backward of everything
-    computed            what is frozen runs forward only, as in the stock Trainer, and in the first epoch
-    read                what is frozen does not run: in the other epochs
+    nothing frozen      forward and backward of all modules
+    computed            frozen modules run forward only: in the stock Trainer, and in the first epoch
+    read                frozen modules do not run: in the other epochs
 
-FLOPs are counted in one forward of a sample. One stage on each device, as only there any frozen module is read.
+FLOPs are counted in one forward of a sample. The layout has one stage: only then can any frozen module be read.
 
-LoRA on the upper half of the layers: the lower half is frozen from the start, and read from the second epoch on.
+LoRA on the upper half of the layers: the lower half is frozen from the start and read from the second epoch on.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from .placeholder_model import GhostProducts
 from .workload import Workload
 
 LAYER_OF_PEFT = re.compile(r".*?\.[^.]*\.(\d+)\.")
-"""Finds the number of a module's layer in its name, as PEFT does for `layers_to_transform`."""
+"""Finds a layer's number in a module's name, as PEFT does for `layers_to_transform`."""
 
 
 def estimate(
     model: PreTrainedModel, names: Sequence[str], workload: Workload, job: Job, device: Device
 ) -> list[dict[str, Any]]:
-    """Estimate a step with nothing frozen, and with modules that are frozen and computed, or read.
+    """Estimate a step without frozen modules, with computed ones, and with ones read from the cache.
 
     Args:
-        model: a model of placeholders, of which `workload` has the costs.
+        model: a model of placeholders. `workload` has its costs.
         names: the frozen modules. Their inputs must come from the batch alone.
-        workload, job, device: as of a forecast.
+        workload, job, device: as for a forecast.
 
     Returns:
-        For each of the three: "what", "forward_share" (of the forward FLOPs that are frozen), and "step_seconds".
+        Three steps, each with "what", "forward_share" (frozen share of the forward FLOPs) and "step_seconds".
 
     Raises:
         ValueError: the model has no such module, one of them contains another, or one does not run.
@@ -85,14 +85,14 @@ def lora_on_upper_layers(
 
     Args:
         model: the model, with adapters on all layers.
-        workload, job, device: as of the forecast of this training.
+        workload, job, device: as for the forecast of this training.
         seconds: time of this training.
 
     Returns:
-        "target_modules" and "layers_to_transform" for PEFT; "freeze_schedule" for the training arguments, with which
-        the lower outputs are cached despite dropout and gradient checkpointing; "step_seconds" of the last epoch,
-        "seconds" of the training, and "speed_up" over the given one; "cache_bytes_per_node". None if the outputs would
-        not be read, if something else is trained below, or if PEFT numbers the layers in another way, as those of an
+        "target_modules" and "layers_to_transform" for PEFT; "freeze_schedule" for the training arguments, which caches
+        the lower outputs despite dropout and gradient checkpointing; "step_seconds" of the last epoch, "seconds" of
+        the training, and "speed_up" over the given training; "cache_bytes_per_node". None if the outputs would not be
+        read, if other parameters below are trained, or if PEFT numbers the layers differently, as in an
         encoder-decoder.
     """
     units, half = workload.unit_costs, len(workload.unit_costs) // 2
@@ -129,12 +129,12 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 
 
 def _counted(model: PreTrainedModel, modules: Mapping[str, nn.Module], tokens: int) -> tuple[float, float, int]:
-    """Return the forward FLOPs of a sample, those of the modules among them, and the bytes of what is read of it.
+    """Return the forward FLOPs of a sample, the FLOPs of the frozen modules, and the bytes read for a sample.
 
-    A tower that text does not run (a vision tower under a language model) is counted on one sample of its own. Of
-    frozen modules that follow one another the last one's output is read.
+    A module that a text sample does not run (the vision tower of a language model) is counted on a sample of its own.
+    If frozen modules follow one another, only the last one's output is read.
     """
-    outputs = dict[int, torch.Tensor]()  # that are not the input of another frozen module
+    outputs = dict[int, torch.Tensor]()  # except inputs of other frozen modules
     has_run = set[nn.Module]()
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -20,16 +20,16 @@ SINGLE_MICRO_BATCH = (
     "{}. With several stages, the batch of a pipeline is not divided, so that the stages work one after the other;"
     " replicas and accumulated batches have statistics of their own, as under plain DDP."
 )
-"""Note about a model whose samples depend on one another, with the reason."""
+"""Note about a model with samples that depend on one another, with the reason."""
 
 
 def inspect(model: PreTrainedModel, tokens: int, stages: Sequence[int]) -> tuple[dict[str, Any], str]:
-    """Return what `inspect` says of a model: as plain values for JSON, and as text.
+    """Return the report of `inspect` on a model, as plain values for JSON and as text.
 
     Args:
         model: the model, of placeholders or with weights.
         tokens: number of tokens of a text sample.
-        stages: numbers of stages to propose; those above the number of units are left out.
+        stages: numbers of stages to propose; numbers above the number of units are omitted.
 
     Raises:
         UnsupportedModelError: the model cannot be split into stages.
@@ -65,7 +65,7 @@ def inspect(model: PreTrainedModel, tokens: int, stages: Sequence[int]) -> tuple
             for unit in units
         ],
         "shared_parameters": {name: where for name, where in needed_by.items() if len(where) > 1},
-        # with several stages, training does not divide the batch of a pipeline
+        # training then does not split a pipeline's batch
         "single_micro_batch": coupled,
         "stages": {
             str(planner.world_size): [
@@ -84,7 +84,7 @@ def inspect(model: PreTrainedModel, tokens: int, stages: Sequence[int]) -> tuple
 
 
 def _as_text(report: Mapping[str, Any], planners: Iterable[Planner]) -> str:
-    """Return the report as tables; consecutive units of equal costs are one row, as are parameters of the same."""
+    """Return the report as tables. Consecutive units of equal costs share a row, and so do their parameters."""
     units, shared = report["units"], report["shared_parameters"]
 
     def costs(index: int) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def _as_text(report: Mapping[str, Any], planners: Iterable[Planner]) -> str:
     for shown, group in groupby(range(len(units)), key=costs):
         alike = list(group)
         first, last = units[alike[0]]["name"], units[alike[-1]]["name"]
-        name = first if first == last else f"{first} ... {last.rpartition('.')[2]}"  # of ALBERT, all are one
+        name = first if first == last else f"{first} ... {last.rpartition('.')[2]}"  # ALBERT: one module
         rows.append((_ranges(alike), name, *shown))
     shares = [("shared parameters", "needed by units")]
     for where, group_of in groupby(shared, key=lambda name: shared[name]):

@@ -33,13 +33,13 @@ PLACEHOLDER_VALUE = 0.01
 LARGE_BYTES = 64 * MIB
 """Tensors of at least this size are parameters, not buffers."""
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default)
-"""Operations whose last argument is a matrix by which the one before it is multiplied."""
+"""Matrix products: the last argument multiplies the argument before it."""
 
 # Many families are in several mappings (BART in five), so the order decides, from the narrow mapping to the wide
 # one: encoder-decoders first, because BART is also listed as a masked and a causal language model; then encoders,
 # recognized by masked-language modeling and fine-tuned as classifiers, because BERT is also listed as a causal
-# model; then decoders, because Llama is also listed as a classifier. The rest do not overlap with text. What follows
-# "base", which takes every family, has to be asked for.
+# model; then decoders, because Llama is also listed as a classifier. The rest do not overlap with text. Entries after
+# "base", which takes every family, are only used on request.
 TASKS: Mapping[str, str] = {
     "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
@@ -56,15 +56,15 @@ TASKS: Mapping[str, str] = {
     "question-answering": "AutoModelForQuestionAnswering",
     "multiple-choice": "AutoModelForMultipleChoice",
 }
-"""Name of a task -> the Auto class that builds its model."""
+"""Name of a task -> Auto class for its model."""
 
 
 class UnknownModelError(ValueError):
-    """Raised if no configuration is found under the given name, or none that fits the task."""
+    """Raised if there is no configuration of this name, or no model class for the task."""
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """Load the configuration that a name refers to.
+    """Load the configuration of a name.
 
     The name is looked up as a path first, then as a model type (with its default configuration), then as a name on
     the Hub, or in its local cache if the Hub does not answer. Code that comes with a model is never run.
@@ -77,7 +77,7 @@ def load_config(name: str) -> PreTrainedConfig:
     if not is_path and name in CONFIG_MAPPING:
         try:
             return AutoConfig.for_model(name)
-        except Exception as error:  # its class does not accept its own default values, with whatever error
+        except Exception as error:  # its class rejects its own default values, with any error
             raise UnknownModelError(
                 f"model type {name!r} has no default configuration ({_first_line(error)}). Pass a folder or a"
                 " config.json with the values of a real model."
@@ -85,7 +85,7 @@ def load_config(name: str) -> PreTrainedConfig:
     is_offline = not path.exists() and not _hub_answers(name)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=is_offline)
-    except Exception as error:  # besides OSError and ValueError, those of the HTTP client
+    except Exception as error:  # OSError, ValueError, or any error of the HTTP client
         if is_path:
             reason = f"its configuration cannot be read ({_first_line(error)})."
         elif path.exists():
@@ -100,10 +100,10 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def _hub_answers(name: str) -> bool:
-    """Return whether the Hub answers a single request for a model's configuration, be it that there is none.
+    """Return whether the Hub answers a single request for a model's configuration, even with "not found".
 
-    Without this request, `from_pretrained` would try six times to reach a Hub that is not reachable. The request runs
-    in a thread, because looking up the Hub's name and trying each of its addresses may exceed the timeout.
+    Without this request, `from_pretrained` would try six times to reach an unreachable Hub. The request runs in a
+    thread, because looking up the Hub's name and trying each of its addresses may exceed the timeout.
     """
     answers: list[bool] = []
 
@@ -111,8 +111,8 @@ def _hub_answers(name: str) -> bool:
         try:
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=constants.HF_HUB_ETAG_TIMEOUT)
         except (HfHubHTTPError, HFValidationError):
-            pass  # an answer, or a name that needs none: `from_pretrained` says what is wrong
-        except Exception:  # whichever error the HTTP client has for a failed connection, a proxy, or offline mode
+            pass  # the Hub has answered, or the name is invalid: `from_pretrained` explains the error
+        except Exception:  # the HTTP client's error for a failed connection, a proxy, or offline mode
             return
         answers.append(True)
 
@@ -133,9 +133,8 @@ def _why_not_on_hub(is_offline: bool, error: Exception) -> str:
 def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
     """Return the class that builds a configuration's model: an architecture of transformers or an Auto class.
 
-    Without a task, the configuration's own `architectures` decides; a configuration without `architectures` gets the
-    task that its family is mostly fine-tuned for (encoders: sequence classification; decoders: causal language
-    modeling).
+    Without a task, the configuration's own `architectures` decides. A configuration without `architectures` gets the
+    usual fine-tuning task of its family (encoders: sequence classification; decoders: causal language modeling).
 
     Raises:
         UnknownModelError: No class accepts the configuration.
@@ -152,8 +151,8 @@ def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
         if kind not in auto._model_mapping or (chooses and candidate == "sequence-classification" and not is_encoder):
             continue
         found = auto._model_mapping[kind]
-        # of several classes for one configuration (LeViT) the first: the Auto class would look for the architectures
-        # that a configuration of a mere type does not name
+        # LeViT has several classes. Take the first: the Auto class would read `architectures`, which the default
+        # configuration of a model type lacks
         cls: type = found[0] if isinstance(found, (tuple, list)) and not config.architectures else auto
         return cls
     if chooses:
@@ -162,7 +161,7 @@ def model_class(config: PreTrainedConfig, task: str = "auto") -> type:
 
 
 def build_placeholder_model(config: PreTrainedConfig, cls: type) -> PreTrainedModel:
-    """Build a model in which each parameter occupies the memory of a single element.
+    """Build a model of placeholders: each parameter occupies the memory of a single element.
 
     Buffers are real, because models compute with them. Tied parameters stay tied, and every parameter is trainable.
     """
@@ -179,7 +178,7 @@ def build_placeholder_model(config: PreTrainedConfig, cls: type) -> PreTrainedMo
 
 
 class _LargeTensorsOnMeta(TorchFunctionMode):
-    """Mode in which `torch.empty` creates large tensors on the meta device.
+    """Mode that makes `torch.empty` create large tensors on the meta device.
 
     `init_empty_weights` first allocates each parameter, and a mixture of experts has single parameters of 30 GB.
     """
@@ -196,11 +195,11 @@ class _LargeTensorsOnMeta(TorchFunctionMode):
 
 
 class GhostProducts(TorchDispatchMode):
-    """Mode in which a matrix product with a placeholder is computed from row sums, without expanding the placeholder.
+    """Mode that computes matrix products with placeholders from row sums, without expanding the placeholder.
 
     The kernels would first copy a stride-0 matrix to its full size: 26 GB for one forward of a 7B model. Results equal
-    the product up to rounding, and have its size. Enter it before a `FlopCounterMode`, which then still counts the
-    product.
+    the product up to rounding, and have the same shape. Enter it before a `FlopCounterMode`, which then still counts
+    the product.
     """
 
     def __torch_dispatch__(

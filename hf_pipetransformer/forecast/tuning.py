@@ -10,14 +10,14 @@ from ..planning.costs import UnitCost
 from .workload import Workload
 
 FULL_BACKWARD = 2.0
-"""Forwards that a backward takes if weights and inputs both need gradients."""
+"""Cost of a backward in forwards, if weights and inputs both need gradients."""
 ADAPTED_BACKWARD = 1.0
-"""Forwards that it takes if only the inputs, and a few small matrices, do."""
+"""Cost of a backward in forwards, if only the inputs and a few small matrices need gradients."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The options of `hf-pipetransformer plan` about how the model is fine-tuned; see there.
+    """The options of `hf-pipetransformer plan` for LoRA, gradient checkpointing and bf16.
 
     Raises:
         ValueError: the rank is too small.
@@ -32,7 +32,7 @@ class Tuning:
             raise ValueError(f"lora_r is {self.lora_r}, but must be at least 1.")
 
     def adapt(self, model: PreTrainedModel) -> None:
-        """Add LoRA adapters to a model, if they are asked for. A new head is trained as well.
+        """Add LoRA adapters to a model, if requested. A new head is trained as well.
 
         Raises:
             ImportError: PEFT is not installed.
@@ -52,10 +52,10 @@ class Tuning:
                 head.requires_grad_(True)
 
     def lighten(self, workload: Workload) -> Workload:
-        """Return a workload with the activations and the backward that these options leave."""
+        """Return a workload with the activations and the backward under these options."""
         units = workload.unit_costs
         backward = FULL_BACKWARD if self.lora_r is None else ADAPTED_BACKWARD
-        if self.gradient_checkpointing:  # of each unit only its input is kept
+        if self.gradient_checkpointing:  # only the input of each unit is kept
             backward += 1.0
             inputs = [units[0].boundary_bytes, *(unit.boundary_bytes for unit in units[:-1])]
             units = tuple(
@@ -68,7 +68,7 @@ class Tuning:
 
 
 def _in_half(unit: UnitCost) -> UnitCost:
-    """Halve what is in fp32 without autocast. Weights in 16 bits have 16-bit activations already."""
+    """Halve the bytes of fp32 activations. Models with 16-bit weights have 16-bit activations already."""
     if not unit.copies and not unit.untrained_copies_bytes:
         return unit
     head = replace(unit.head, activation_bytes=unit.head.activation_bytes // 2)

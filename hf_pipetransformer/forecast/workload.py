@@ -28,14 +28,15 @@ MEASURED_TOKENS = (16, 32, 64)
 
 @dataclass(frozen=True)
 class Workload:
-    """The costs of a model, for samples of the training's length.
+    """The costs of a model for samples of the training's length.
 
     Attributes:
-        unit_costs: costs of its units.
-        max_frozen: the largest number of layers that can be frozen while something is left to train.
-        cacheable: numbers of layers above which only one tensor is read. Whether it can be cached depends on more.
+        unit_costs: costs of the model's units.
+        max_frozen: the largest number of layers that can be frozen while some parameters stay trainable.
+        cacheable: boundaries (numbers of layers below) that a single tensor crosses: a necessary condition for
+            caching.
         tokens: number of tokens in a sample; None if the costs do not depend on it, as images have a fixed size.
-        backward_forwards: forwards that a backward takes.
+        backward_forwards: cost of a backward in forwards.
         autocasts: whether autocast computes in 16 bits, and keeps copies of weights.
     """
 
@@ -47,7 +48,7 @@ class Workload:
     autocasts: bool = False
 
     def cache_row_bytes(self, boundary: int) -> int:
-        """Size of what is cached for a sample at this boundary, that is, above this many layers."""
+        """Return the bytes cached for a sample at this boundary, above `boundary` layers."""
         index = min(boundary, max(len(self.unit_costs) - 1, 1))  # above the last unit: the same size as below it
         return self.unit_costs[index - 1].boundary_bytes
 
@@ -57,12 +58,12 @@ def measure_workload(model: PreTrainedModel, tokens: int | None) -> Workload:
 
     Args:
         model: a model of placeholders, or with weights.
-        tokens: number of tokens of a text sample; not needed for audio and images, which have the size that the
-            configuration specifies.
+        tokens: number of tokens of a text sample; not needed for audio and images: the configuration specifies their
+            size.
 
     Raises:
         UnsupportedModelError: the model cannot be split into stages.
-        ValueError: the samples are longer than the model's positions, or their length is needed but not given.
+        ValueError: the samples are longer than the model's positions, or `tokens` is needed but None.
     """
     samples = [dummy_batch(model, 1, tokens=t) for t in MEASURED_TOKENS]
     if all(samples[0][name].shape == samples[1][name].shape for name in samples[0]):
@@ -77,7 +78,7 @@ def measure_workload(model: PreTrainedModel, tokens: int | None) -> Workload:
     if tokens is not None and len(costs) > 1:
         units = tuple(_at(tokens, measured) for measured in zip(*costs, strict=True))
     inner = {k for k in range(1, stack.num_units) if sum(slot.is_used for slot in stack.boundaries[k]) == 1}
-    # in all known families, the last unit returns the same tensors as the one before it
+    # in all known families, the last unit returns the same tensors as the previous unit
     whole = {stack.num_units} if stack.num_units - 1 in inner or stack.num_units == 1 else set()
     return Workload(units, freezable.max_frozen, frozenset(inner | whole), tokens)
 

@@ -1,1 +1,1 @@
-"""Planning of what runs on which rank: costs and times of the units, the split into stages, the layout."""
+"""Planning: costs and times of the units, their split into stages, and the layout on the ranks."""

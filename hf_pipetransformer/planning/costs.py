@@ -1,4 +1,4 @@
-"""The cost of each unit of a model: FLOPs, parameters, activations, and the tensors that it sends on."""
+"""The cost of each unit of a model: FLOPs, parameters, activations, and the tensors sent to the next unit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..model.nested import tensors_of
 from ..model.placeholders import ParameterTable, evaluation_mode, num_bytes, values_of
 
 FORWARDS_OF_A_BACKWARD = 2
-"""Forwards that a backward counts as: it multiplies matrices twice, for inputs and for weights."""
+"""Cost of a backward in forwards: it multiplies matrices twice, for inputs and for weights."""
 HALF_PRECISION_BYTES = 2
 """Bytes of an element in fp16 or bf16."""
 
@@ -29,25 +29,25 @@ class Cost:
     activation_bytes: int = 0
     """Bytes saved for the backward."""
     trainable_bytes: int = 0
-    """Bytes of those of its parameters that require a gradient."""
+    """Bytes of the parameters that require a gradient."""
     copies: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Trained parameter -> bytes of the 16-bit copy that autocast would keep of it from forward to backward."""
+    """Trained parameter -> bytes of its 16-bit copy, which autocast would keep from forward to backward."""
     untrained_copies_bytes: int = 0
-    """Bytes of such copies of parameters that are not trained. Autocast makes one for each use of them."""
+    """Bytes of such copies of untrained parameters. Autocast makes one for each use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost(Cost):
-    """The cost of one unit. What precedes the first unit (embeddings) counts with it, and the head with the last."""
+    """The cost of one unit. Embeddings count with the first unit, and the head with the last one."""
 
     name: str
     """Module path of the unit, `bert.encoder.layer.3`."""
     parameters: Mapping[str, int]
-    """Parameter name -> bytes. A parameter that several units need appears in each of them."""
+    """Parameter name -> bytes. A parameter shared by several units appears in each of them."""
     boundary_bytes: int = 0
-    """Bytes sent to the next unit, including outputs of earlier stacks that are read later; 0 for the last unit."""
+    """Bytes sent to the next unit, including outputs of earlier stacks that later units read; 0 for the last unit."""
     head: Cost = Cost()
-    """The part of its cost that remains when the unit is frozen: nothing, or of the last unit that of the head."""
+    """The cost that remains when the unit is frozen: the head's cost for the last unit, zero for the others."""
 
 
 def measure_costs(
@@ -60,7 +60,7 @@ def measure_costs(
     Args:
         stack: the units of a complete model.
         batch: the keyword arguments of the model's forward, with a few samples.
-        never_frozen: names of the parameters that are trained even if every unit is frozen.
+        never_frozen: names of the parameters that stay trained even if every unit is frozen.
     """
     rows, table = batch_rows(batch), stack.table
     meter = _Meter(stack)
@@ -101,9 +101,9 @@ def measure_costs(
 
 
 def _copies_of(table: ParameterTable, names: Collection[str]) -> tuple[dict[str, int], int]:
-    """Return what autocast's copies of these parameters take: of each that is trained, and of the others together.
+    """Return the bytes of autocast's copies: for each trained parameter, and for all untrained ones together.
 
-    Operations that autocast runs in 16 bits save matrices for the backward; of vectors, only norms do.
+    Operations that autocast runs in 16 bits save matrices for the backward. Only norms save vectors.
     """
     copied = [name for name in table.names if name in names]
     copied = [name for name in copied if table[name].dtype == torch.float32 and table[name].dim() > 1]
@@ -134,12 +134,12 @@ def step_flops(unit_costs: Sequence[UnitCost], num_frozen_layers: int, num_cache
 
 
 def _grouped_mm_flops(rows: Sequence[int], experts: Sequence[int], *_: Any, **__: Any) -> int:
-    """FLOPs of the experts' matrix product: [T, K] x [E, K, N], where each row of the first uses one expert."""
+    """FLOPs of the experts' matrix product: [T, K] x [E, K, N], where each of the T rows uses one expert."""
     return 2 * rows[0] * rows[1] * experts[-1]
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    """FLOPs of the CPU's fused attention, which torch's counter does not know, though it knows other devices'."""
+    """FLOPs of the CPU's fused attention. Torch's counter only knows the other devices' attention."""
     count: int = sdpa_flop_count(query, key, value)
     return count
 
@@ -158,7 +158,7 @@ class _Meter:
         self.flops: list[int] = []
         self.saved_bytes: list[int] = []
         self.read_again: list[set[str]] = []  # parameters that the backward reads
-        self.sizes: list[dict[int, list[int]]] = []  # after each unit: stack -> bytes of its latest output's tensors
+        self.sizes: list[dict[int, list[int]]] = []  # after each unit: stack -> bytes of its latest output tensors
         self._flops_before = 0
         self._saved: dict[int, int] = {}
         self._read: set[str] = set()
@@ -183,7 +183,7 @@ class _Meter:
         self.sizes.append({**earlier, unit.stack: [tensor.nbytes for tensor in tensors_of(output)]})
 
     def count(self) -> None:
-        """Record what was computed and saved since the last call."""
+        """Record the operations and saved bytes since the last call."""
         flops = self._counter.get_total_flops()
         self.flops.append(flops - self._flops_before)
         self._flops_before = flops
@@ -193,16 +193,16 @@ class _Meter:
         self._read = set()
 
     def bytes_of(self, slots: Sequence[CarrySlot], after: int) -> int:
-        """Bytes of the tensors in the used slots, in their sizes after a unit."""
+        """Return the bytes of the tensors in the used slots, with their sizes after a unit."""
         return sum(self.sizes[after][slot.stack][slot.position] for slot in slots if slot.is_used)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        # sparse tensors have no storage of their own, and are not counted
+        # sparse tensors have no storage of their own: they are not counted
         for storage in (v.untyped_storage() for v in values_of(tensor) if v.layout is torch.strided):
             if storage.data_ptr() in self._weights:
                 self._read.add(self._weights[storage.data_ptr()])
-            else:  # a storage that is saved twice occupies memory once
+            else:  # a storage saved twice occupies memory once
                 self._saved[storage.data_ptr()] = storage.nbytes()
-        # An operation that saves its own result would be kept by it, and the graph and the model with it, for ever:
-        # Python's garbage collector does not see what is saved in C++.
+        # An operation that saves its own result would form a cycle, and keep the graph and the model alive for ever:
+        # Python's garbage collector does not see tensors saved in C++.
         return tensor.detach()

@@ -1,7 +1,7 @@
-"""The layout: who holds what, and how many pipelines run side by side.
+"""The layout: the units that each rank holds, and the number of pipelines that run side by side.
 
-A `Layout` is an immutable value, made by the `Planner` and passed to every part that runs or moves a model. It is the
-one place where the numbers of frozen and of cached layers are stored.
+A `Layout` is an immutable value. The `Planner` makes it, and all code that runs or moves a model reads it. Only the
+layout stores the numbers of frozen and of cached layers.
 
     rank = replica * K + placement.position_of(stage)            K = 4, R = 2
 
@@ -9,8 +9,8 @@ one place where the numbers of frozen and of cached layers are stored.
     replica 0   rank 3    rank 2    rank 1    rank 0
     replica 1   rank 7    rank 6    rank 5    rank 4
 
-A stage is what one rank of a pipeline holds: one contiguous range of units, or with an interleaved schedule V of them,
-its virtual stages. The schedule says which, and on which rank (`placement`): rank 0 computes the loss.
+A stage is the set of units on one rank of a pipeline: one contiguous range of units or, with an interleaved schedule,
+V ranges (virtual stages). The schedule decides the ranges and their ranks (`placement`). Rank 0 computes the loss.
 
     K = 2, V = 2, stage_bounds (0, 3, 6, 9, 12), interleaved1f1b
 
@@ -30,14 +30,14 @@ from .placement import Placement
 from .schedules import schedule_named, schedule_of_step
 
 REPLICA_SHARDINGS = ("none", "optimizer")
-"""What the replicas of a stage may divide among them: nothing, or the optimizer's state (ZeRO-1)."""
+"""State that the replicas of a stage may shard: none, or the optimizer state (ZeRO-1)."""
 AUTO: Final = "auto"
-"""The value of an argument with which the planner chooses."""
+"""Value of an argument that lets the planner choose."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model runs on the ranks: K stages × R replicas, and which units each stage holds.
+    """How a model runs on the ranks: K stages × R replicas, and the units of each stage.
 
     Attributes:
         pipeline_parallel_size: number of stages K.
@@ -46,15 +46,21 @@ class Layout:
             `[stage_bounds[i], stage_bounds[i + 1])`.
         schedule: name of the schedule.
         rows_per_device: samples of a full batch per rank; a pipeline's batch has K times as many.
-        requested_microbatches: micro-batches per step and pipeline that the user has asked for; None to choose by the
+        requested_microbatches: the user's number of micro-batches per step and pipeline; None to choose it by the
             number of samples of each batch (`choose_num_microbatches`).
-        most_rows: upper bound on the samples of a micro-batch, with which the stages fit their devices; None if the
-            chosen number needs no bound.
+        most_rows: upper bound on the samples of a micro-batch for which the stages fit their devices; None for no
+            bound.
         num_frozen_layers: f; the first f units run forward only, and their parameters have neither gradients nor
             optimizer state. A stage may consist of frozen units alone.
-        num_cached_layers: c <= f; the outputs of the first c units are read from the activation cache, and these
-            units cost nothing. The first virtual stage holds them all, for samples that are not in the cache.
-        replica_sharding: what the replicas of a stage divide among them, one of `REPLICA_SHARDINGS`.
+        num_cached_layers: c <= f; the outputs of the first c units are read from the activation cache, so these units
+            count as free. The first virtual stage holds them all, for samples that are not in the cache.
+        replica_sharding: state that the replicas of a stage shard, one of `REPLICA_SHARDINGS`.
+
+    >>> layout = Layout(pipeline_parallel_size=2, data_parallel_size=2, stage_bounds=(0, 6, 12), rows_per_device=8)
+    >>> layout.world_size, layout.rows_per_pipeline, layout.ranks_of_stage(0)
+    (4, 16, (1, 3))
+    >>> layout.units_of(1)
+    (6, 7, 8, 9, 10, 11)
 
     Raises:
         ValueError: the numbers contradict one another.
@@ -115,7 +121,7 @@ class Layout:
         return self.stage_bounds[-1]
 
     def __str__(self) -> str:
-        """Return the sizes in words; `CostModel.describe` adds a table of the stages."""
+        """Return the sizes in words. `CostModel.describe` adds a table of the stages."""
         k, r, world, units = self.pipeline_parallel_size, self.data_parallel_size, self.world_size, self.num_units
         return (
             f"{k} stage{_s(k)} × {r} pipeline{_s(r)} = {world} rank{_s(world)}, {units} unit{_s(units)}"
@@ -128,7 +134,7 @@ class Layout:
 
     @property
     def placement(self) -> Placement:
-        """Which stage holds which virtual stages."""
+        """The placement of virtual stages on stages."""
         return schedule_named(self.schedule).placement(self.pipeline_parallel_size, self.num_virtual_stages)
 
     def stage_of(self, rank: int) -> int:
@@ -150,7 +156,7 @@ class Layout:
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether the replicas of a stage divide the optimizer's state among them."""
+        """Whether the replicas of a stage shard the optimizer state."""
         return self.replica_sharding != "none" and self.data_parallel_size > 1
 
     @property
@@ -170,7 +176,7 @@ class Layout:
 
     @property
     def runs_as(self) -> str:
-        """Name of the schedule that runs: an interleaved one with one virtual stage is 1F1B."""
+        """Name of the schedule that runs: an interleaved schedule with one virtual stage is 1F1B."""
         k = self.pipeline_parallel_size
         enough = k * schedule_named(self.schedule).microbatches_per_stage
         return schedule_of_step(self.schedule, k, enough, self.num_virtual_stages).name
@@ -188,8 +194,8 @@ class Layout:
     def num_microbatches_for(self, rows: int) -> int:
         """Return the number of micro-batches M into which a pipeline's batch is split, a divisor of its samples.
 
-        It is the requested number if there is one, otherwise it comes from a fixed rule (`choose_num_microbatches`),
-        and where micro-batches must be smaller so that stages fit, it is the smallest larger number.
+        It is derived from the requested number or, without one, chosen by a fixed rule (`choose_num_microbatches`). If
+        stages fit only with smaller micro-batches, it is the next larger number that fits.
         """
         k, most = self.pipeline_parallel_size, self.most_rows or rows
         by_rule = choose_num_microbatches(rows, k, self.requested_microbatches, self.runs_as)
@@ -199,17 +205,17 @@ class Layout:
     # -- cached layers -------------------------------------------------------------------------------------------
 
     def most_cached(self, num_frozen: int) -> int:
-        """Return how many of `num_frozen` frozen units may be cached.
+        """Return the maximum number of cached units among `num_frozen` frozen ones.
 
-        The first stage holds all cached units, and every other stage needs one unit of its own. The outputs of the
-        last unit can be used only if the first stage also has the head (K = 1), which follows from this.
+        The first stage holds all cached units, and every other stage needs one unit of its own. It follows that the
+        last unit's outputs are cached only if the first stage also has the head (K = 1).
         """
         return min(num_frozen, self.num_units - self.pipeline_parallel_size + 1)
 
     def most_cached_on(self, nodes: Sequence[str], num_frozen: int) -> int:
-        """Return how many of `num_frozen` frozen units may be cached where each node has a store of its own.
+        """Return the maximum number of cached units among `num_frozen` frozen ones, if each node has its own store.
 
-        The outputs must be written to the store of the node that reads them, the first stage's.
+        The outputs must be written to the store of the first stage's node, which reads them.
 
         Args:
             nodes: name of each rank's node.

@@ -1,7 +1,7 @@
 """The contiguous split of the units into stages, and the number of micro-batches.
 
-Pure arithmetic without torch. Every rank computes the same result from the same costs, so nothing
-has to be communicated: sums are exact (integers) and ties are broken by a fixed rule.
+Pure arithmetic without torch. Every rank computes the same result from the same costs without communication: sums are
+exact (integers), and a fixed rule breaks ties.
 
     costs          4   2   2   2   6        K = 3
     split        | 4 | 2   2   2 | 6 |      largest stage 6, bounds (0, 1, 4, 5)
@@ -18,12 +18,12 @@ from itertools import pairwise
 from .schedules import schedule_named
 
 MOST_MICROBATCHES_PER_STAGE = 6
-"""Upper bound on M / K where more micro-batches are needed so that the stages fit. More than these shorten the bubble
-by less than 2% of a step."""
+"""Upper bound on M / K if the stages fit only with more micro-batches. Beyond it, more micro-batches shorten the
+bubble by less than 2% of a step."""
 
 MICROBATCHES_PER_STAGE = 2
-"""Upper bound on M / K where memory suffices. More micro-batches shorten the bubble,
-(K - 1) / (M + K - 1) < 1 / 3 at M = 2 K, but each adds the fixed time of a forward and backward, and small ones use a
+"""Upper bound on M / K if memory suffices. More micro-batches shorten the bubble, which is (K - 1) / (M + K - 1) of a
+step, below 1 / 3 at M = 2 K. But each adds the fixed time of a forward and backward, and small micro-batches use a
 device badly."""
 
 
@@ -51,20 +51,20 @@ def check_pipeline_size(world_size: int, k: int, num_units: int) -> None:
 
 
 def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Split units into contiguous stages so that the most expensive stage costs as little as possible.
+    """Split units into contiguous stages, minimizing the cost of the most expensive stage.
 
-    The load balancing of AutoPipe (PipeTransformer, ICML 2021, section 3.2), solved exactly by dynamic
-    programming over suffixes in O(K L^2) where the paper goes greedily from the left.
+    The load balancing of AutoPipe (PipeTransformer, ICML 2021, section 3.2). The paper goes greedily from the left;
+    this function solves the problem exactly by dynamic programming over suffixes in O(K L^2).
 
     Among the splits with the least maximum:
 
-    1. the one with the least sum of squared stage costs, because the maximum alone says nothing about
-       the other stages (one huge unit would leave the rest arbitrary);
-    2. then the one with the lexicographically least bounds, because under 1F1B the early stages keep the
+    1. the least sum of squared stage costs wins, because the maximum alone does not constrain the other
+       stages (one huge unit would leave the rest arbitrary);
+    2. then the lexicographically least bounds win, because under 1F1B the early stages keep the
        activations of the most micro-batches and should hold fewer units.
 
-    Both criteria are evaluated in exact integer arithmetic, so the result is the same on every rank and
-    does not depend on the order of additions.
+    Both criteria use exact integer arithmetic, so the result is the same on every rank and does not depend on the
+    order of additions.
 
     Args:
         costs: Cost of each unit in execution order, in any unit of measure; finite, not negative. `[L]`
@@ -106,15 +106,15 @@ def split_min_max(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def balance_holders(bounds: Sequence[int], costs: Sequence[float], held: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Move the cuts between virtual stages so that what each process holds costs about the same.
+    """Move the cuts between virtual stages to balance the cost of each process.
 
-    `split_min_max` balances virtual stages: of six equal units it makes 1 | 2 | 2 | 1, of which the placement in the
-    shape of a V gives one process two units and the other four. Neighbouring cuts are moved by one unit as long as
-    that lowers the largest cost of a process, or leaves it and lowers the largest of a virtual stage.
+    `split_min_max` balances virtual stages: it splits six equal units into 1 | 2 | 2 | 1. The V-shaped placement then
+    gives one process two units and the other four. This function moves neighbouring cuts by one unit as long as that
+    lowers the largest cost of a process, or keeps it and lowers the largest cost of a virtual stage.
 
     Args:
         bounds: bounds of the virtual stages, as `split_min_max` returns them.
-        costs: cost of each unit, as there. `[L]`
+        costs: cost of each unit, as for `split_min_max`. `[L]`
         held: for each process, the indices of its virtual stages.
 
     Returns:
@@ -147,9 +147,9 @@ def balance_holders(bounds: Sequence[int], costs: Sequence[float], held: Sequenc
 def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, schedule: str) -> int:
     """Choose the number of equal micro-batches into which a pipeline's batch is split.
 
-    A schedule's buffers have one shape, so the number M divides the batch. The share of time in which
-    a stage of a balanced pipeline idles is (K - 1) / (M + K - 1) (PipeTransformer, ICML 2021, section 2):
-    with more micro-batches it idles less, but each one is smaller and uses the device less well.
+    A schedule's buffers have one shape, so the number M divides the batch. A stage of a balanced pipeline idles for
+    the share (K - 1) / (M + K - 1) of a step (PipeTransformer, ICML 2021, section 2). More micro-batches shorten this
+    time, but each one is smaller and uses the device less well.
 
     - One stage needs no micro-batches: 1.
     - A requested number is replaced by the largest divisor of `rows` that does not exceed it.
@@ -190,7 +190,7 @@ def choose_num_microbatches(rows: int, num_stages: int, requested: int | None, s
 
 
 def more_microbatches(rows: int, num_stages: int, than: int, schedule: str) -> list[int]:
-    """Return the larger numbers of micro-batches to try where stages do not fit, up to 6 K, in ascending order."""
+    """Return the larger numbers of micro-batches to try if stages do not fit, up to 6 K, in ascending order."""
     most = MOST_MICROBATCHES_PER_STAGE * num_stages
     return [m for m in _divisors(rows, num_stages, schedule) if max(num_stages, than + 1) <= m <= most]
 
@@ -201,7 +201,7 @@ def _divisors(rows: int, num_stages: int, schedule: str) -> list[int]:
 
 
 def _exact_prefix_sums(costs: Sequence[float]) -> list[int]:
-    """Return the running sums of the costs, scaled by one factor so that all are integers. `[L + 1]`"""
+    """Return the running sums of the costs, scaled by a common factor to integers. `[L + 1]`"""
     fractions = [Fraction(cost) for cost in costs]
     scale = math.lcm(*(f.denominator for f in fractions))
     prefix = [0]

@@ -1,13 +1,13 @@
-"""The placement: which process of a pipeline runs which stage, and which virtual stages a stage holds.
+"""The placement: the process that runs each stage of a pipeline, and the virtual stages of each stage.
 
     K = 2, V = 2         stage 0    stage 1
 
     loop                 0   2      1   3      after the last stage comes the first one
-    V-shaped             0   3      1   2      at its ends the way turns round: the first stage has the loss as well
+    V-shaped             0   3      1   2      the order turns round at the ends: the first stage also has the loss
 
-Virtual stage i is the stage's part i // K in either placement; with one virtual stage per stage both are the same.
+In both placements, virtual stage i is its stage's part i // K. With one virtual stage per stage they are equal.
 
-The loss is on the pipeline's first process, so what user code computes with it is on rank 0, which logs and saves:
+The pipeline's first process computes the loss: rank 0, which logs and saves, has the results of user code:
 
     K = 4                process 0   1   2   3
 
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """How V K virtual stages, in the model's order, are laid out over K stages.
+    """The assignment of V K virtual stages, in the model's order, to K stages.
 
     Attributes:
         num_stages: K.
         num_virtual_stages: virtual stages per stage V.
-        is_v_shaped: whether every second part is laid out from the last stage to the first.
+        is_v_shaped: whether every second part runs from the last stage to the first.
     """
 
     num_stages: int
@@ -50,7 +50,7 @@ class Placement:
         return self.num_stages - 1 - position if self.is_v_shaped and part % 2 else position
 
     def position_of(self, stage: int) -> int:
-        """Return the position in the pipeline of the process that runs a stage; also the stage that one runs."""
+        """Return the pipeline position of the process that runs a stage. It is its own inverse."""
         return stage if self.loss_stage == 0 else self.num_stages - 1 - stage
 
     def held_by(self, stage: int) -> tuple[int, ...]:

@@ -1,17 +1,17 @@
-"""The planner: which layout a training begins with, and which one follows when layers are frozen or cached.
+"""The planner: the first layout of a training, and the next layout when layers are frozen or cached.
 
-AutoPipe (PipeTransformer, ICML 2021, section 3.2). All is a pure function of a `Planner`'s fields: it gives the same
-layouts on every process, and a forecast makes the layouts that the training makes.
+AutoPipe (PipeTransformer, ICML 2021, section 3.2). Layouts are a pure function of a `Planner`'s fields: every process
+makes the same layouts, and a forecast makes the layouts of the training.
 
     first       K = 1   none | optimizer ─┐
-                K = 2   none | optimizer ─┤   of each K the least sharding    of these the shortest pipeline
+                K = 2   none | optimizer ─┤   for each K the least sharding    then the shortest pipeline
                 K = 4   none | optimizer ─┤   that fits
                 K = 8   one replica: none ┘
     next        pipeline compression, then the split; the schedule and the sharding stay
 
-Memory decides about the sharding and not time: it moves as much and saves no time but that of the optimizer, and
-predictions count DDP's reduction as if nothing hid it. One replica has nothing to divide, so `"none"` is chosen, and
-nothing is divided when replicas are added later.
+Memory decides the sharding, not time. Sharding moves as many bytes and saves only the optimizer's time, and
+predictions do not count that DDP's reduction overlaps with the backward. A single replica cannot shard, so `"none"` is
+chosen, and stays when replicas are added later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .tables import MIB
 
 @dataclass(frozen=True)
 class Request:
-    """What the user has asked for.
+    """The user's requests for the layout.
 
     Attributes:
         pipeline_parallel_size: number of stages K at the start; `"auto"` for the shortest pipeline that fits.
@@ -40,11 +40,11 @@ class Request:
             the split into stages changes.
         schedule: name of the schedule.
         num_microbatches: micro-batches per step and pipeline, or `"auto"`.
-        replica_sharding: what the replicas of a stage divide; `"auto"` to choose it once, for the first layout.
+        replica_sharding: state that the replicas of a stage shard; `"auto"` to choose it once, for the first layout.
         virtual_pipeline_parallel_size: virtual stages per stage V of an interleaved schedule, if there are units for
             so many.
-        is_driven: whether the loss drives the pipeline: all forwards come first, as in GPipe, each stage has layers
-            that follow one another, and freed devices become no replicas, which would change the loss.
+        is_driven: whether the loss drives the pipeline. Then all forwards come first, as in GPipe, each stage has
+            consecutive layers, and freed devices do not become replicas, which would change the loss.
     """
 
     pipeline_parallel_size: int | Literal["auto"] = 1
@@ -63,7 +63,18 @@ class Planner(CostModel):
 
     Attributes:
         world_size: number of ranks.
-        request: what the user has asked for.
+        request: the user's requests.
+
+    >>> from .costs import UnitCost
+    >>> sizes = {f"layer.{k}": 4_000_000 for k in range(12)}
+    >>> units = [UnitCost(name=n, forward_flops=1e9, parameters={n: b}, trainable_bytes=b) for n, b in sizes.items()]
+    >>> request = Request(pipeline_parallel_size=4, rows_per_device=8)
+    >>> planner = Planner(unit_costs=tuple(units), world_size=4, request=request)
+    >>> planner.first.stage_bounds
+    (0, 3, 6, 9, 12)
+    >>> layout = planner.next(planner.first, num_frozen=8, num_cached=0)  # two stages now fit
+    >>> layout.pipeline_parallel_size, layout.data_parallel_size
+    (2, 2)
     """
 
     world_size: int
@@ -73,11 +84,11 @@ class Planner(CostModel):
 
     @cached_property
     def first(self) -> Layout:
-        """The layout that the training begins with.
+        """The first layout of the training.
 
         Raises:
             ValueError: K does not divide the world size or exceeds the number of units, a number is too small, a name
-                is unknown, or K is "auto" and nothing fits.
+                is unknown, or K is "auto" and no layout fits.
         """
         considered = self.considered
         if self.request.pipeline_parallel_size != AUTO:
@@ -97,9 +108,9 @@ class Planner(CostModel):
 
     @cached_property
     def considered(self) -> tuple[Layout, ...]:
-        """The layouts from which the first is chosen, one for each number of stages, in ascending order.
+        """The candidates for the first layout, one for each number of stages, in ascending order.
 
-        Each has the least sharding that fits, or if none fits, the one that needs least memory.
+        Each has the least sharding that fits or, if none fits, the sharding that needs the least memory.
         """
         k, sharding = self.request.pipeline_parallel_size, self.request.replica_sharding
         ks = self._lengths(min(self.world_size, len(self.unit_costs))) if k == AUTO else [k]
@@ -113,17 +124,16 @@ class Planner(CostModel):
     # -- the layouts that follow -----------------------------------------------------------------------------
 
     def next(self, layout: Layout, num_frozen: int, num_cached: int) -> Layout:
-        """Make the layout that follows another one when more layers are frozen: compression, then the split.
+        """Return the next layout when more layers are frozen: compress the pipeline, then split the units.
 
-        K never grows. Of the shorter pipelines whose largest stage fits, the shortest one is taken. If K was chosen by
-        the memory of a device, a stage may take all of that memory. If the user has chosen K, that choice shows what a
-        device can hold: no more than the largest stage at the start, which is the paper's criterion.
+        K never grows. The result has the fewest stages that fit. If the planner has chosen K by the memory of a
+        device, a stage may take all of that memory. If the user has chosen K, a stage may take as much as the largest
+        stage at the start, which is the paper's criterion.
 
         Args:
-            layout: the layout in force.
-            num_frozen: number of layers that are frozen from now on, not less than before.
-            num_cached: number of these whose outputs come from the cache; it may also fall, when the cache is
-                disabled.
+            layout: the current layout.
+            num_frozen: number of frozen layers from now on, not less than before.
+            num_cached: number of cached layers among them. It may fall, when the cache is disabled.
 
         Raises:
             ValueError: a number is out of range.
@@ -141,13 +151,13 @@ class Planner(CostModel):
     def in_stages(self, k: int, num_frozen: int = 0, num_cached: int = 0, sharding: str | None = None) -> Layout:
         """Return a layout with K stages, split by the units' cost in a step.
 
-        Each stage has as many virtual stages as wanted, or as many as the units that are not cached allow.
+        Each stage has the requested number of virtual stages, or as many as the uncached units allow.
 
         Args:
             k: number of stages K.
             num_frozen: number of frozen layers.
-            num_cached: number of these that are cached; if the stages are too many for it, fewer count as cached.
-            sharding: what the replicas of a stage divide; None for what they divide in the first layout.
+            num_cached: number of cached layers among them. If there are too many stages, fewer layers count as cached.
+            sharding: state that the replicas of a stage shard; None for the first layout's value.
 
         Raises:
             ValueError: K does not divide the world size or exceeds the number of units, or a number is out of range.
@@ -177,7 +187,7 @@ class Planner(CostModel):
         return self._in_small_micro_batches(layout)
 
     def _in_small_micro_batches(self, layout: Layout) -> Layout:
-        """Return the layout with more micro-batches, if none are requested and only this makes it fit."""
+        """Return the layout with more micro-batches, if no number is requested and only this makes it fit."""
         k, rows = layout.pipeline_parallel_size, layout.rows_per_pipeline
         if layout.requested_microbatches is None and k > 1 and not self.fits(layout):
             for m in more_microbatches(rows, k, layout.num_microbatches, layout.runs_as):
@@ -205,12 +215,12 @@ class Planner(CostModel):
             request.num_microbatches,
             request.rows_per_device,
             request.is_elastic,
-            "counts",  # earlier versions could also choose by measured times
+            "counts",  # earlier versions could also split by measured times
             request.virtual_pipeline_parallel_size,
         ]
 
     def state_dict(self, layout: Layout) -> dict[str, Any]:
-        """Return what a layout of this training was made for, in plain values for JSON."""
+        """Return the request and the numbers of a layout of this training, in plain values for JSON."""
         return {
             "asked": self._asked,
             "stages": layout.pipeline_parallel_size,
@@ -220,17 +230,17 @@ class Planner(CostModel):
         }
 
     def from_state_dict(self, state: Mapping[str, Any], most_frozen: int) -> Layout | None:
-        """Make the layout again that `state_dict` has described in an earlier job.
+        """Recreate the layout that `state_dict` has described in an earlier job.
 
         Returns:
-            The layout; None if something else is asked for now, or if the layout freezes more than `most_frozen`
-            layers or needs more memory than is available now.
+            The layout; None if the request has changed, or if the layout freezes more than `most_frozen` layers or
+            needs more memory than is available now.
 
         Raises:
-            ValueError: they describe no layout.
+            ValueError: `state` does not describe a layout.
         """
         first = self.first
-        units = state["units"] if "units" in state else state["bounds"][-1]  # as earlier versions wrote it
+        units = state["units"] if "units" in state else state["bounds"][-1]  # written by earlier versions
         if state["asked"] != self._asked or state["num_frozen"] > most_frozen or units != first.num_units:
             return None
         try:

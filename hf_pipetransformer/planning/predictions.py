@@ -1,7 +1,7 @@
-"""What a layout is predicted to take: the memory of each stage, and the time of a step.
+"""Predictions for a layout: the memory of each stage, and the time of a step.
 
-All of it follows from a layout, from the costs of the model's units, which are counted, and from their times, which
-are measured. A training and a forecast use the same `CostModel`.
+A prediction follows from a layout, the counted costs of the model's units, and their measured times. A training and a
+forecast use the same `CostModel`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from .unit_times import ModelTimes
 ADAM_BYTES_PER_PARAMETER_BYTE = 2.0
 """Adam keeps two moments in the parameter's own precision (fp32 parameters: 8 bytes of state per 4 bytes)."""
 SHARE_OF_A_REDUCTION = 0.5
-"""A gather, or a reduction that scatters, takes this share of an all-reduce of as many bytes in a ring."""
+"""Time of an all-gather or a reduce-scatter, as a share of a ring all-reduce of as many bytes."""
 WORTH_LOADING = 0.9
-"""Loading must take less than this fraction of the time that computing takes."""
+"""Loading must take less than this fraction of the computing time."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """What is known of a model and of the devices that it runs on. Pure: the same on every process.
+    """Costs and times of a model on its devices. Pure: its predictions are the same on every process.
 
     Attributes:
         unit_costs: cost of each of the L units, in execution order.
-        times: measured times of the model's parts on a device, the same on every process; None if nothing has been
-            measured.
-        memory_budget_bytes: bytes that a stage may take on a device; None if unknown, and then every stage fits.
+        times: measured times of the model's parts on a device, the same on every process; None without measurements.
+        memory_budget_bytes: bytes that a stage may take on a device; None if unknown: every stage then fits.
         autocasts: whether autocast computes in 16 bits (`bf16=True`, `fp16=True`), and keeps copies of weights.
     """
 
@@ -48,7 +47,7 @@ class CostModel:
         """Predict the time of a training step on a full batch from measured times.
 
         Raises:
-            ValueError: nothing has been measured.
+            ValueError: `times` is None.
         """
         m = layout.num_microbatches
         forward, backward = self.stage_seconds(layout)
@@ -75,9 +74,9 @@ class CostModel:
         return self._measured.prologue.forward.of(rows) + forward, backward
 
     def _unit_seconds(self, layout: Layout, unit: int, rows: float) -> tuple[float, float]:
-        """Return the seconds that a unit computes in a micro-batch's forward and backward; the last one with the head.
+        """Return the seconds of a unit's forward and backward for a micro-batch; the last unit includes the head.
 
-        The backward of what precedes the units is the first one's.
+        The first unit includes the backward of the prologue.
         """
         times = self._measured
         forward = times.units[unit].forward.of(rows) if unit >= layout.num_cached_layers else 0.0
@@ -90,7 +89,7 @@ class CostModel:
         return forward, backward
 
     def _reduce_seconds_per_byte(self, layout: Layout) -> float:
-        """Return the seconds per byte of an all-reduce over the R replicas; the measured one had all ranks."""
+        """Return the seconds per byte of an all-reduce over the R replicas. The measured one ran over all ranks."""
         r, world = layout.data_parallel_size, layout.world_size
         # a ring of n ranks sends 2 (n - 1) / n of the bytes
         share = (r - 1) / r * world / (world - 1) if world > 1 else 0.0
@@ -110,7 +109,7 @@ class CostModel:
     def stage_bytes(self, layout: Layout) -> list[int]:
         """Predict the bytes that training takes on the device of each stage, with a full batch.
 
-        The sum of parameters, gradients, Adam's state (of a replica's part, if replicas divide it), activations of the
+        The sum of parameters, gradients, Adam's state (a replica's share, if it is sharded), activations of the
         micro-batches in flight and autocast's copies of weights for each of them, and the tensors received from
         neighbouring stages (PyTorch allocates these for all micro-batches at once). It does not include the
         allocator's fragmentation, workspaces and communication buffers.
@@ -121,11 +120,11 @@ class CostModel:
         ]
 
     def fits(self, layout: Layout) -> bool:
-        """Whether the stages are predicted to fit the devices; they do where the budget is unknown."""
+        """Whether the stages are predicted to fit the devices. True if the memory budget is unknown."""
         return self.memory_budget_bytes is None or max(self.stage_bytes(layout)) <= self.memory_budget_bytes
 
     def largest_bytes_with_whole_model(self, layout: Layout, model_bytes: int) -> int:
-        """Predict the bytes that the largest stage takes if its process gets the other stages' weights as well.
+        """Predict the bytes of the largest stage if its process holds the other stages' weights as well.
 
         Args:
             layout: the layout.
@@ -135,18 +134,18 @@ class CostModel:
         return model_bytes + max(size - self.parameter_bytes_of(layout, stage) for stage, size in stages)
 
     def parameter_bytes_of(self, layout: Layout, stage: int) -> int:
-        """Return the bytes of a stage's parameters; a parameter that several of its units need is counted once."""
+        """Return the bytes of a stage's parameters. A parameter shared by several of its units counts once."""
         return sum(
             {n: size for k in layout.units_of(stage) for n, size in self.unit_costs[k].parameters.items()}.values()
         )
 
     def _trained(self, layout: Layout, units: Sequence[int]) -> list[Cost]:
-        """Return what remains of the units' costs if frozen ones are not trained: of the last unit, the head's."""
+        """Return the training costs of units: the full cost of active units, the head's cost of frozen ones."""
         costs = self.unit_costs
         return [costs[k] if k >= layout.num_frozen_layers else costs[k].head for k in units]
 
     def _trainable_bytes(self, layout: Layout, stage: int) -> int:
-        # a trainable parameter of several units of this stage appears in the sum more than once, but in memory once
+        # the sum counts a parameter shared by several units more than once, but memory holds it once
         trained = self._trained(layout, layout.units_of(stage))
         return min(sum(cost.trainable_bytes for cost in trained), self.parameter_bytes_of(layout, stage))
 
@@ -154,18 +153,18 @@ class CostModel:
         """Return the bytes of a stage's parameters, gradients and optimizer state on one device."""
         trainable = self._trainable_bytes(layout, stage)
         updated: float = trainable
-        if layout.shards_optimizer:  # replicas divide whole parameters
+        if layout.shards_optimizer:  # replicas shard whole parameters
             updated = max(trainable / layout.data_parallel_size, self._largest_trained(layout, stage))
         return self.parameter_bytes_of(layout, stage) + round(trainable + updated * ADAM_BYTES_PER_PARAMETER_BYTE)
 
     def _largest_trained(self, layout: Layout, stage: int) -> int:
-        """Return the bytes of the largest parameter of a stage's trained units that is trained, by its size."""
+        """Return the bytes of the largest parameter that may be trained in a stage's active units."""
         costs = [self.unit_costs[unit] for unit in layout.units_of(stage) if unit >= layout.num_frozen_layers]
         sizes = [size for cost in costs for size in cost.parameters.values() if size <= cost.trainable_bytes]
         return max(sizes, default=0)
 
     def _activation_bytes(self, layout: Layout, stage: int) -> int:
-        """Return the bytes that a stage keeps from its forwards until their backwards, and that it receives."""
+        """Return the bytes of a stage's stored activations at their peak, and of its receive buffers."""
         k, m, v = layout.pipeline_parallel_size, layout.num_microbatches, layout.num_virtual_stages
         per_forward = [
             self._kept_bytes(layout, units, layout.rows_per_pipeline // m) for units in layout.ranges_of(stage)
@@ -178,16 +177,16 @@ class CostModel:
         return max(accumulate(changes)) + self.received_bytes(layout, stage)
 
     def _kept_bytes(self, layout: Layout, units: Sequence[int], rows: int) -> int:
-        """Return the bytes that a forward of some samples keeps in these units: activations, and autocast's copies."""
+        """Return the bytes that a forward of `rows` samples keeps in units: activations and autocast's copies."""
         trained = self._trained(layout, units)
         copies = {name: size for cost in trained for name, size in cost.copies.items()}  # one of each weight
         copied = sum(copies.values()) + sum(cost.untrained_copies_bytes for cost in trained)
         return rows * sum(cost.activation_bytes for cost in trained) + self.autocasts * copied
 
     def received_bytes(self, layout: Layout, stage: int) -> int:
-        """Return the bytes of the buffers in which a stage receives the tensors of a full batch and their gradients.
+        """Return the bytes of a stage's receive buffers for the tensors of a full batch and their gradients.
 
-        The schedules for other shapes of batch keep theirs, up to `pipeline.schedule.KEPT_BYTES` together.
+        Schedules for other batch shapes keep buffers of their own, up to `pipeline.schedule.KEPT_BYTES` in total.
         """
         ranges = layout.ranges_of(stage)
         boundaries = [bound for units in ranges for bound in (units.start, units.stop) if 0 < bound < layout.num_units]

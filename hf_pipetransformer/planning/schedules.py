@@ -1,4 +1,4 @@
-"""The schedules: in which order a stage runs the forwards and backwards of its micro-batches.
+"""The schedules: the order of the forwards and backwards of a stage's micro-batches.
 
     K = 2 stages, M = 3 micro-batches, a backward costs two forwards (one column a unit of time)
 
@@ -8,10 +8,10 @@
     GPipe    stage 0   F0 F1 F2 .  .  .  B0 B0 B1 B1 B2 B2
              stage 1      F0 F1 F2 B0 B0 B1 B1 B2 B2
 
-Such a schedule is described by its warm-up: the number of forwards that a stage runs before its first backward. Then
-backwards and forwards alternate until no forward is left, and the other backwards follow. The arguments, the planner,
-the simulated timeline, the prediction of memory and the running pipeline all read the table `SCHEDULES`: a further
-schedule is one more entry in it (CONTRIBUTING.md shows one).
+Its warm-up defines such a schedule: the number of forwards that a stage runs before its first backward. Then backwards
+and forwards alternate until no forward is left, and the other backwards follow. The arguments, the planner, the
+simulated timeline, the prediction of memory and the running pipeline all read the table `SCHEDULES`. To add a
+schedule, add an entry (CONTRIBUTING.md shows one).
 
 Interleaved 1F1B (Narayanan et al., SC 2021) gives each stage V parts of the model, its virtual stages. Part v of stage
 s is virtual stage s + v K, so a micro-batch goes round the K processes V times, and the pipeline fills and empties in
@@ -23,8 +23,8 @@ s is virtual stage s + v K, so a micro-batch goes round the K processes V times,
                        stage 1   .  F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3
 
 ZBV (Qi et al., *Zero Bubble Pipeline Parallelism*, ICLR 2024, section 6) gives each stage two virtual stages in the
-shape of a V (`placement`), and splits a backward: B computes the gradients of the inputs, for which the stage before
-waits, and W those of the weights, which nobody waits for. W fills what would be idle.
+shape of a V (`placement`), and splits a backward: B computes the gradients of the inputs, for which the previous stage
+waits, and W computes the gradients of the weights, for which no stage waits. W fills idle time.
 
     K = 2 (F B W virtual stages 0 and 1, f b w virtual stages 3 and 2), M = 3, one column a pass
 
@@ -42,21 +42,20 @@ from typing import Literal, NamedTuple
 from .placement import Placement
 
 Kind = Literal["forward", "backward", "weights"]
-"""What a pass computes: outputs; gradients of inputs, and of weights unless these have a pass of their own; or
-gradients of weights."""
+"""Kind of a pass: "forward" computes outputs; "backward" computes gradients of inputs, and of weights if the schedule
+does not split backwards; "weights" computes gradients of weights."""
 
 WEIGHTS_SHARE = 0.5
-"""Part of a backward that computes gradients of weights, where it is split: a product of matrices, as that for the
-gradients of the inputs."""
+"""Share of a split backward that computes gradients of weights: both halves multiply matrices of the same sizes."""
 
 
 class Work(NamedTuple):
     """One pass of a stage.
 
     Attributes:
-        kind: "forward", "backward", or "weights" if the schedule splits backwards. Where a schedule that splits them
-            runs one as a whole, that is a "backward" and at once its "weights".
-        part: which of the stage's virtual stages runs, 0 ... V - 1.
+        kind: "forward", "backward", or "weights" if the schedule splits backwards. If such a schedule runs an unsplit
+            backward, its "weights" follow the "backward" immediately.
+        part: index of the stage's virtual stage, 0 ... V - 1.
         micro_batch: index of the micro-batch.
     """
 
@@ -66,7 +65,7 @@ class Work(NamedTuple):
 
 
 Order = Callable[[int, int, int, int], list[Work]]
-"""Called with a stage's index, K, M and V; returns what the stage does in a step."""
+"""Called with a stage's index, K, M and V; returns the passes of the stage in a step."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,17 @@ class Schedule:
 
     Attributes:
         name: the value of `pipeline_schedule`.
-        torch_name: torch's name of the class that runs it (`get_schedule_class`), or a class of your own.
-        order: what a stage does in a step, in the order of torch's schedule. Only plans and forecasts read it: with
-            another order they are wrong, and the training is not.
-        keeps_all: whether activations of all micro-batches are kept, so that memory grows with their number.
+        torch_name: torch's name of the schedule class (`get_schedule_class`), or a class of your own.
+        order: the passes of a stage in a step, in the order of torch's schedule. Only plans and forecasts read it: a
+            wrong order makes them wrong, but does not affect the training.
+        keeps_all: whether the activations of all micro-batches are kept: memory then grows with their number.
         is_interleaved: whether a stage may have several virtual stages.
-        most_virtual_stages: their largest number per stage; None if there is no bound.
+        most_virtual_stages: maximum number of virtual stages per stage; None for no bound.
         has_rounds: whether the micro-batches run in rounds of K or more, which must have equal sizes.
-        is_v_shaped: whether virtual stages are laid out in the shape of a V.
+        is_v_shaped: whether the placement of virtual stages is V-shaped.
         splits_backward: whether gradients of the weights are computed in passes of their own.
-        microbatches_per_stage: smallest number of micro-batches for each of the K stages (2: it needs 2 K). A batch of
-            fewer samples is run by another schedule with the same placement (`schedule_of_step`).
+        microbatches_per_stage: minimum of M / K (2: it needs 2 K micro-batches). Smaller batches run under another
+            schedule with the same placement (`schedule_of_step`).
     """
 
     name: str
@@ -100,20 +99,20 @@ class Schedule:
     microbatches_per_stage: int = 1
 
     def divides(self, num_stages: int, num_microbatches: int) -> bool:
-        """Whether this number of micro-batches can be run."""
+        """Whether the schedule can run this number of micro-batches."""
         return not self.has_rounds or num_microbatches % _num_rounds(num_stages, num_microbatches) == 0
 
     def placement(self, num_stages: int, num_virtual_stages: int = 1) -> Placement:
-        """Return which stage holds which virtual stages."""
+        """Return the placement of virtual stages on stages."""
         return Placement(num_stages, num_virtual_stages, self.is_v_shaped)
 
     def frees_activations(self, kind: Kind) -> bool:
-        """Whether the activations of a forward are needed until a pass of this kind."""
+        """Whether a pass of this kind frees the activations of its forward."""
         return kind == ("weights" if self.splits_backward else "backward")
 
 
 def _alternating(warm_up: Callable[[int, int, int, int], int]) -> Order:
-    """Return the order of a schedule with this warm-up, which is called as the order is."""
+    """Return the order of a schedule with this warm-up. `warm_up` takes the arguments of an `Order`."""
 
     def order(stage: int, num_stages: int, num_microbatches: int, num_virtual_stages: int) -> list[Work]:
         v, m = num_virtual_stages, num_microbatches
@@ -129,19 +128,19 @@ def _alternating(warm_up: Callable[[int, int, int, int], int]) -> Order:
 
 
 def _num_rounds(num_stages: int, num_microbatches: int) -> int:
-    """Return the number of rounds of an interleaved schedule: of K micro-batches each, or of a few more."""
+    """Return the number of rounds of an interleaved schedule, with K or slightly more micro-batches each."""
     return max(1, num_microbatches // num_stages)
 
 
 def _interleaved_warm_up(stage: int, num_stages: int, num_microbatches: int, num_virtual_stages: int) -> int:
-    """Return torch's warm-up; torch counts it without the forward that precedes the first backward."""
+    """Return torch's warm-up, plus the forward before the first backward, which torch does not count."""
     in_round = num_microbatches // _num_rounds(num_stages, num_microbatches)
     before = (num_virtual_stages - 1) * in_round + 2 * (num_stages - 1 - stage)
     return min(before + 1, num_virtual_stages * num_microbatches)
 
 
 def _zero_bubble_v(stage: int, num_stages: int, num_microbatches: int, _: int) -> list[Work]:
-    """Return torch's order. It is made for 2 K - 1 micro-batches or more; with fewer, some passes are left out."""
+    """Return torch's order. Torch makes it for at least 2 K - 1 micro-batches; with fewer, some passes are dropped."""
     most, order = max(2 * num_stages - 1, num_microbatches), list[Work]()
     run: Counter[tuple[Kind, int]] = Counter()
 
@@ -192,22 +191,22 @@ ZERO_BUBBLE_V = Schedule(
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule for schedule in (ONE_F_ONE_B, GPIPE, INTERLEAVED, ZERO_BUBBLE_V)
 }
-"""Value of `pipeline_schedule` -> schedule. Entries may be added before a trainer's arguments are made."""
+"""Value of `pipeline_schedule` -> schedule. Add entries before you create a trainer's arguments."""
 
 DEFAULT_VIRTUAL_STAGES = 2
 """Virtual stages per stage of an interleaved schedule, if none are requested."""
 
 
 def virtual_stages_of(schedule: str, requested: int | None) -> int:
-    """Return the number of virtual stages per stage to ask for.
+    """Return the number of virtual stages per stage to request.
 
     Args:
         schedule: value of `pipeline_schedule`, a key of `SCHEDULES`.
         requested: value of `virtual_pipeline_parallel_size`; None if the user has not set it.
 
     Raises:
-        ValueError: With an interleaved schedule, it is no number of 2 or more, or more than the schedule runs; with
-            another one, it is not 1.
+        ValueError: The number is below 2 or above the schedule's maximum for an interleaved schedule, or not 1 for
+            another schedule.
     """
     chosen = schedule_named(schedule)
     least = DEFAULT_VIRTUAL_STAGES if chosen.is_interleaved else 1
@@ -233,9 +232,9 @@ def schedule_named(name: str) -> Schedule:
     """Return a schedule.
 
     Raises:
-        ValueError: There is none of this name.
+        ValueError: There is no schedule of this name.
     """
-    if name not in tuple(SCHEDULES):  # of any type, also one that cannot be hashed
+    if name not in tuple(SCHEDULES):  # the name may have any type, even an unhashable one
         raise ValueError(f"schedule is {name!r}, but must be one of {', '.join(map(repr, SCHEDULES))}.")
     return SCHEDULES[name]
 
@@ -243,10 +242,10 @@ def schedule_named(name: str) -> Schedule:
 def schedule_of_step(name: str, num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
     """Return the schedule that runs a step of a layout with the schedule `name`.
 
-    With fewer micro-batches than a schedule of virtual stages needs, another one with the same placement runs. An
-    interleaved schedule with one virtual stage is 1F1B. With fewer micro-batches than stages 1F1B has no steady
-    state: the order is that of GPipe, and torch refuses 1F1B. On NCCL it would hang, as one end of some messages would
-    be single and the other in a batch.
+    If there are fewer micro-batches than a schedule with virtual stages needs, another schedule with the same
+    placement runs. An interleaved schedule with one virtual stage is 1F1B. With fewer micro-batches than stages, 1F1B
+    has no steady state, and its order equals GPipe's. GPipe then runs, because torch refuses 1F1B: on NCCL it would
+    hang, as one end of some messages would be a single call and the other a batch.
     """
     schedule = schedule_named(name)
     is_enough = num_microbatches >= schedule.microbatches_per_stage * num_stages

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MIB = 2**20
-"""Bytes of the unit in which tables and messages show memory."""
+"""Unit of memory in tables and messages, in bytes."""
 
 
 def align(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Return the rows of a table as lines with aligned columns, with numbers to the right.
+    """Return the rows of a table as lines with aligned columns. Numbers are aligned to the right.
 
     Args:
         rows: Table cells, the header first; all rows have the same number of cells.

@@ -1,6 +1,6 @@
-"""A simulated training step of a pipeline: which stage computes what, and when.
+"""A simulated training step of a pipeline: the start and end of each stage's passes.
 
-Each stage works through its own list in order; an entry starts when the stage is free and its input has arrived.
+Each stage runs its own list of passes in order. A pass starts when the stage is free and its input has arrived.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Span:
     """The time that one stage spends on one micro-batch, in seconds from the start of the step.
 
     Attributes:
-        part: which of the stage's virtual stages works; 0 if it has only one.
+        part: index of the stage's virtual stage; 0 if it has only one.
     """
 
     stage: int
@@ -32,7 +32,7 @@ class Timeline:
     """One simulated step.
 
     Attributes:
-        spans: what the stages do, sorted by stage and start; a stage without backward has no backward spans.
+        spans: the passes of all stages, sorted by stage and start. A stage without backward has no backward spans.
         seconds: time until the last stage has finished.
     """
 
@@ -41,7 +41,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Fraction of the stages' time in which they idle, 0 to 1."""
+        """Fraction of the stages' time that they idle, 0 to 1."""
         stages = {span.stage for span in self.spans}
         offered = self.seconds * len(stages)
         return 1 - sum(span.end - span.start for span in self.spans) / offered if offered else 0.0
@@ -53,7 +53,7 @@ class StepPrediction:
 
     Attributes:
         timeline: Simulated forward and backward passes of the pipeline.
-        seconds_at_end: Seconds of the gradient reduction and the optimizer step, in the stage where they take longest.
+        seconds_at_end: Seconds of the gradient reduction and the optimizer step on the slowest stage.
     """
 
     timeline: Timeline
@@ -72,12 +72,12 @@ def simulate(
     schedule: str = "1f1b",
     num_virtual_stages: int = 1,
 ) -> Timeline:
-    """Simulate one step of a pipeline whose messages take no time.
+    """Simulate one step of a pipeline. Messages take no time.
 
     Args:
         forward: seconds of one micro-batch's forward in each virtual stage, in the model's order. `[V * K]`
-        backward: seconds of one micro-batch's backward in each virtual stage, for inputs and weights together; 0 for
-            one without backward, because it and all before it are frozen. `[V * K]`
+        backward: seconds of one micro-batch's backward in each virtual stage, for inputs and weights together; 0
+            without a backward, because this and all earlier stages are frozen. `[V * K]`
         num_microbatches: M.
         schedule: name of the schedule.
         num_virtual_stages: virtual stages per stage V.
@@ -97,16 +97,17 @@ def simulate(
 
 
 def play(work: Sequence[list[Work]], held: Sequence[Sequence[int]], seconds: Callable[[Work], float]) -> Timeline:
-    """Simulate stages that each work through their own list in order.
+    """Simulate stages that each run their own list of passes in order.
 
     Args:
-        work: what each stage does, in which `Work.part` counts its own virtual stages. The lists are emptied. `[K]`
+        work: the passes of each stage; `Work.part` is an index into its own virtual stages. The lists are emptied.
+            `[K]`
         held: the virtual stages that each stage holds. `[K]`
-        seconds: the time of a pass, in which `Work.part` counts the virtual stages of all stages. A backward without
-            time does not exist: no layer up to there trains.
+        seconds: returns the time of a pass; here `Work.part` is an index into the virtual stages of all stages. A
+            backward that takes no time is skipped: no layer up to there is trained.
     """
     last = max(map(max, held))
-    done: dict[Work, float] = {}  # with parts as in `seconds`
+    done: dict[Work, float] = {}  # `Work.part` as for `seconds`
     free = [0.0] * len(work)
     spans: list[Span] = []
     while any(work):
@@ -128,7 +129,7 @@ def play(work: Sequence[list[Work]], held: Sequence[Sequence[int]], seconds: Cal
 
 
 def _source(kind: Kind, virtual_stage: int, micro_batch: int) -> Work:
-    """Return the pass whose result a pass needs."""
+    """Return the pass that computes the input of a pass."""
     if kind == "weights":
         return Work("backward", virtual_stage, micro_batch)
     return Work(kind, virtual_stage + (-1 if kind == "forward" else 1), micro_batch)

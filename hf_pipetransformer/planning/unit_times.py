@@ -1,8 +1,8 @@
-"""The time that each unit of a model takes: measured here on a few real samples, or read off a table of devices.
+"""The time of each unit of a model, measured on a few real samples. Forecasts derive it from a device table.
 
-Operation counts suffice to split a model of equal layers, but they do not show how long a step takes, nor whether it
-is faster to load the outputs of frozen layers than to compute them. So before the model is split, each process runs it
-a few times without a graph, which needs no more memory than the weights. A backward counts as two forwards.
+Operation counts suffice to split a model of equal layers. They do not predict the time of a step, nor whether loading
+the outputs of frozen layers is faster than computing them. So before the model is split, each process runs it a few
+times without a graph, which needs hardly more memory than the weights. A backward counts as two forwards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..randomness import global_state_kept
 from .costs import FORWARDS_OF_A_BACKWARD
 
 REPETITIONS = 3
-"""Number of repetitions of each measurement, of which the median is used. The very first run is discarded."""
+"""Number of repetitions of each measurement. The median counts; the very first run is discarded."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Seconds:
 
     @classmethod
     def through(cls, rows: tuple[int, int], seconds: tuple[float, float]) -> Seconds:
-        """Fit the line through two measurements, without negative coefficients, which only noise can cause."""
+        """Fit a line through two measurements. Negative coefficients, which only noise can cause, become 0."""
         (few, many), (short, long) = rows, seconds
         if few == many:
             return cls(0.0, long / many)
@@ -52,7 +52,7 @@ class PartTimes:
 
     Attributes:
         forward: time without a graph, which is the cost of a frozen part.
-        backward: time that training adds to that.
+        backward: additional time in training.
     """
 
     forward: Seconds = Seconds()
@@ -60,7 +60,7 @@ class PartTimes:
 
     @classmethod
     def of_forward(cls, seconds: Seconds, n: float = FORWARDS_OF_A_BACKWARD) -> PartTimes:
-        """Times of a part whose forward is known, and whose backward takes as long as n of them."""
+        """Return the times of a part from its forward; its backward takes as long as n forwards."""
         return cls(seconds, Seconds(n * seconds.fixed, n * seconds.per_row))
 
 
@@ -69,13 +69,13 @@ class ModelTimes:
     """Times of a whole model on one device.
 
     Attributes:
-        prologue: the part before the units (embeddings, masks). Every stage repeats its forward; the first stage also
+        prologue: the part before the units (embeddings, masks). Every stage runs its forward; only the first stage
             runs its backward.
         units: the units in execution order.
         head: the part after the units, including the loss.
         update_seconds_per_byte: seconds per byte of trainable parameters for clipping and an AdamW step.
-        reduce_seconds_per_byte: seconds per byte of an all-reduce over all processes. Both are 0 where parts are
-            measured.
+        reduce_seconds_per_byte: seconds per byte of an all-reduce over all processes. Both numbers are 0 if the times
+            are measured rather than derived from a device table.
     """
 
     prologue: PartTimes
@@ -108,7 +108,7 @@ def measure_times(stack: LayerStack, batch: Batch) -> ModelTimes:
 
 
 def slowest(everyone: Sequence[ModelTimes]) -> ModelTimes:
-    """The times of the process that takes longest for a sample, so that all processes use the same times."""
+    """Return the times of the slowest process for a sample. All processes then use the same times."""
 
     def of_sample(times: ModelTimes) -> float:
         return sum(part.forward.of(1) for part in (times.prologue, *times.units, times.head))

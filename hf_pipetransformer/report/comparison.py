@@ -14,11 +14,11 @@ from ..parts.records.history import STATE_NAME, Training, read_trainings
 from .words import FEW_STEPS, final_quality, quality_metric, why_not_read
 
 MUCH_PREPARATION = 0.25
-"""Share of a training's time before the first step from which on the speed-up would be another in a longer one."""
+"""Share of time before the first step above which a longer training would have a clearly different speed-up."""
 ERRORS_TO_DIFFER = 2
-"""Number of standard errors up to which a difference between two accuracies is no evidence of one."""
+"""Number of standard errors that a difference between two accuracies must exceed to count as evidence."""
 ROUNDED = 6e-5
-"""Largest error of an accuracy that was rounded to four digits."""
+"""Largest rounding error of an accuracy with four digits."""
 SETTINGS = {
     "model": "model",
     "num_parameters": "parameters",
@@ -35,7 +35,7 @@ def trainings_in(folder: Path) -> list[Training]:
     """Return the trainings of a folder, the oldest first.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no training.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder. Pass the output_dir of a training run.")
@@ -49,10 +49,10 @@ def trainings_in(folder: Path) -> list[Training]:
 
 
 def pair(first: Path, second: Path) -> dict[str, Training]:
-    """Return the last training of each folder by its name: the folder's last part, or the path if these are equal.
+    """Return name -> last training of each folder. The name is the folder's last part, or its path if both are equal.
 
     Raises:
-        ValueError: they are one folder, or one has no training.
+        ValueError: the folders are the same, or one has no training.
     """
     one, two = first.resolve(), second.resolve()
     if one == two:
@@ -62,7 +62,7 @@ def pair(first: Path, second: Path) -> dict[str, Training]:
 
 
 def rows_of(runs: Mapping[str, Training]) -> list[dict[str, str]]:
-    """Return the table: for each quantity its value in each training, and the second over the first where it is time.
+    """Return the table: each quantity's value in both trainings, and for times the second over the first.
 
     Args:
         runs: name -> training, two of them.
@@ -103,7 +103,7 @@ def rows_of(runs: Mapping[str, Training]) -> list[dict[str, str]]:
 
 
 def headline(runs: Mapping[str, Training]) -> str:
-    """Return which of two trainings was faster, by how much, and the difference in accuracy."""
+    """Return a sentence on the speed of two trainings and their difference in accuracy."""
     (first, a), (second, b) = runs.items()
     if not a.total_seconds or not b.total_seconds:
         return f"The time of {first if not a.total_seconds else second} is not known."
@@ -122,9 +122,9 @@ def headline(runs: Mapping[str, Training]) -> str:
 
 
 def notes(runs: Mapping[str, Training]) -> list[str]:
-    """Return the sentences after the headline: what makes it uncertain, and which frozen modules were not read.
+    """Return the sentences after the headline: reasons for uncertainty, and frozen modules that were not read.
 
-    It is uncertain after few steps, a long preparation, or evaluations on few samples.
+    The headline is uncertain after few steps, a long preparation, or evaluations on few samples.
     """
     sentences = []
     for name, run in runs.items():
@@ -155,10 +155,10 @@ def notes(runs: Mapping[str, Training]) -> list[str]:
 
 
 def _doubt_of_quality(a: Training, b: Training) -> list[str]:
-    """Return whether the difference of two accuracies may be that of other evaluation samples.
+    """Return a sentence if evaluation samples alone may explain the difference of two accuracies.
 
-    Only for the shares of correct samples: an accuracy that is no whole number of the samples is of something else,
-    tokens for example.
+    Only for shares of correct samples: an accuracy that is not a whole number of samples counts other items, such as
+    tokens.
     """
     name = quality_metric(a)
     if name != quality_metric(b) or name.rpartition("_")[2] != "accuracy":
@@ -187,7 +187,7 @@ def _doubt_of_quality(a: Training, b: Training) -> list[str]:
 
 
 def differences(runs: Mapping[str, Training]) -> list[dict[str, str]]:
-    """Return the table of the settings that differ, of those that both trainings have recorded."""
+    """Return the table of settings that differ, among the settings that both trainings have recorded."""
     (first, a), (second, b) = runs.items()
     mine, theirs = _settings(a), _settings(b)
     return [

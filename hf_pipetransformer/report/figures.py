@@ -1,4 +1,4 @@
-"""The figures of a report. Each shows a training's records, or the reason why they cannot be shown.
+"""The figures of a report. Each shows a training's records, or the reason for missing data.
 
 All figures over steps have the same x axis, with a line at each change of the layout.
 """
@@ -27,7 +27,7 @@ MOST_BINS = 400
 MOST_POINTS = 1500
 """Maximum number of points of other curves."""
 MOST_MARKERS = 30
-"""A curve with fewer points has markers, without which a single point would not be seen."""
+"""Curves with fewer points get markers: a single point would be invisible without one."""
 TECHNICAL = ("_runtime", "_per_second", "_samples", "_time", "_seconds", "_bytes", "_flos", "_delta", "_allocated")
 
 ACTIVITIES = {
@@ -65,7 +65,7 @@ TITLES = {
 }
 """Name of each figure's element on the page -> title, in the order of the page."""
 Y_TITLES = {"loss": "loss", "layers": "layers", "speed": "samples/s", "gradients": "norm"}
-"""Name of a figure over the optimizer steps -> title of its y axis, where the page's title does not say it."""
+"""Name of a figure over the optimizer steps -> title of its y axis, for figures that need one."""
 WIDE = ("losses-over-time", "step", "time", "memory")
 """Figures that take the full width of the page."""
 OVER_STEPS = {
@@ -89,10 +89,10 @@ OVER_STEPS = {
         "No gradient norm was logged.",
     ),
 }
-"""Name of a figure over the optimizer steps -> caption, and what is said if there is nothing to draw."""
+"""Name of a figure over the optimizer steps -> caption, and the text without data."""
 
 Drawn = tuple[str, "go.Figure | None"]
-"""How to read a figure and where its numbers come from, and the figure; or why there is none, and None."""
+"""A caption and a figure; or the reason for no figure, and None."""
 
 
 def all_drawings(training: Training, runs: Mapping[str, Training]) -> dict[str, Drawn]:
@@ -100,7 +100,7 @@ def all_drawings(training: Training, runs: Mapping[str, Training]) -> dict[str, 
 
     Args:
         training: the training.
-        runs: name -> training, of this one and of one to compare it with; empty if there is none.
+        runs: name -> training, for this training and a second one to compare with; empty without one.
     """
     evaluated = [n for n in training.names if n.startswith("eval_") and not n.endswith(TECHNICAL)]
     losses = {n: n.replace("eval_", "evaluation_").removesuffix("_loss") for n in evaluated if "loss" in n}
@@ -135,14 +135,14 @@ def _draw_over_steps(training: Training, name: str, curves: Curves) -> Drawn:
     figure = _figure(Y_TITLES.get(name, ""), training)
     for label, curve in curves.items():
         _add_curve(figure, label, curve)
-    figure.update_traces(cliponaxis=False)  # markers at the first and the last step are whole
+    figure.update_traces(cliponaxis=False)  # shows markers at the first and the last step in full
     figure.update_traces(stackgroup="layers" if name == "layers" else None)
     figure.update_yaxes(rangemode="normal" if name == "quality" else "tozero")
     return caption, figure
 
 
 def _draw_comparison(runs: Mapping[str, Training]) -> Drawn:
-    """The losses of trainings, by name, over seconds since `train()` was called."""
+    """Draw the losses of trainings over the seconds since `train()` was called."""
     figure = _figure("loss")
     for (name, training), color in zip(runs.items(), COLORS, strict=False):
         for key, dash in (("loss", "solid"), ("eval_loss", "dot")):
@@ -158,7 +158,7 @@ def _draw_comparison(runs: Mapping[str, Training]) -> Drawn:
 
 
 def _logged(training: Training, labels: Mapping[str, str]) -> Curves:
-    """The curves of logged numbers: name -> label."""
+    """Return the curves of logged numbers. `labels`: name -> label."""
     return {label: curve for name, label in labels.items() if (curve := training.curve(name))[0]}
 
 
@@ -168,7 +168,7 @@ def _add_curve(figure: go.Figure, label: str, curve: Curve, **options: Any) -> N
 
 
 def thinned(xs: Sequence[Any], ys: Sequence[float]) -> tuple[list[Any], list[float]]:
-    """Reduce a long curve to `MOST_POINTS`: the lowest and the highest of each section, to keep all peaks."""
+    """Reduce a long curve to `MOST_POINTS`: keep the lowest and the highest point of each section."""
     if len(xs) <= MOST_POINTS:
         return list(xs), list(ys)
     edges = [round(k * len(xs) / (MOST_POINTS // 2)) for k in range(MOST_POINTS // 2 + 1)]
@@ -179,7 +179,7 @@ def thinned(xs: Sequence[Any], ys: Sequence[float]) -> tuple[list[Any], list[flo
 
 
 def _counts(training: Training) -> tuple[Curves, Curves]:
-    """Numbers of layers, and of stages, replicas and micro-batches, as the training went on."""
+    """Return the numbers of layers, and of stages, replicas and micro-batches, over the training."""
     twice = [layout for layout in training.layouts for _ in range(2)]  # at the first and the last step
     steps = [step for layout in training.layouts for step in (layout.first_step, layout.last_step)]
     layers = {
@@ -196,7 +196,7 @@ def _counts(training: Training) -> tuple[Curves, Curves]:
 
 
 def _speeds(training: Training) -> Curves:
-    """Samples per second between two log entries, and as the mean of each layout."""
+    """Return samples per second between two log entries, and as the mean of each layout."""
     lines = [line for line in training.lines if line["kind"] == "time" and line["steps"] and line["rows"]]
     if not lines:
         return {}
@@ -302,7 +302,7 @@ def _draw_memory(training: Training) -> Drawn:
     figure = _figure("MiB")
     is_on_device = any(usage.get("device_peak_bytes") for _, usage in used)
     boxes = {"measured": [usage["device_peak_bytes" if is_on_device else "resident_bytes"] for _, usage in used]}
-    if is_on_device:  # that of the stage's tensors, which cannot be compared with a whole process
+    if is_on_device:  # memory of the stage's tensors, not comparable with a whole process
         boxes["predicted"] = [layout.event["predicted"]["memory_bytes"] for layout, _ in used]
     for label, by_layout in boxes.items():
         figure.add_box(
@@ -402,7 +402,7 @@ def _why_untimed(training: Training) -> str:
 
 # ---------------------------------------------------------------------------------------- helpers
 def _figure(y_title: str, over_steps: Training | None = None) -> go.Figure:
-    """Return an empty figure in the page's style; over the steps of a training, with a line at each new layout."""
+    """Return an empty figure in the page's style. Over steps, it has a line at each new layout."""
     axis = {"zeroline": False, "gridcolor": "#e8ebef", "automargin": True}
     figure = go.Figure(
         layout={
@@ -431,10 +431,10 @@ def _is_whole(training: Training) -> bool:
 
 
 def _distinct(layouts: Sequence[LayoutPeriod]) -> list[LayoutPeriod]:
-    """The layouts that had steps, each once, since a resumed training starts with the layout that it had."""
+    """Return the layouts with steps, each once: a resumed training repeats its layout."""
     found: dict[tuple[Any, ...], LayoutPeriod] = {}
     for layout in layouts:
-        split = (layout.num_stages, *layout.event["stage_bounds"])  # of one or of several virtual stages each
+        split = (layout.num_stages, *layout.event["stage_bounds"])  # each stage has one or more virtual stages
         key = (*split, layout.num_frozen, layout.num_cached, layout.num_microbatches)
         if layout.last_step > layout.first_step and (key not in found or found[key].usage is None):
             found[key] = layout

@@ -1,4 +1,4 @@
-"""`hf-pipetransformer report`: a single HTML file that shows what happened in a training, without network access.
+"""`hf-pipetransformer report`: a single HTML file about a training that needs no network access.
 
 The file contains plotly.js, compressed from 4.8 MB to 1.9 MB. It needs the packages of the optional extra "report".
 """
@@ -29,7 +29,7 @@ FILE_NAME = "report.html"
 NEEDED = ("plotly", "jinja2")
 TEMPLATE = "report.html.jinja"
 DEFAULTS = {"elastic": True, "mixed_precision": "no", "max_steps": -1, "weight_decay": 0}
-"""Default values of recorded arguments, if they are not None or False; a report omits arguments with these values."""
+"""Default values of recorded arguments other than None and False. A report omits arguments with default values."""
 
 
 def write_report(folder: Path, output: Path | None = None, beside: Path | None = None) -> Path:
@@ -44,7 +44,7 @@ def write_report(folder: Path, output: Path | None = None, beside: Path | None =
         The path of the report.
 
     Raises:
-        ValueError: there is nothing to report, a package is missing, or the file cannot be written.
+        ValueError: the folder has no training, a package is missing, or the file cannot be written.
     """
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
@@ -99,7 +99,7 @@ def _packed_plotly() -> str:
 
 
 def _json_of(figure: Any) -> str:
-    """A figure's data as JSON for a script element, with "<" escaped, as a "</script>" in a name would end it."""
+    """Return a figure as JSON for a script element. "<" is escaped: a "</script>" in a name would end the element."""
     text: str = figure.to_json()
     return text.replace("<", "\\u003c")
 
@@ -120,7 +120,7 @@ def _subtitle(training: Training, folder: Path) -> list[str]:
 
 
 def _tiles(training: Training) -> list[tuple[str, str]]:
-    """Value and label of the numbers at the top of the page; unknown ones are omitted."""
+    """Return value and label of the numbers at the top of the page; unknown ones are omitted."""
     tiles = []
     total = sum(training.seconds.values())
     if total:
@@ -151,11 +151,11 @@ def _tiles(training: Training) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------------------------------- tables
 @dataclass(frozen=True)
 class Table:
-    """A table of the page, which is left out if it has no rows.
+    """A table of the page. A table without rows is omitted.
 
     Attributes:
         name: name of its element on the page.
-        title: what it shows.
+        title: title of the table.
         caption: how to read it.
         rows: header -> cell, for each row.
         is_first: whether it precedes the figures.
@@ -219,7 +219,7 @@ def _tables(trainings: Sequence[Training], runs: Mapping[str, Training]) -> tupl
 
 
 def _changed(training: Training) -> str:
-    """How often the layout changed."""
+    """Return how often the layout changed, in words."""
     number = training.num_layout_changes
     if not number:
         return "The layout did not change."
@@ -246,7 +246,7 @@ def _read_row(entry: Line, rows: int) -> dict[str, str]:
 
 
 def _layout_row(layout: LayoutPeriod, before: LayoutPeriod | None) -> dict[str, str]:
-    """A row of the table of layouts, under the one before."""
+    """Return a row of the table of layouts. `before`: the previous layout."""
     event, prediction, usage, speed = layout.event, layout.prediction, layout.usage, layout.samples_per_second
     peaks = (usage.get("device_peak_bytes") or usage["resident_bytes"]) if usage else []
     is_change = event["event"] == "transform"
@@ -296,7 +296,7 @@ def _training_row(training: Training) -> dict[str, str]:
 
 
 def _arguments(facts: Line) -> list[tuple[str, str]]:
-    """The recorded facts and arguments of the run, as text; arguments with their default values are left out."""
+    """Return the recorded facts and arguments of the run as text, without arguments that have default values."""
     if not facts:
         return []
     name = facts.get("name_or_path")

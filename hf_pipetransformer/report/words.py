@@ -1,6 +1,6 @@
-"""What a report says in sentences: the verdict at the top, why each layout changed, and what its terms mean.
+"""The sentences of a report: the verdict at the top, the reasons for each change of layout, and the glossary.
 
-All numbers are those of the records. What was not recorded is not said.
+All numbers come from the records. Sentences without records are omitted.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from ..parts.records.history import LayoutPeriod, Training
 from ..planning.tables import MIB
 
 FEW_STEPS = 10
-"""Number of steps below which a layout's speed tells little: the first steps of a process take longer."""
+"""Number of steps below which a layout's speed is uncertain: the first steps of a process take longer."""
 SLOW_START = 1.5
-"""How much longer the first steps of a layout take than its others, if a speed that includes them tells little."""
+"""Factor by which a layout's first steps may be slower than the others before its speed counts as uncertain."""
 QUALITY_NAMES = ("accuracy", "_f1", "combined_score")
-"""How the names of evaluation metrics end that summarize a training, instead of the loss."""
+"""Endings of the names of evaluation metrics that summarize a training better than the loss."""
 
 GLOSSARY = (
     ("stage", "a range of consecutive layers that one process holds and runs"),
@@ -44,7 +44,7 @@ def verdict(training: Training, is_compared: bool = False) -> list[str]:
 
     Args:
         training: the training.
-        is_compared: whether another training is beside it. Then the only speed-up is that over the other one.
+        is_compared: whether the report has a second training. The speed-up over the own first layout is then omitted.
     """
     sentences = []
     if training.is_complete is False:
@@ -71,7 +71,7 @@ def _speed_of(timed: list[LayoutPeriod]) -> float:
 
 
 def _frozen_modules(training: Training) -> list[str]:
-    """Return which modules the user has frozen, and for which part of the training their outputs were read."""
+    """Return sentences on the user's frozen modules and the share of their outputs read from the cache."""
     frozen = [layout for layout in training.layouts if layout.frozen_modules is not None]
     if not frozen:
         return []
@@ -80,7 +80,7 @@ def _frozen_modules(training: Training) -> list[str]:
     until = "" if last is training.layouts[-1] else f" until step {last.last_step:,}"
     sentences = [f"{sentence_on_frozen(last.frozen_modules)}{until}."]
     read, skipped = (training.share_read(name) for name in ("cache_hit_rate", "cache_layers_skipped"))
-    is_whole = not any(layout.num_frozen for layout in training.layouts)  # the cache is that of the frozen modules
+    is_whole = not any(layout.num_frozen for layout in training.layouts)  # the cache is for the frozen modules
     if is_whole and read:
         sentences.append(
             f"Outputs of frozen modules were read for {read:.0%} of the samples, which skipped {skipped:.0%} of the"
@@ -94,13 +94,13 @@ def _frozen_modules(training: Training) -> list[str]:
 
 
 def why_not_read(training: Training) -> list[tuple[str, str]]:
-    """Return the modules that the user has frozen and whose output was computed in every epoch, and why."""
+    """Return the user's frozen modules that were computed in every epoch, each with the reason."""
     lines = [line for line in training.lines if line["kind"] == "cache_off" and "module" in line]
     return list({line["module"]: line["reason"] for line in lines}.items())
 
 
 def _gain(training: Training, timed: list[LayoutPeriod], first_speed: float) -> list[str]:
-    """Return how much faster the training was than its first layout would have been to the end."""
+    """Return sentences on the training's speed-up over its own first layout."""
     taken = sum(layout.seconds + layout.waiting for layout in timed) + training.seconds.get("adapting", 0.0)
     unfrozen = sum(layout.rows for layout in timed) / first_speed
     ratio = unfrozen / taken
@@ -121,7 +121,7 @@ def _gain(training: Training, timed: list[LayoutPeriod], first_speed: float) -> 
 
 
 def _doubts(first: LayoutPeriod) -> list[str]:
-    """Return why the speed of a first layout is no sound basis for a comparison, if it is none."""
+    """Return a sentence if the speed of the first layout is too uncertain for a comparison."""
     why = []
     if first.steps < FEW_STEPS:
         why.append(f"the first layout had only {first.steps} step{'s' if first.steps != 1 else ''}")
@@ -154,7 +154,7 @@ def quality_metric(training: Training) -> str:
 
 
 def changes(training: Training) -> list[tuple[str, str]]:
-    """Return for each layout when it began, and why."""
+    """Return each layout's beginning and its reason."""
     layouts = training.layouts
     if not layouts:
         return []
@@ -176,7 +176,7 @@ def _when(layout: LayoutPeriod) -> str:
 
 
 def _reason(before: LayoutPeriod, after: LayoutPeriod, first: LayoutPeriod, arguments: dict[str, object]) -> str:
-    """Return why one layout followed another: what froze, what was cached, and what that allowed."""
+    """Return the reason for a change of layout: frozen layers, cached layers, and the resulting stages."""
     parts = []
     if after.event["event"] == "resume":
         parts.append("resumed from a checkpoint")

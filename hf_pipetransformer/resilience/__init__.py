@@ -1,1 +1,1 @@
-"""How processes begin and end together: the store that they meet in, and their exit."""
+"""Start and exit of the processes of a job: the store that connects them, and their shutdown."""

@@ -1,13 +1,13 @@
-"""Shutdown of the process groups and threads that would otherwise abort this process when the interpreter exits.
+"""Shutdown of process groups and threads, which would otherwise abort this process when the interpreter exits.
 
 If a thread of gloo, or one of our threads inside a call of torch, is still running while the interpreter shuts down,
 the process ends with "terminate called without an active exception" (exit code -6), after a complete training. The
 threads of a gloo group end when its object is freed. `dist.destroy_process_group` alone does not free it, because
 trainers hold references to it as well.
 
-A process that fails may have given the device a kernel that waits for other processes. Destroying a group of NCCL
-waits for such a kernel, and destructors that run after the interpreter wait for it, too. Aborting the group ends the
-kernel. If that is not possible, the operating system ends the process.
+A failing process may have launched a kernel that waits for other processes. Destroying an NCCL group waits for such a
+kernel, and so do destructors that run after the interpreter. Aborting the group ends the kernel. If that is not
+possible, the operating system ends the process.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SECONDS_FOR_THE_REST = 60.0
 
 _asked, _ended = threading.Event(), threading.Event()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_pid = 0  # of the process that will end its groups; a forked one has none of the threads
-_has_failed = False  # the latest training
+_pid = 0  # process that ends its groups; a forked process has none of the threads
+_has_failed = False  # whether the latest training has failed
 
 
 def note_training(has_failed: bool) -> None:
@@ -43,7 +43,7 @@ def note_training(has_failed: bool) -> None:
 
 
 def end_at_exit(thread: threading.Thread | None = None) -> None:
-    """Destroy the process groups when the interpreter exits, and first wait for a thread that was told to end.
+    """Destroy the process groups when the interpreter exits, after waiting for `thread`.
 
     It may be called any number of times, and before a process group exists.
     """
@@ -52,13 +52,13 @@ def end_at_exit(thread: threading.Thread | None = None) -> None:
         _threads.add(thread)
     if _pid != os.getpid():
         _pid = os.getpid()
-        # now, because from Python 3.12 on no thread can be started while the interpreter shuts down
+        # now: since Python 3.12, no thread can start while the interpreter shuts down
         threading.Thread(target=_end_groups, name="exit", daemon=True).start()
         atexit.register(end)
 
 
 def end(seconds: float = SECONDS) -> bool:
-    """Destroy or abort this process's part of all process groups, once. Returns whether they ended in time."""
+    """Destroy or abort this process's part of all process groups, once. Returns True if they ended in time."""
     end_at_exit()
     deadline = time.monotonic() + seconds
     for thread in list(_threads):
@@ -80,7 +80,7 @@ def _end_groups() -> None:
     _asked.wait()
     if dist.is_available() and dist.is_initialized():
         groups = list(dist.distributed_c10d._world.pg_map)
-        # an error that nobody has caught is the latest one
+        # `last_value` is an uncaught error
         has_failed = _has_failed or getattr(sys, "last_value", None) is not None
         with suppress(Exception):  # a peer or a device may no longer exist, or a backend may not support it
             if has_failed and _is_on_device():
@@ -92,11 +92,11 @@ def _end_groups() -> None:
 
 
 def _release(groups: list[dist.ProcessGroup]) -> None:
-    """Drop other objects' references to the groups, such as those of trainers that outlive the interpreter's exit."""
-    traceback.clear_frames(getattr(sys, "last_traceback", None))  # of the error that ended the program
+    """Drop other objects' references to the groups: trainers may outlive the interpreter's exit."""
+    traceback.clear_frames(getattr(sys, "last_traceback", None))  # frames of the error that ended the program
     gc.collect()
     known = {id(group) for group in groups}
-    for holder in gc.get_referrers(*groups):  # it looks at all objects, so once for all groups
+    for holder in gc.get_referrers(*groups):  # scans all objects: call it once for all groups
         attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", None)
         if isinstance(attributes, dict):
             attributes.update(dict.fromkeys(name for name, value in attributes.items() if id(value) in known))

@@ -18,20 +18,20 @@ from datetime import timedelta
 import torch.distributed as dist
 
 ADDRESS = "hf_pipetransformer/store"
-"""Key in the launcher's store under which rank 0 writes the address; it may still hold that of an earlier attempt."""
+"""Key of rank 0's address in the launcher's store. Its value may still be an earlier attempt's address."""
 CONNECTED, ALL_CONNECTED = "connected", "all connected"
 
-_kept: list[dist.TCPStore] = []  # a store exists as long as its object
+_kept: list[dist.TCPStore] = []  # a store lives as long as its object
 
 
 def use_fresh_store(environ: MutableMapping[str, str], timeout: timedelta) -> None:
-    """Make the process group use a store of this attempt only; call `wait_for_connections` once the group exists.
+    """Make the process group use a store of this attempt only. Call `wait_for_connections` once the group exists.
 
-    It does nothing if a process group exists already, or if no launcher keeps a store. Collective over all processes.
+    Has no effect if a process group exists already, or if no launcher keeps a store. Collective over all processes.
 
     Args:
         environ: environment of the process; `MASTER_ADDR` and `MASTER_PORT` are changed.
-        timeout: how long the other processes wait for rank 0.
+        timeout: time for which the other processes wait for rank 0.
 
     Raises:
         ValueError: the launcher has set port 0.
@@ -46,7 +46,7 @@ def use_fresh_store(environ: MutableMapping[str, str], timeout: timedelta) -> No
             " --rdzv-endpoint=localhost:0)."
         )
     is_launched = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) and environ.get("WORLD_SIZE", "1") != "1"
-    if not is_launched or _kept:  # called before, and the process group has been destroyed since
+    if not is_launched or _kept:  # called before; the process group has been destroyed since
         return
     launchers = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     if environ["RANK"] == "0":
@@ -61,16 +61,16 @@ def use_fresh_store(environ: MutableMapping[str, str], timeout: timedelta) -> No
 
 
 def _create(environ: MutableMapping[str, str], timeout: timedelta) -> tuple[dist.TCPStore, str]:
-    """Create a store on the address by which other hosts reach this one, and on a free port. Also return the address.
+    """Create a store on this host's external address and a free port. Returns the store and its address.
 
-    It is the address of the route to the launcher's store.
+    The external address is the local end of the route to the launcher's store.
     """
     launchers = environ["MASTER_ADDR"]
     with socket.create_connection((launchers, int(environ["MASTER_PORT"])), timeout.total_seconds()) as route:
         family, own = route.family, str(route.getsockname()[0])
     address = listen_on = own
     if ipaddress.ip_address(own).is_loopback:
-        # a host's own name often leads to its loopback here, and to an outer address on the other hosts
+        # a host's own name often resolves to its loopback here, and to its external address on other hosts
         address = launchers
         listen_on = own if environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"] else ""
     listener = socket.create_server((listen_on, 0), family=family)
@@ -80,12 +80,12 @@ def _create(environ: MutableMapping[str, str], timeout: timedelta) -> tuple[dist
 
 
 def _find(launchers: dist.TCPStore, timeout: timedelta) -> tuple[dist.TCPStore, str]:
-    """Find rank 0's store and its address. One that an earlier attempt left behind cannot be connected to."""
+    """Find rank 0's store and its address. Connecting to a store of an earlier attempt fails."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         address, port, attempt = launchers.get(ADDRESS).decode().split()
-        with suppress(OSError, RuntimeError):  # nothing listens there, or it is not a store
-            socket.create_connection((address, int(port)), timeout=1).close()  # a store retries longer, and logs it
+        with suppress(OSError, RuntimeError):  # no server, or not a store
+            socket.create_connection((address, int(port)), timeout=1).close()  # a `TCPStore` retries longer, and logs
             store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
             if store.check([attempt]):
                 return store, address
@@ -95,9 +95,9 @@ def _find(launchers: dist.TCPStore, timeout: timedelta) -> tuple[dist.TCPStore, 
 
 
 def wait_for_connections(timeout: timedelta) -> None:
-    """Make rank 0 wait, after the process group was created, until all other processes have created theirs.
+    """Make rank 0 wait after it has created the process group, until all other processes have created theirs.
 
-    They read rank 0's store to do so. If a user's error ended rank 0 before, they would report a different error.
+    They read rank 0's store for this. If a user's error ended rank 0 earlier, they would report a different error.
     """
     if _kept and dist.is_initialized():
         if dist.get_rank() == 0:

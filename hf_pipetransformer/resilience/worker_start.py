@@ -1,4 +1,4 @@
-"""How the workers of data loaders begin."""
+"""Start of data loader workers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """Initializer of a data loader's worker that makes the worker leave the process group of the training process.
+    """Initializer of a data loader's worker. It moves the worker out of the training process's process group.
 
-    Launchers and schedulers send SIGTERM to whole process groups. A worker that is terminated by it would make the
-    training fail before the checkpoint is saved.
+    Launchers and schedulers send SIGTERM to whole process groups. If it terminated a worker, the training would fail
+    before the checkpoint is saved.
 
     Attributes:
         init: the loader's own `worker_init_fn`, called with the worker's number.

@@ -15,7 +15,7 @@ from .token_schedule import TokenScheduler
 
 @dataclass(frozen=True)
 class Slicing:
-    """How sequences are split along their tokens if there are several stages (`Execution.slicing`).
+    """Settings for splitting sequences along their tokens over several stages (`Execution.slicing`).
 
     Attributes:
         token_slices: the user's setting.
@@ -31,7 +31,7 @@ class Slicing:
 class SlicesEngine(Engine):
     """Runs slices in the order of `token_schedule`."""
 
-    reduces_at_end = True  # DDP would prepare for the backward on the first forward, whose backward comes last
+    reduces_at_end = True  # DDP prepares its reducer in the first forward, but that slice's backward comes last
 
     def __init__(self, position: Position) -> None:
         super().__init__(position)
@@ -46,7 +46,7 @@ class SlicesEngine(Engine):
             layout.num_microbatches_for,
             messages.of_each_stage,
             slicing.on_plan,
-            # the dynamic program also chooses the parts of the batch, unless the user has chosen their number
+            # the dynamic program also chooses the parts of the batch, unless the user has set their number
             chooses_parts=slicing.token_slices == "auto" and layout.requested_microbatches is None,
         )
         stage = position.stage.first

@@ -1,4 +1,4 @@
-"""Keys and values that outlive a slice: attention over a sequence that is run a few tokens at a time.
+"""Keys and values of earlier slices: attention over a sequence that runs a few tokens at a time.
 
 A causal model's tokens [a, b) need only the keys and values of earlier tokens. Generation keeps these in a
 `transformers.Cache`. The cache in this module does the same, and also gives keys and values gradients (TeraPipe, ICML
@@ -30,19 +30,19 @@ from ..errors import UnsupportedModelError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""Names of the argument that takes a `Cache`: since transformers 5.24, and in older versions and users' own models."""
+"""Names of the `Cache` argument: since transformers 5.24, and in older versions and users' own models."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Which tokens of a sequence a token can attend to.
+    """The tokens of a sequence that a token can attend to.
 
     Attributes:
-        layers: for each layer, the kind of its attention and the width of its window.
-        separates_documents: whether documents that are packed into one sample do not attend to each other. Found by a
-            probe (`probe_slicing`), because no configuration says it.
-        allows_left_padding: whether slices give the same result with padding before the tokens. Also found by the
-            probe; False for models that compute positions from the padding in their input (RoBERTa).
+        layers: kind of attention and width of the window, for each layer.
+        separates_documents: whether documents packed into one sample do not attend to each other. A probe finds it
+            (`probe_slicing`), because configurations do not tell.
+        allows_left_padding: whether slices give the same result with padding before the tokens. The probe finds this,
+            too; False for models that compute positions from the padding in their input (RoBERTa).
     """
 
     layers: tuple[tuple[str, int | None], ...]
@@ -54,8 +54,8 @@ def attention_windows(model: Any) -> Windows:
     """Return the attention windows of a causal model's layers, from its configuration.
 
     Raises:
-        UnsupportedModelError: if a layer keeps state other than keys and values (recurrent, convolutional), or uses
-            those of another layer.
+        UnsupportedModelError: if a layer has state besides keys and values (recurrent, convolutional), or reads
+            another layer's keys and values.
     """
     config = model.config.get_text_config(decoder=True)
     remedy = "Set token_slices='off'."
@@ -87,9 +87,9 @@ class SequenceStates:
         length: number of tokens of the sequence.
         is_trimmed: whether a layer with a sliding window gets only the tokens inside its window. Must be False if
             masks of the whole sequence are given.
-        num_frozen: number of the first layers that run once and without a graph: their keys and values are released
-            with the last slice. In other layers gradient checkpointing may recompute a slice, whether or not its keys
-            and values have a gradient.
+        num_frozen: number of frozen layers at the bottom, which run once and without a graph. Their keys and values
+            are released with the last slice. In other layers gradient checkpointing may recompute a slice, whether or
+            not its keys and values have a gradient.
     """
 
     def __init__(self, windows: Windows, length: int, is_trimmed: bool = True, num_frozen: int = 0) -> None:
@@ -100,7 +100,7 @@ class SequenceStates:
         self._layers: dict[int, _LayerStates] = {}
 
     def slice(self, start: int, stop: int) -> SliceCache:
-        """The cache for the model's forward of the tokens [start, stop)."""
+        """Return the cache for the model's forward of the tokens [start, stop)."""
         return SliceCache(self, start, stop)
 
     def of_layer(self, index: int) -> _LayerStates:
@@ -109,11 +109,11 @@ class SequenceStates:
         return self._layers[index]
 
     def forget(self) -> None:
-        """Release all states after the backward of the first slice: layers whose keys have no gradient do not."""
+        """Release all states after the backward of the first slice: layers without gradients of keys do not do so."""
         self._layers.clear()
 
     def first_visible(self, index: int, start: int) -> int:
-        """The first token that the tokens from `start` on can attend to in this layer."""
+        """Return the first token that tokens from `start` on can attend to in this layer."""
         kind, width = self.windows.layers[index]
         return max(0, start - width + 1) if kind == SLIDING and width and self._is_trimmed else 0
 
@@ -132,9 +132,9 @@ class SliceCache(Cache):
 
 
 def cache_argument(model: nn.Module) -> str:
-    """The name of the argument of a model's forward that takes a `Cache`.
+    """Return the name of the `Cache` argument of a model's forward.
 
-    A wrapper such as PEFT's passes on what it does not name: then the forward inside decides.
+    A wrapper such as PEFT's passes arguments on: the inner forward then decides.
     """
     for module in model.modules():
         accepted = inspect.signature(module.forward).parameters
@@ -145,7 +145,7 @@ def cache_argument(model: nn.Module) -> str:
 
 
 def slice_cache_in(batch: Mapping[str, Any]) -> SliceCache | None:
-    """The cache that a slice's keyword arguments contain; None if they are those of a whole sequence."""
+    """Return the cache in a slice's keyword arguments; None in the arguments of a whole sequence."""
     return next((value for value in batch.values() if isinstance(value, SliceCache)), None)
 
 
@@ -193,12 +193,12 @@ class _LayerStates:
         self._backward_from = length
 
     def put(self, which: int, new: torch.Tensor, visible: int, start: int, stop: int) -> torch.Tensor:
-        """Store the values of the tokens [start, stop), and return those of [visible, stop)."""
+        """Store the values of the tokens [start, stop), and return the values of [visible, stop)."""
         kept = self._values[which]
         if kept is None:
             kept = self._values[which] = new.new_zeros(*new.shape[:2], self.length, new.shape[3])
         # through .data: earlier slices keep views of this memory for their backward, and autograd would treat this
-        # write, which is to other tokens, as a change of their saved tensors
+        # write as a change of their saved tensors, although it is to other tokens
         kept.data[:, :, start:stop].copy_(new)
         return kept.data[:, :, visible:stop]
 
@@ -211,14 +211,14 @@ class _LayerStates:
         self._backward_from = start
 
     def take_up(self, which: int, gradient: torch.Tensor, visible: int, start: int, stop: int) -> torch.Tensor:
-        """Store the gradients of the earlier tokens [visible, start), and return those of the slice's own tokens."""
+        """Store the gradients of earlier tokens [visible, start), and return the gradients of the slice's tokens."""
         own = gradient[:, :, start - visible :]
         parked = self._gradients[which]
         if parked is not None:
             own = own + parked[:, :, start:stop].to(gradient.dtype)
         if start > visible:
             if parked is None:
-                # the contributions of many slices are added: in half precision small ones would be lost
+                # a sum over many slices: in half precision, small contributions would be lost
                 dtype = torch.promote_types(gradient.dtype, torch.float32)
                 shape = (*gradient.shape[:2], self.length, gradient.shape[3])
                 parked = self._gradients[which] = torch.zeros(shape, dtype=dtype, device=gradient.device)
@@ -232,7 +232,7 @@ class _LayerStates:
 
 
 class _Extend(torch.autograd.Function):
-    """Maps keys and values of a slice to those of all tokens that the slice can see."""
+    """Extends the keys and values of a slice to all tokens that the slice can see."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""How a batch is split along samples and tokens: as the user asks, or by the measured times of slices on the stages.
+"""The split of a batch along samples and tokens: by the user's setting, or by measured times of slices on the stages.
 
 profile      each stage runs slices of a few sizes after contexts of a few sizes, alone
-fit          a latency model of four terms for each stage; a bad fit is refused
+fit          a latency model of four terms for each stage; a bad fit is rejected
 agree        every stage gets all stages' models, so all derive the same plan
 plan         the dynamic program; once for each shape of batch
 """
@@ -39,9 +39,9 @@ Point = tuple[int, int, int, float, float]
 PROFILE_SECONDS = 5.0
 """Time limit in seconds for a profile."""
 ROUNDS = 5
-"""Number of repetitions of each measurement, of which the shortest counts. Fewer if the time is up."""
+"""Number of repetitions of each measurement; fewer if the time is up. The shortest time counts."""
 LARGEST_ERROR = 0.15
-"""Maximum root mean square of the relative error with which a fit is accepted."""
+"""Maximum root mean square relative error of an accepted fit."""
 SHORTEST_SLICE = 16
 
 
@@ -50,7 +50,7 @@ class SlowSlicesError(RuntimeError):
 
 
 class SliceChooser:
-    """Chooses how each shape of batch is split, on one stage.
+    """Chooses the split of each batch shape, on one stage.
 
     Args:
         token_slices: the user's setting.
@@ -58,7 +58,7 @@ class SliceChooser:
         num_parts: returns the number of equal parts for a batch's number of samples; larger parts may not fit into
             memory.
         everyone: gathers an object of each stage of the pipeline; collective over the pipeline.
-        on_plan: called for each new shape of batch, with how it is split.
+        on_plan: called with the plan of each new batch shape.
         chooses_parts: with "auto", let the dynamic program choose the parts as well.
     """
 
@@ -82,10 +82,10 @@ class SliceChooser:
         self._profiled = (0, 0)  # largest number of samples, and of tokens
 
     def parts_of(self, stage: StageModule, whole: Callable[[int], StageShapes], batch: Batch) -> tuple[RowSlices, ...]:
-        """Return how to split a batch. Collective over the pipeline for a new shape.
+        """Return the split of a batch. Collective over the pipeline for a new shape.
 
         Args:
-            stage: this process's stage, under the plan in force.
+            stage: this process's stage, under the current plan.
             whole: returns the shapes at the stage's boundaries for a number of whole samples of the batch.
             batch: the pipeline's batch.
         """
@@ -104,7 +104,7 @@ class SliceChooser:
         if len(points_to_measure(rows, tokens)) < FEWEST_POINTS:
             return uncut
         most_rows, most_tokens = self._profiled
-        if self._latencies is None or rows > most_rows or tokens > 1.5 * most_tokens:  # a fit is valid a bit beyond
+        if self._latencies is None or rows > most_rows or tokens > 1.5 * most_tokens:  # fits extrapolate slightly
             self._latencies = self._profile(stage, whole, batch)
             self._profiled = (max(rows, most_rows), max(tokens, most_tokens))
         if not self._latencies:
@@ -115,20 +115,20 @@ class SliceChooser:
         """Return all stages' latencies; an empty list if they are unreliable.
 
         Raises:
-            Exception: an error of any stage, on all stages; except lack of memory or time.
+            Exception: an error of any stage, on all stages. Lack of memory or time is not an error.
         """
-        whole(1)  # first, because shapes are sent from stage to stage, which is not part of the profile
+        whole(1)  # before the profile: stages exchange shapes in this call
         failure: Exception | None = None
         mine: tuple[StageLatency, float] | str | Exception
         try:
             mine = fit_stage(measure_slices(stage, whole, batch, self._windows, time.perf_counter() + PROFILE_SECONDS))
-        except Exception as error:  # the other stages must receive it, too
+        except Exception as error:  # the other stages must raise it, too
             if isinstance(error, SlowSlicesError) or is_out_of_memory(error):
-                mine = str(error)  # batches can be split along samples instead
+                mine = str(error)  # batches are then split along samples only
             else:
                 failure, mine = error, error if can_be_sent(error) else ValueError(in_one_line(error))
         everyone = self._everyone(mine)
-        for one in (failure, *everyone):  # the process's own error first, as it has the traceback
+        for one in (failure, *everyone):  # the process's own error first: it has the traceback
             if isinstance(one, Exception):
                 raise one
         fits = [one for one in everyone if not isinstance(one, str)]
@@ -166,7 +166,7 @@ def fit_stage(points: Sequence[Point]) -> tuple[StageLatency, float]:
 
 
 def shapes_of_slice(stage: StageModule, whole: StageShapes, length: int, tokens: int) -> StageShapes:
-    """Shapes at a stage's boundaries for some tokens of the samples, from those for whole samples.
+    """Return the shapes at a stage's boundaries for a slice of the samples, from the shapes for whole samples.
 
     Raises:
         ValueError: if a tensor that is sent between stages has no dimension of tokens.
@@ -188,7 +188,7 @@ def shapes_of_slice(stage: StageModule, whole: StageShapes, length: int, tokens:
 
 
 def points_to_measure(rows: int, tokens: int) -> list[tuple[int, int, int]]:
-    """Sizes (samples, tokens of a slice, tokens before it) that separate the terms of the latency.
+    """Return sizes (samples, tokens of a slice, tokens before it) that separate the terms of the latency.
 
     There are at most 16; the cheapest one is the first.
     """
@@ -219,8 +219,8 @@ def measure_slices(
         whole: returns the shapes at the stage's boundaries for a number of whole samples.
         batch: the pipeline's batch.
         windows: attention windows of the model's layers.
-        deadline: time by which all must end, by `time.perf_counter()`: there are fewer rounds, and sizes that would
-            take longer are omitted, the most expensive first.
+        deadline: `time.perf_counter()` at which measuring must end. To meet it, there are fewer rounds, and sizes are
+            omitted, the most expensive first.
 
     Returns:
         (rows, length, context, forward seconds, backward seconds) for each size; 0 seconds if there is no backward.
@@ -235,7 +235,7 @@ def measure_slices(
         with global_state_kept(), running_slices(stage.stack.model, batch):
             for parameter in stage.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            _run_slice(stage, whole, batch, windows, sizes[0])  # discarded, because the very first run is slow
+            _run_slice(stage, whole, batch, windows, sizes[0])  # discarded: the very first run is slow
             for _ in range(ROUNDS):
                 expected, tokens = 0.0, 1
                 for size in sizes:
@@ -271,7 +271,7 @@ def _run_slice(
         for slot, c in zip(stage.slots_in, shapes.incoming, strict=True)
         if slot.is_used
     ]
-    # the context's keys and values are zeros, because their values do not affect the time
+    # the context's keys and values are zeros: their values do not affect the time
     sliced = SlicedSequence(stage.stack.model, part, lengths, windows).slice(len(lengths) - 1)
     with stage.holding((sliced,), shapes):
         synchronise(stage.device)

@@ -23,12 +23,12 @@ from typing import overload
 import numpy as np
 
 MINIMAL_GAIN = 0.02
-"""Fraction of a step that more slices must save: the fitted latencies are no more accurate than that, and each slice
-costs messages and calls that they do not include."""
+"""Fraction of a step that more slices must save: the fitted latencies are not more accurate, and do not include all
+costs of messages and calls."""
 LIMITS_RATIO = 1.02
-"""Ratio of one limit on the seconds of a slice to the next one. A plan is slower than the fastest by no more."""
+"""Ratio between consecutive limits on the seconds of a slice: bounds the slowdown against the fastest plan."""
 GRANULARITY = 16
-"""In tokens; the multiple to which a matrix product is padded on most devices."""
+"""Most devices pad matrix products to a multiple of this, in tokens."""
 MOST_UNITS = 64
 """Maximum number of units of a sequence: the time of the dynamic program grows with its square."""
 FEWEST_POINTS = 4
@@ -37,7 +37,7 @@ FEWEST_POINTS = 4
 
 @dataclass(frozen=True)
 class SliceLatency:
-    """Seconds that forward and backward of a slice take on one stage.
+    """Seconds of a slice's forward and backward on one stage.
 
     A slice has `length` tokens in each of `rows` samples, after `context` earlier tokens of the same samples:
 
@@ -45,11 +45,11 @@ class SliceLatency:
               + per_pair * rows * length * (context + length / 2) + per_context * rows * context
 
     Attributes:
-        fixed: seconds of a slice of any size: calls, messages.
+        fixed: seconds per slice of any size: calls, messages.
         per_token: seconds per token.
         per_pair: seconds per pair of a token and a token that it attends to.
         per_context: seconds per earlier token, for its keys and values.
-        flat_tokens: slices with fewer tokens than this take as long as with this many (figure 3 of the paper).
+        flat_tokens: slices with fewer tokens take as long as this many tokens (figure 3 of the paper).
     """
 
     fixed: float
@@ -67,7 +67,7 @@ class SliceLatency:
     def seconds(
         self, rows: int | np.ndarray, length: int | np.ndarray, context: int | np.ndarray
     ) -> float | np.ndarray:
-        """Seconds of one slice, or of many: arrays broadcast."""
+        """Return the seconds of one slice, or of many slices: arrays broadcast."""
         return (
             self.fixed
             + self.per_token * np.maximum(rows * length, self.flat_tokens)
@@ -81,11 +81,11 @@ class SliceLatency:
     ) -> tuple[SliceLatency, float]:
         """Fit the latency to measurements by least squares of the relative error.
 
-        No coefficient is negative. `flat_tokens` is 0 or one of the measured numbers of tokens, whichever fits best.
+        No coefficient is negative. `flat_tokens` is the best fit among 0 and the measured numbers of tokens.
 
         Args:
             points: (rows, length, context, measured seconds) of each measurement.
-            flat_tokens: the value, if it is known.
+            flat_tokens: the value, if known.
 
         Returns:
             The fit, and the root mean square of its relative error at the points.
@@ -94,7 +94,7 @@ class SliceLatency:
         known = () if flat_tokens is None else (flat_tokens,)
         tokens = known or (0, *sorted({rows * length for rows, length, _, _ in points}))
         fits = [_fit_coefficients(points, flat) for flat in tokens]
-        error, latency = min(fits, key=lambda fit: fit[0])  # of equally good fits the one with the least flat part
+        error, latency = min(fits, key=lambda fit: fit[0])  # ties: the smallest flat part wins
         return latency, error
 
 
@@ -107,14 +107,14 @@ class RowSlices:
 
 
 def whole_rows(rows: int, length: int, num_parts: int) -> tuple[RowSlices, ...]:
-    """Return equal parts of the samples, each of them as one slice."""
+    """Return equal parts of the samples, each with a single slice."""
     return (RowSlices(rows // num_parts, (length,)),) * num_parts
 
 
 def step_seconds(stages: Sequence[SliceLatency], parts: Sequence[RowSlices]) -> float:
     """Predict forward and backward of one step: sum t_i + (K_eff - 1) max t_i over all slices of all parts.
 
-    t_i is a slice's time on the stage that is slowest with it; K_eff is `effective_stages`.
+    t_i is a slice's time on its slowest stage; K_eff is `effective_stages`.
     """
     pace = effective_stages(stages, sum(part.rows for part in parts), sum(parts[0].lengths)) - 1
     times = [
@@ -128,7 +128,7 @@ def step_seconds(stages: Sequence[SliceLatency], parts: Sequence[RowSlices]) -> 
 def effective_stages(stages: Sequence[SliceLatency], rows: int, length: int) -> float:
     """K_eff = sum w_k / max w_k, where w_k is stage k's time for the whole batch: K if the stages are equal.
 
-    Filling and draining the pipeline takes one slice through all stages, and fast stages need less time for it.
+    Filling and draining the pipeline passes one slice through all stages; fast stages take less time for it.
     """
     work = [stage.seconds(rows, length, 0) for stage in stages]
     return float(sum(work) / max(work)) if max(work) > 0 else 1.0
@@ -141,18 +141,18 @@ def plan_slices(
     sizes: Sequence[int],
     granularity: int | None = None,
 ) -> tuple[RowSlices, ...]:
-    """Choose equal parts of the batch and slices of tokens so that a step takes the least time (`step_seconds`).
+    """Choose equal parts of the batch and slices of tokens to minimize the time of a step (`step_seconds`).
 
     1. For each size of a part and each of many limits on the seconds of a slice, a dynamic program over the units of a
-       sample finds the split with the least sum. Limits grow by a factor of `LIMITS_RATIO`, so that one of them is
-       that little above the longest slice of the fastest plan.
-    2. Of the plans within `MINIMAL_GAIN` of the best one, that with the fewest slices is taken.
+       sample finds the split with the least sum. Limits grow by a factor of `LIMITS_RATIO`: one limit is within this
+       factor above the longest slice of the fastest plan.
+    2. Among the plans within `MINIMAL_GAIN` of the best one, the plan with the fewest slices is chosen.
 
     Args:
         stages: latency of each stage. `[K]`
         rows: number of samples of the batch that the pipeline processes in a step.
         length: number of tokens of each sample.
-        sizes: numbers of samples that a part may have; divisors of `rows`.
+        sizes: allowed numbers of samples in a part; divisors of `rows`.
         granularity: slices are multiples of this many tokens, except the last one. Default: 16, or the next multiple
             of 16 that leaves at most 64 units.
     """
@@ -177,7 +177,7 @@ def plan_slices(
 
 
 def part_sizes(rows: int, num_microbatches: int, num_stages: int) -> list[int]:
-    """Sizes of parts with which no stage keeps more samples at once than with `num_microbatches`, the largest first.
+    """Return part sizes that keep no more samples on a stage than `num_microbatches` does, the largest first.
 
     1F1B keeps K parts in the first stage. With fewer micro-batches than stages it keeps all samples anyway.
     """
@@ -186,12 +186,12 @@ def part_sizes(rows: int, num_microbatches: int, num_stages: int) -> list[int]:
 
 
 def slices_asked_for(length: int, asked: int | Sequence[int]) -> tuple[int, ...]:
-    """Split a sample as the user asks.
+    """Split a sample by the user's setting.
 
     Args:
         length: number of tokens of the sample.
-        asked: a number of nearly equal slices, longer ones first, or of single tokens if there are fewer; or the
-            lengths of the slices, as far as the sample reaches, and the remainder is one more slice.
+        asked: a number of nearly equal slices, longer ones first (at most one per token); or the lengths of the
+            slices. Lengths beyond the sample are ignored, and the remainder of the sample is one more slice.
     """
     if isinstance(asked, int):
         count = min(asked, length)
@@ -206,7 +206,7 @@ def slices_asked_for(length: int, asked: int | Sequence[int]) -> tuple[int, ...]
 
 
 def _slice_table(stages: Sequence[SliceLatency], rows: int, bounds: np.ndarray) -> np.ndarray:
-    """Seconds of each slice between two bounds on its slowest stage, infinity elsewhere. `[n + 1, n + 1]`"""
+    """Return the seconds of each slice between two bounds on its slowest stage, else infinity. `[n + 1, n + 1]`"""
     begin, end = np.triu_indices(len(bounds), 1)
     table = np.full((len(bounds), len(bounds)), np.inf)
     lengths, contexts = bounds[end] - bounds[begin], bounds[begin]
@@ -222,11 +222,11 @@ def _split(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         slice that ends there. `[C, n + 1]`
     """
     highest = float(table[np.isfinite(table)].max())
-    # the longest slice takes no less time than the fastest first one, and than the fastest last one
+    # lower bound of the longest slice: the fastest possible first and last slices
     lowest = max(float(table[0].min()), float(table[:, -1].min()), 1e-4 * highest, np.finfo(float).tiny)
     count = 2 + int(math.log(max(highest / lowest, 1.0)) / math.log(LIMITS_RATIO))
     limits = np.geomspace(lowest, max(highest, lowest), count)
-    limits[-1] = max(highest, limits[-1])  # rounding must not forbid that one slice holds everything
+    limits[-1] = max(highest, limits[-1])  # rounding must not exclude a single slice
     every = np.arange(count)
     sums = np.full((count, len(table)), np.inf)
     sums[:, 0] = 0
@@ -235,14 +235,14 @@ def _split(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     for end in range(1, len(table)):
         slices = table[:end, end]
         options = np.where(slices <= limits[:, None], sums[:, :end] + slices, np.inf)
-        begin = options.argmin(axis=1)  # of equally good ones the longest slice
+        begin = options.argmin(axis=1)  # ties: the longest slice wins
         sums[:, end], begins[:, end] = options[every, begin], begin
         longest[:, end] = np.maximum(longest[every, begin], slices[begin])
     return sums[:, -1], longest[:, -1], begins
 
 
 def _fit_coefficients(points: Sequence[tuple[int, int, int, float]], flat_tokens: int) -> tuple[float, SliceLatency]:
-    """Return the least root mean square relative error for this flat part, and the latency that has it."""
+    """Return the least root mean square relative error for this flat part, and its latency."""
     rows, length, context, measured = (np.array(column, float) for column in zip(*points, strict=True))
     matrix = np.stack(
         [
@@ -254,10 +254,10 @@ def _fit_coefficients(points: Sequence[tuple[int, int, int, float]], flat_tokens
         axis=1,
     )
     matrix /= measured[:, None]
-    scale = np.maximum(np.abs(matrix).max(axis=0), np.finfo(float).tiny)  # else the pairs would dominate
+    scale = np.maximum(np.abs(matrix).max(axis=0), np.finfo(float).tiny)  # otherwise the pairs would dominate
     matrix /= scale
     best, coefficients = math.inf, np.zeros(4)
-    # The non-negative optimum is the plain optimum over those coefficients that it leaves positive: try all sets.
+    # The non-negative optimum is the plain optimum over its positive coefficients: try all sets.
     for kept in (list(kept) for count in range(1, 5) for kept in combinations(range(4), count)):
         solution = np.linalg.lstsq(matrix[:, kept], np.ones(len(points)), rcond=None)[0]
         error = float(np.sqrt(np.mean((matrix[:, kept] @ solution - 1) ** 2)))

@@ -1,13 +1,13 @@
-"""A simulated training step of a pipeline over tokens: which stage computes which slice, and when.
+"""A simulated training step of a pipeline over tokens: the start and end of each slice on each stage.
 
 K = 2 stages, 2 parts of the batch, of 3 and 1 slices (F forward, B backward; part.slice):
 
     stage 0   F0.0 F0.1 F0.2 F1.0      B0.2 B0.1 B0.0      B1.0
     stage 1        F0.0 F0.1 F0.2 B0.2 B0.1 B0.0 F1.0 B1.0
 
-`slice_planning.step_seconds` adds forward and backward of a slice, as the dynamic program requires. If layers are
-frozen, the ratio of forward to backward differs between stages, and its prediction is too short; a simulation is used
-then.
+`slice_planning.step_seconds` adds forward and backward of a slice, as the dynamic program requires. With frozen
+layers, the ratio of forward to backward differs between stages, and this prediction is too short. The simulation is
+then used instead.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..planning.timeline import Timeline, play
 from .slice_planning import MINIMAL_GAIN, RowSlices, SliceLatency, part_sizes, plan_slices, whole_rows
 
 LEAST_GAIN_OF_CUTS = 0.15
-"""Fraction of a step that splitting sequences must be predicted to save over splitting the batch alone. A prediction
-may be off by as much; and if two stages idle for a fifth of a step, as with four micro-batches, short slices do not
-save more than that."""
+"""Predicted saving, as a fraction of a step, required for splitting sequences rather than the batch alone. A
+prediction may be off by as much. And if two stages idle for a fifth of a step, as with four micro-batches, short
+slices do not save more than that."""
 
 
 @dataclass(frozen=True)
 class StageLatency:
-    """Time of slices on one stage, forward and backward; both are constant up to the same number of tokens."""
+    """Time of slices on one stage, forward and backward. Both are constant up to the same number of tokens."""
 
     forward: SliceLatency
     backward: SliceLatency
@@ -47,12 +47,12 @@ class StageLatency:
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """How a batch is split.
+    """The split of a batch.
 
     Attributes:
-        parts: groups of samples; the pipeline processes their slices one after the other.
-        seconds: predicted seconds of forward and backward of a step; None if they are not known.
-        stages: the latency of each stage, from which they are computed; empty if it is not known.
+        parts: groups of samples. The pipeline runs the slices of one group after the other.
+        seconds: predicted seconds of forward and backward of a step; None if unknown.
+        stages: the latency of each stage, used for the prediction; empty if unknown.
     """
 
     parts: tuple[RowSlices, ...]
@@ -63,7 +63,7 @@ class SlicePlan:
 def choose_slices(
     stages: Sequence[StageLatency], rows: int, length: int, num_parts: int, *, chooses_parts: bool
 ) -> SlicePlan:
-    """Choose how to split a batch, by `plan_slices`; sequences stay whole if splitting them saves too little.
+    """Choose the split of a batch by `plan_slices`. Sequences stay whole if splitting them saves too little.
 
     A simulation decides which split is faster, because the dynamic program adds forward and backward. Another split
     into parts of whole samples must save `MINIMAL_GAIN`, a split of sequences `LEAST_GAIN_OF_CUTS`.
@@ -72,8 +72,8 @@ def choose_slices(
         stages: latency of each stage. `[K]`
         rows: number of samples of the batch that the pipeline processes in a step.
         length: number of tokens of each sample.
-        num_parts: number of equal parts of whole samples, of which K are known to fit into memory at once.
-        chooses_parts: whether the program may choose other parts than these.
+        num_parts: number of equal parts of whole samples. K of them are known to fit into memory at once.
+        chooses_parts: whether the program may choose other parts.
     """
     together = [stage.both for stage in stages]
     sizes = part_sizes(rows, num_parts, len(stages)) if chooses_parts else [rows // num_parts]
@@ -88,7 +88,7 @@ def choose_slices(
 
 
 def work_of(stage: int, num_stages: int, slices: Sequence[int]) -> list[Work]:
-    """Return what a stage does in a step, in order: 1F1B over parts.
+    """Return the passes of a stage in a step, in order: 1F1B over parts.
 
     Args:
         stage: index of the stage.
@@ -107,7 +107,7 @@ def work_of(stage: int, num_stages: int, slices: Sequence[int]) -> list[Work]:
 
 
 def simulate_slices(stages: Sequence[StageLatency], parts: Sequence[RowSlices]) -> Timeline:
-    """Simulate forward and backward of a step whose messages take no time; `Span.micro_batch` counts the slices."""
+    """Simulate forward and backward of a step. Messages take no time; `Span.micro_batch` counts the slices."""
     sizes = [
         (part.rows, length, context)
         for part in parts

@@ -1,7 +1,6 @@
 """Splits a batch of sequences along its tokens.
 
-Labels are shifted on the whole sequence before it is split, because otherwise the last token of each slice would lose
-its label:
+Labels are shifted on the whole sequence before the split. Otherwise the last token of each slice would lose its label:
 
     input_ids      the  cat │ sat  down          slice 0: the cat   slice 1: sat down
     shift_labels   cat  sat │ down  -                     cat sat            down -
@@ -29,7 +28,7 @@ from .kv_slices import CHUNKED, FULL, SLIDING, SequenceStates, SliceCache, Windo
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}
 REMEDY = "Set token_slices='off'."
 ROTARY_BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the length of the input sequence."""
+"""Rotary embeddings with frequencies that depend on the length of the input sequence."""
 
 
 def sequence_length(batch: Mapping[str, Any]) -> int:
@@ -51,7 +50,7 @@ class SlicedSequence:
     """One micro-batch in slices that share their keys and values.
 
     Args:
-        model: a causal model whose windows `probe_slicing` has returned.
+        model: a causal model that `probe_slicing` has accepted.
         batch: keyword arguments of the model's forward, samples x tokens.
         lengths: lengths of the slices; they add up to the number of tokens.
         windows: attention windows of the model, from `probe_slicing`.
@@ -80,9 +79,9 @@ class SlicedSequence:
         self._states = SequenceStates(windows, self.length, is_trimmed=is_trimmed, num_frozen=num_frozen)
 
     def slice(self, number: int) -> Batch:
-        """Keyword arguments of the forward for one slice. Slices must be run in order."""
+        """Return the keyword arguments of the forward for one slice. Slices must be run in order."""
         if self._states is None:
-            return {**self._batch, "use_cache": False}  # recomputed layers would append to a cache twice
+            return {**self._batch, "use_cache": False}  # layers that are recomputed would append to a cache twice
         start, stop = self.spans[number]
         part = {
             name: recursively_apply(partial(self._cut, name, start, stop), value)
@@ -91,7 +90,7 @@ class SlicedSequence:
         return {**part, self._cache_argument: self._states.slice(start, stop), "use_cache": False}
 
     def forget(self) -> None:
-        """Release keys and values; called when the backward of the first slice is done."""
+        """Release keys and values. Called after the backward of the first slice."""
         if self._states is not None:
             self._states.forget()
 
@@ -118,7 +117,7 @@ def _refuse_left_padding(model: nn.Module, batch: Batch) -> None:
 
 
 def padding_word(model: nn.Module) -> int | None:
-    """The padding token of a model, from its configuration; None if it has none."""
+    """Return the padding token of a model, from its configuration; None if it has none."""
     config: Any = model.config
     number = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
     return number if isinstance(number, int) and number >= 0 else None
@@ -132,9 +131,9 @@ def _with_shifted_labels(batch: Batch) -> Batch:
 
 
 def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> dict[str, Any] | torch.Tensor | None:
-    """Masks of the whole sequence if a sample contains several documents; None if each sample is one document.
+    """Return masks of the whole sequence if a sample contains several documents; otherwise None.
 
-    A model recognises a packed sample by positions that start again, but only without a cache. So masks are needed.
+    A model recognises a packed sample by restarting positions, but only without a cache. So masks are needed.
     """
     positions = _restarting_positions(model, batch)
     if positions is None:
@@ -156,7 +155,7 @@ def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> d
     like = torch.empty(*tokens.shape[:2], 1, dtype=dtype, device=tokens.device)
     config: Any = model.config
     masks: dict[str, Any] = {
-        # by position: no attention mask and no cache, which has another name before transformers 5.24
+        # positional, without attention mask and cache: the cache has another name before transformers 5.24
         kind: MASKS[kind](config.get_text_config(decoder=True), like, None, None, positions)
         for kind in kinds
     }
@@ -170,7 +169,7 @@ def _masks_of_packed_rows(model: nn.Module, batch: Batch, windows: Windows) -> d
 
 
 def _restarting_positions(model: nn.Module, batch: Batch) -> torch.Tensor | None:
-    """The positions of a batch whose samples contain several documents; None if each sample is one document."""
+    """Return the positions of a batch if its samples contain several documents; otherwise None."""
     if "cu_seq_lens_q" in batch:
         raise UnsupportedModelError(
             model, "samples packed without padding (cu_seq_lens_q) cannot be split along their tokens.", REMEDY
@@ -185,8 +184,8 @@ def _restarting_positions(model: nn.Module, batch: Batch) -> torch.Tensor | None
 def running_slices(model: nn.Module, batch: Batch) -> Iterator[None]:
     """Inside, the model's forward accepts slices of this batch.
 
-    - Gradient checkpointing leaves the cache to the layers: storing the same keys and values again does no harm.
-    - Rotary embeddings that depend on the length of their input are given the last position of the whole batch, too.
+    - Gradient checkpointing keeps the layers' cache: storing the same keys and values again does no harm.
+    - Rotary embeddings that depend on the length of their input also get the last position of the whole batch.
     """
     before: list[tuple[nn.Module, str, Any]] = []
 
@@ -242,7 +241,7 @@ def _show_position(position: int) -> Any:
 
 
 def first_tokens(batch: Batch, count: int) -> Batch:
-    """The first `count` tokens of each sample."""
+    """Return the first `count` tokens of each sample."""
     length = sequence_length(batch)
     part: Batch = {}
     for name, value in batch.items():
@@ -256,7 +255,7 @@ def check_updates(model: nn.Module, cache: SliceCache, expected: int) -> None:
     """Check after a slice's forward that all `expected` layers have stored their keys and values.
 
     Raises:
-        UnsupportedModelError: if a layer has not, because later slices would not see this slice.
+        UnsupportedModelError: if a layer has not stored them: later slices would not see this slice.
     """
     if cache.num_updated != expected:
         raise UnsupportedModelError(

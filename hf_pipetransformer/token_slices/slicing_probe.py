@@ -1,15 +1,15 @@
 """Probes slices on a few samples before a model is split.
 
-The code of a model does not show what a layer keeps of earlier tokens besides keys and values, nor what a loss does
-with its labels. So a step in slices is compared with one without, while every process still holds the whole model:
+A model's code does not tell whether a layer has other state than keys and values, nor how a loss uses its labels. So
+the probe compares a step in slices with a step without, while every process still holds the whole model:
 
-1. The loss and gradients of the samples as they are. Gradient checkpointing recomputes layers, as in training.
-2. The loss if only the first tokens of later slices have labels: the tokens before them must predict them. A loss
-   that shifts labels itself loses these labels, which are too few to be noticed otherwise.
+1. It compares the loss and gradients of the samples. Gradient checkpointing recomputes layers, as in training.
+2. It compares the loss if only the first tokens of later slices have labels: the tokens before them must predict
+   them. A loss that shifts labels itself loses these labels, and step 1 would not notice so few.
 
-In addition, other words in one part of the samples show whether the loss of another part depends on them: that of
-earlier tokens on later ones, as in an encoder; or that of a document on another one that is packed into the same
-sample (such samples are refused when they occur).
+In addition, the probe replaces words in one part of the samples and checks whether the loss of another part changes:
+the loss of earlier tokens may depend on later ones, as in an encoder; or the loss of a document on another document in
+the same sample (such samples are refused when they occur).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from .slices import REMEDY, SlicedSequence, check_updates, padding_word, running
 LossOf = Callable[[Batch], torch.Tensor]
 
 SAME_LOSS = 1e-6
-"""Relative difference below which two losses count as equal: the same numbers in the same order."""
+"""Relative difference below which two losses count as equal."""
 FAR_FROM_ROUNDING = 100
-"""Multiple of a loss's rounding error: of two random errors, one is hardly ever this many times larger."""
+"""Multiple of a loss's rounding error above which a difference is no rounding error."""
 
 
 def informative_samples(batches: Sequence[Batch]) -> tuple[int, ...]:
-    """Indices of the two most informative samples: the longest, on which windows act, and the shortest, to be padded.
+    """Return the indices of two informative samples: the longest, for windows, and the shortest, for padding.
 
     Args:
-        batches: samples that were collated separately; indices count through all of them.
+        batches: separately collated samples. Indices count through all batches.
     """
     masks = [batch.get("attention_mask") for batch in batches]
     labels = [batch.get("labels") for batch in batches]
@@ -66,13 +66,13 @@ def probe_slicing(
 ) -> Windows:
     """Check that a model's sequences can be run slice by slice, and return the windows of its layers.
 
-    Costs two training steps of the sample batch, with gradients of the whole model, and some forwards. Weights,
-    gradients and modes are restored afterwards.
+    It costs two training steps on the sample batch, with gradients of the whole model, and some forwards. Weights,
+    gradients and modes are restored.
 
     Args:
         stack: the units of the whole model.
         sample: a batch of a few samples.
-        loss_of: computes the part of the whole sample batch's loss that a batch or a slice contributes.
+        loss_of: computes the contribution of a batch or a slice to the loss of the whole sample batch.
         loss_tolerance: relative tolerance of losses.
         gradient_tolerance: relative tolerance: 2-norm of the difference of a parameter's gradients over the
             2-norm of its gradient.
@@ -128,8 +128,8 @@ def probe_slicing(
 def _checkpointing(model: nn.Module) -> Iterator[None]:
     """Inside, a model in eval mode uses gradient checkpointing as it does in training.
 
-    transformers checkpoints a layer whose `training` is True. Here the flag is True outside of the layer's own
-    forward, and False inside it, also when it is recomputed, so that dropout stays off.
+    transformers checkpoints a layer if its `training` flag is True. Here the flag is True outside of the layer's own
+    forward, and False inside it and during recomputation, which keeps dropout off.
     """
     layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     before = [(layer, layer._gradient_checkpointing_func) for layer in layers if layer.gradient_checkpointing]
@@ -145,7 +145,7 @@ def _checkpointing(model: nn.Module) -> Iterator[None]:
 
 
 def _in_evaluation_mode(layer: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that checkpoints the layer's forward and runs it in eval mode."""
+    """Return a function that checkpoints a layer's forward and runs it in eval mode."""
 
     def call(forward: Callable[..., Any], *inputs: Any) -> Any:
         def quiet(*again: Any) -> Any:
@@ -196,7 +196,7 @@ def _compare_gradients(
                 "token_slices: the first samples have no label that counts in the loss, so slices cannot be checked"
                 " for correctness. Reorder or filter the data, or set token_slices='off'."
             )
-        # losses of slices get the opposite sign: the remaining gradient is the difference, and needs no extra memory
+        # losses of slices get the opposite sign: the gradients then add up to the difference, without extra memory
         losses = _losses_in_slices(stack, sample, lambda part: -loss_of(part), lengths, windows)
         _check_loss(model, float(whole.detach()), -sum(float(loss.detach()) for loss in losses), loss_tolerance)
         for loss in reversed(losses):
@@ -205,7 +205,7 @@ def _compare_gradients(
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
-        # a key's bias has a gradient of rounding errors only, which must not count as wrong
+        # the gradient of a key's bias is pure rounding error, which must not count as wrong
         error = float(parameter.grad.norm()) / max(norms.get(name, 0.0), 1e-2 * largest)
         if not error <= gradient_tolerance:
             raise UnsupportedModelError(
@@ -219,7 +219,7 @@ def _compare_gradients(
 def _losses_in_slices(
     stack: LayerStack, sample: Batch, loss_of: LossOf, lengths: list[int], windows: Windows
 ) -> list[torch.Tensor]:
-    """The loss of each slice, with its graph."""
+    """Return the loss of each slice, with its graph."""
     model, losses = stack.model, []
     try:
         with running_slices(model, sample):
@@ -243,18 +243,18 @@ def _losses_in_slices(
 
 
 def _looks_ahead(sample: Batch, loss_of: LossOf) -> bool:
-    """Whether tokens attend to later ones, as in an encoder. With new weights, gradients would not show it."""
+    """Whether tokens attend to later ones, as in an encoder. Gradients of new weights would not show this."""
     length = sequence_length(sample)
     middle = length // 2
     return bool(_depends(sample, loss_of, on=range(middle, length), at=range(1, middle)))
 
 
 def _separates_documents(sample: Batch, loss_of: LossOf) -> bool:
-    """Whether the second of two documents in a sample does not attend to the first one."""
+    """Whether the second document in a sample does not attend to the first one."""
     length = sequence_length(sample)
     middle = length // 2
     positions = torch.cat([torch.arange(middle), torch.arange(length - middle)])
-    row = {name: value for name, value in sample.items() if name != "attention_mask"}  # it would override positions
+    row = {name: value for name, value in sample.items() if name != "attention_mask"}  # a mask overrides positions
     device = next((value.device for value in sample.values() if isinstance(value, torch.Tensor)), None)
     row["position_ids"] = positions.to(device).expand(batch_rows(sample), -1)
     return _depends(row, loss_of, on=range(middle), at=range(middle + 1, length)) is False
@@ -264,7 +264,7 @@ def _separates_documents(sample: Batch, loss_of: LossOf) -> bool:
 def _allows_left_padding(
     stack: LayerStack, sample: Batch, loss_of: LossOf, lengths: list[int], windows: Windows, tolerance: float
 ) -> bool:
-    """Whether slices give the same loss if the first token is padding. True if this cannot be tried."""
+    """Whether slices give the same loss if the first token is padding. True if this cannot be tested."""
     words, padding, labels = sample.get("input_ids"), padding_word(stack.model), sample.get("labels")
     if padding is None or "position_ids" in sample:
         return True
@@ -280,7 +280,7 @@ def _allows_left_padding(
     try:
         whole = float(loss_of(padded))
         parts = sum(map(float, _losses_in_slices(stack, padded, loss_of, lengths, windows)))
-    except Exception as error:  # the model may raise anything for such samples; a comparison without padding follows
+    except Exception as error:  # the model may raise any error for such samples; a comparison without padding follows
         if is_out_of_memory(error):
             raise
         return True
@@ -289,14 +289,14 @@ def _allows_left_padding(
 
 @torch.no_grad()
 def _depends(sample: Batch, loss_of: LossOf, on: range, at: range) -> bool | None:
-    """Whether other words at some tokens change the first sample's loss at others; None if this cannot be tried.
+    """Whether other words at some tokens change the first sample's loss at others; None if this cannot be tested.
 
-    Other words in other samples show the rounding error: they give experts other numbers of tokens.
+    Other words in other samples measure the rounding error: they change the numbers of tokens per expert.
     """
     row, words = _with_labels_at(sample, at), sample.get("input_ids")
     if row is None or not isinstance(words, torch.Tensor):
         return None
-    others = words.min() + words.max() - words  # words that are in the vocabulary
+    others = words.min() + words.max() - words  # other words from the vocabulary
     labels = row["labels"].clone()
     labels[1:] = IGNORED
     if labels.eq(IGNORED).all() or torch.equal(words[0, on], others[0, on]):
@@ -309,7 +309,7 @@ def _depends(sample: Batch, loss_of: LossOf, on: range, at: range) -> bool | Non
 
     try:
         same, own, foreign = (loss_with_others(rows) for rows in (slice(0), slice(1), slice(1, None)))
-    except Exception as error:  # the model may raise anything for positions, or for these words
+    except Exception as error:  # the model may raise any error for positions, or for these words
         if is_out_of_memory(error):
             raise
         return None
@@ -319,10 +319,10 @@ def _depends(sample: Batch, loss_of: LossOf, on: range, at: range) -> bool | Non
 
 
 def _with_labels_at(sample: Batch, positions: Sequence[int]) -> Batch | None:
-    """The samples with labels at these tokens only; None if labels are not one per token, or if none is left.
+    """Return the samples with labels at these tokens only; None without a label per token, or if none is left.
 
-    Padding gets no label, nor does a token that padding predicts: with padding on the left, the padding has no token
-    to attend to, and with eager attention it then attends to all tokens.
+    Padding gets no label, and neither does a token predicted from padding: left padding has no token to attend to, and
+    with eager attention it then attends to all tokens.
     """
     labels: Any = sample.get("labels")
     is_for_tokens = isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point()
@@ -335,7 +335,7 @@ def _with_labels_at(sample: Batch, positions: Sequence[int]) -> Batch | None:
         counted[:, 1:] &= mask[:, 1:].bool() & mask[:, :-1].bool()
     if not counted.any():
         return None
-    only = labels.clamp(min=0).masked_fill(~counted, IGNORED)  # labels that were ignored count here
+    only = labels.clamp(min=0).masked_fill(~counted, IGNORED)  # ignored labels count here
     return {**sample, "labels": only}
 
 

@@ -1,4 +1,4 @@
-"""Setup before the first step: whether sequences can be split along their tokens, probed with the trainer's loss."""
+"""Setup before the first step: probe with the trainer's loss whether sequences can be split along their tokens."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def find_slicing(
         stack: the units of the whole model.
         rows: samples.
         collate: collates these samples.
-        on_plan: called with the slices of each new shape of batch.
+        on_plan: called with the slices of each new batch shape.
 
     Raises:
-        UnsupportedModelError: they cannot be split for this model or loss, or the probe has failed.
+        UnsupportedModelError: sequences cannot be split for this model or loss, or the probe has failed.
     """
     job = loss.job
     if reduction.kind not in ("sum", "mean"):
@@ -67,7 +67,7 @@ def find_slicing(
     plain = collate(few[: job.rows_at_once])
     sample = with_unequal_labels(plain, ("labels",))
     num_items = max(reduction.count(sample), 1)
-    is_exact = loss.is_exact  # in half precision rounding is larger than an error in a small gradient
+    is_exact = loss.is_exact  # in half precision, rounding hides an error in a small gradient
 
     def loss_of(part: Batch) -> torch.Tensor:
         return loss.of_part(reduction, job.model, part, num_items)
@@ -92,7 +92,6 @@ def find_slicing(
             ) from error
 
     found = found_by_each(job.mesh, False, probe)
-    # rounding may make the processes disagree, and if one stage alone refused packed sequences, the others would
-    # hang
+    # rounding may make the processes disagree. If a single stage refused packed sequences, the others would hang
     windows = replace(found[0], separates_documents=all(theirs.separates_documents for theirs in found))
     return Slicing(job.args.token_slices, windows, on_plan)

@@ -1,4 +1,4 @@
-"""A training step whose micro-batches are slices of sequences (TeraPipe, ICML 2021).
+"""A training step with slices of sequences as micro-batches (TeraPipe, ICML 2021).
 
 K = 2 stages, 2 parts of the batch, each of 3 slices (F forward, B backward; part.slice)
 
@@ -7,8 +7,9 @@ stage 1        F0.0 F0.1 F0.2           B0.2 B0.1 B0.0 F1.0 F1.1 F1.2 B1.2 B1.1 
 
 The slices of a sequence run forward from the first to the last and backward from the last to the first; the order of
 the parts is 1F1B. Slices have different shapes, and neither direction must wait for the other. So this is not a torch
-schedule, but a loop over point-to-point messages. DDP cannot be used either, because its reducer prepares for the
-backward on the first forward, whose backward comes last: gradients are reduced over the replicas after the step.
+schedule, but a loop over point-to-point messages. DDP cannot be used either: its reducer prepares for the backward in
+the first forward, but that slice's backward comes last. Gradients are reduced over the replicas after the step
+instead.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from .slice_timeline import work_of
 from .slices import SlicedSequence, Windows, check_updates, running_slices
 
 RECEIVES_AHEAD = 2
-"""Number of messages for which receive buffers are posted ahead, in the order in which they are needed."""
+"""Number of messages with receive buffers posted ahead, in the order of their use."""
 
 
 class TokenScheduler:
     """Runs batches through this process's stage in slices.
 
-    Creating it is collective over the pipeline: a first message goes through it, forward and back. NCCL creates the
+    Creating it is collective over the pipeline: a first message passes through, forward and back. NCCL creates the
     communicator of two ranks at their first message, and both must take part. In a step, one rank would begin with the
-    forward messages, and the other with the backward ones.
+    forward messages, and the other with the backward messages.
 
     Args:
         stage: this process's stage, one of several.
-        messages: sends and receives within this pipeline; its group is that of the forward direction.
+        messages: sends and receives within this pipeline, over the group of the forward direction.
         backward_group: the same processes in another group. With a single group, messages in opposite directions would
             wait for one another if a communicator processes them in order.
         shape_book: the shapes at the stage's boundaries for whole samples.
         windows: attention windows of the model's layers, from `probe_slicing`.
-        chooser: decides how batches are split.
+        chooser: chooses the split of each batch.
     """
 
     def __init__(
@@ -102,13 +103,13 @@ class TokenScheduler:
             _Step(self._stage, slices, self._ways).run(work)
 
     def parts_of(self, batch: Batch) -> tuple[RowSlices, ...]:
-        """Return how a batch is split. Collective over the pipeline for a new shape."""
+        """Return the split of a batch. Collective over the pipeline for a new shape."""
         return self._chooser.parts_of(self._stage, partial(self._shape_book.shapes, batch), batch)
 
 
 @dataclass(frozen=True)
 class _Way:
-    """One direction: the ranks before and after this stage, None at the ends; and the group of its messages."""
+    """One direction: the ranks before and after this stage (None at the ends), and the group of its messages."""
 
     source: int | None
     to: int | None
@@ -117,7 +118,7 @@ class _Way:
 
 @dataclass(frozen=True)
 class _Slice:
-    """One slice of a part of the batch, and the shapes of what crosses the stage's boundaries for it."""
+    """One slice of a part of the batch, and the shapes of its tensors at the stage's boundaries."""
 
     sequence: SlicedSequence
     number: int
@@ -131,9 +132,9 @@ class _Step:
         self._stage = stage
         self._slices = slices
         self._ways = ways
-        self._awaited: deque[Work] = deque()  # tasks whose messages have no buffer yet
+        self._awaited: deque[Work] = deque()  # tasks without receive buffers yet
         self._arriving: dict[Work, tuple[list[torch.Tensor], list[Any]]] = {}
-        self._leaving: dict[Work, list[tuple[torch.Tensor, Any]]] = {}  # tensors are kept until they are sent
+        self._leaving: dict[Work, list[tuple[torch.Tensor, Any]]] = {}  # keeps tensors until they are sent
         self._graphs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def run(self, work: Sequence[Work]) -> None:
@@ -171,7 +172,7 @@ class _Step:
         if gradients:
             self._wait_sends(
                 Work("forward", task.part, task.micro_batch)
-            )  # it must have arrived, as its gradient is here
+            )  # its forward message has arrived, because its gradient has
         if outputs:
             torch.autograd.backward(outputs, gradients)
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
@@ -183,7 +184,7 @@ class _Step:
 
     # ------------------------------------------------------------------------------------ messages
     def _expected(self, task: Work) -> list[CarriedTensor]:
-        """The tensors that a task waits for."""
+        """Return the tensors that a task waits for."""
         stage, shapes = self._stage, self._slices[task.micro_batch].shapes
         if task.kind == "forward":
             return [one for slot, one in zip(stage.slots_in, shapes.incoming, strict=True) if slot.is_used]
@@ -213,6 +214,6 @@ class _Step:
         self._leaving[task] = [(tensor, dist.isend(tensor, way.to, group=way.group)) for tensor in sent]
 
     def _wait_sends(self, task: Work) -> None:
-        """Wait until the tensors that a task sends have left; gloo has no way to test this without waiting."""
+        """Wait until a task's tensors are sent. Gloo cannot test this without waiting."""
         for _, work in self._leaving.pop(task, []):
             work.wait()

@@ -1,4 +1,4 @@
-"""Which layers are frozen, and when: the policies, the callback that asks them, and freezing in a plain Trainer."""
+"""Layer freezing: the freeze policies, the callback that applies them, and freezing in a plain Trainer."""
 
 from .policies import (
     AdaptivePolicy,

@@ -1,4 +1,4 @@
-"""The callback that freezes layers as a trainer's arguments say."""
+"""Creates the freeze callback from a trainer's arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .policies import FreezePolicy, NeverFreeze
 
 
 class FreezingByArguments:
-    """Adds a `LayerFreezeCallback` to a trainer, and a new one when a trial of a search has changed the arguments.
+    """Adds a `LayerFreezeCallback` to a trainer, and replaces it when a hyperparameter search changes the arguments.
 
     Args:
         policy: a policy object to use in place of `args.freeze_policy`.
@@ -22,7 +22,7 @@ class FreezingByArguments:
         self._callback: LayerFreezeCallback | None = None
 
     def add_to(self, trainer: Trainer) -> None:
-        """Replace the callback that was added before; none is added where the arguments freeze nothing."""
+        """Replace the callback of an earlier call. Adds no callback if the policy is `NeverFreeze`."""
         if self._callback is not None:
             trainer.remove_callback(self._callback)
             self._callback = None

@@ -46,9 +46,9 @@ logger = logging.getLogger(__name__)
 follow_transformers()
 
 MOST_DECISIONS = 1000
-"""Number of decisions that are looked at to tell when layers will freeze."""
+"""Maximum number of future decisions that `describe` computes."""
 MOST_TO_NAME = 5
-"""Maximum number of freezes that are announced at the start."""
+"""Maximum number of freezes that `describe` lists."""
 NOTHING = "nothing freezes"
 OWN_POLICY = "(not in the checkpoint)"
 """Placeholder for a user's own policy object in a saved callback."""
@@ -59,13 +59,16 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
 
     Add it to any `transformers.Trainer`, including one that runs under DDP:
 
-        Trainer(..., callbacks=[LayerFreezeCallback("alpha")])
+    ```python
+    trainer = Trainer(model, args, train_dataset=dataset, callbacks=[LayerFreezeCallback("alpha")])
+    trainer.train()
+    ```
 
     Frozen layers and the embeddings run in eval mode (no dropout) and build no autograd graph. Their parameters do
     not require a gradient, have no optimizer state, and take no part in DDP's all-reduce. A parameter that a frozen
     layer shares with an active layer or with the head (a head tied to the embeddings) is frozen for both. The log
-    names the layers, and what stops training with them outside of the layers. When training ends, the `requires_grad`
-    flags are restored to their values before training.
+    names the layers, and the parameters outside of the layers that stop training with them. When training ends, the
+    `requires_grad` flags are restored to their values before training.
 
     Under DDP the reducer is rebuilt in place at each freeze, as DDP does when it is unpickled; the wrapper stays the
     same object. (`find_unused_parameters=True`, the Trainer's default, would tolerate frozen parameters, but would
@@ -76,7 +79,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     gradients, unless you set `max_grad_norm=0`.
 
     The frozen state is part of every checkpoint and is restored on resume, whether or not
-    `restore_callback_states_from_checkpoint` is set. A new `train()` from step 0 starts with nothing frozen.
+    `restore_callback_states_from_checkpoint` is set. A new `train()` from step 0 starts without frozen layers.
 
     Args:
         policy: a name ("alpha", "adaptive", "autofreeze"), the arguments of `make_policy` as a dict, or a policy.
@@ -88,7 +91,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     Attributes:
         num_frozen: number of layers that are frozen, or will be at the next forward.
         proposal: after a decision and until `take_proposal`, the number of layers to freeze. It is set at every
-            decision, even if the number does not change, so that all processes see a proposal at the same time.
+            decision, even if the number does not change: all processes must see a proposal at the same time.
         sharded_layers: the model's layers, if a `PipeTransformerTrainer` has found them before FSDP2 shards the model.
 
     Raises:
@@ -101,7 +104,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     """
 
     freezes_layers = True
-    """A `PipeTransformerTrainer` drives the callback that says so."""
+    """Marks the callback that a `PipeTransformerTrainer` drives."""
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     def attach(
         self, num_layers: int, max_frozen: int, state: TrainerState, outside_alone: Collection[str] = ()
     ) -> None:
-        """Let a trainer drive this callback: one that takes `proposal`, observes gradients and freezes layers.
+        """Let a trainer drive this callback. The trainer calls `observe`, takes `proposal` and freezes the layers.
 
         Call it before `on_train_begin`, once the trainer's state is restored; `num_frozen` then holds the number that
         was frozen in the checkpoint. It stays in effect until `on_train_end`.
@@ -155,10 +158,11 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         Args:
             num_layers: L.
             max_frozen: the largest number of layers that can be frozen (`FreezableLayers.max_frozen`).
-            outside_alone: what freezing would stop, if none of it is inside a layer (`FreezableLayers.outside_alone`).
+            outside_alone: parameters that freezing would stop, if none is inside a layer
+                (`FreezableLayers.outside_alone`).
 
         Raises:
-            ValueError: no layer can be frozen, or the state in the checkpoint is that of another model.
+            ValueError: no layer can be frozen, or the checkpoint's state belongs to another model.
         """
         if not isinstance(self.policy, NeverFreeze):
             check_something_to_freeze(max_frozen, num_layers, outside_alone)
@@ -182,7 +186,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         values = torch.as_tensor(squared, dtype=torch.float64).detach()
         finite = values.isfinite()
         summed, steps = self._observed or (torch.zeros_like(values), torch.zeros_like(values))
-        summed, steps = summed.to(values.device), steps.to(values.device)  # a checkpoint's are on the CPU
+        summed, steps = summed.to(values.device), steps.to(values.device)  # tensors from a checkpoint are on the CPU
         self._observed = summed + values.where(finite, 0.0), steps + finite
 
     @property
@@ -215,7 +219,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
             self.num_frozen = agreed_num_frozen(gather_proposals(self.take_proposal()))
 
     def take_proposal(self) -> int | None:
-        """Return and clear the decision since the last call, or None. Ranks compare it before they confirm it."""
+        """Return and clear the proposal, or None if there is none. Ranks compare their proposals before `confirm`."""
         proposal, self.proposal = self.proposal, None
         return proposal
 
@@ -225,10 +229,10 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self.num_frozen = num_frozen
 
     def describe(self, state: TrainerState) -> str:
-        """What will freeze in this training, and when, in words. Call it once the number of layers is set.
+        """Describe when which number of layers will freeze. Call it after `know_layers`.
 
         Args:
-            state: the trainer's state, which has the number of steps and epochs.
+            state: the trainer's state; its numbers of steps and epochs must be set.
         """
         assert self._num_layers is not None
         now = f"{self.num_frozen} of {self._num_layers} layers are frozen; " if self.num_frozen else ""
@@ -251,7 +255,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         return f"{now}freezing " + ", ".join([*found[:MOST_TO_NAME], *(["..."] if len(found) > MOST_TO_NAME else [])])
 
     def _describe_decisions(self, state: TrainerState, name: str) -> str:
-        """When a policy decides whose answers are not known beforehand."""
+        """Describe when a policy decides, if its answers are not known in advance."""
         every = "after each epoch"
         if self.freeze_strategy == "steps":
             assert self.freeze_steps is not None
@@ -260,7 +264,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         return f"{name} decides {every} how many layers freeze, at most {most}"
 
     def freezes_nothing(self, state: TrainerState) -> bool:
-        """Whether it is known beforehand that nothing freezes in this training. Call it when `describe` may be.
+        """Whether this training certainly freezes no layer. Call it after `know_layers`.
 
         Args:
             state: the trainer's state.
@@ -268,9 +272,9 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         return self.describe(state) == NOTHING
 
     def _moments(self, state: TrainerState) -> Iterator[tuple[float, int]]:
-        """The decisions that are still to come: (epochs done, steps done).
+        """Yield the remaining decisions: (epochs done, steps done).
 
-        For a dataset without a length the Trainer knows no number of epochs, and says the largest there is.
+        For a dataset without a length the Trainer sets the number of epochs to the largest integer.
         """
         per_epoch = state.max_steps / max(state.num_train_epochs, 1)
         if state.global_step == 0:
@@ -288,7 +292,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
 
     # ------------------------------------------------------------------------------------ decisions
     def _begin(self, state: TrainerState) -> None:
-        """Start with nothing frozen, or from the state in the checkpoint."""
+        """Start without frozen layers, or from the state in the checkpoint."""
         self._begins_within_epoch = state.epoch % 1 != 0
         self.memory = {"num_frozen": 0, "num_decisions": 0, "decided_at": None, "observed": None, "policy": {}}
         if state.global_step == 0:
@@ -344,11 +348,11 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # a run that is resumed within an epoch gets a second on_epoch_begin for it
+        # a run resumed within an epoch gets a second on_epoch_begin for it
         is_new, self._begins_within_epoch = not self._begins_within_epoch, False
         if self.freeze_strategy != "epoch" or not is_new or state.global_step == 0:
             return
-        if self._decided_at == state.global_step:  # an earlier job has decided, and saved after that
+        if self._decided_at == state.global_step:  # an earlier job decided before it saved
             return
         self._refuse_late()
         if self._num_layers is None:  # resumed at the start of an epoch: decide at the first forward
@@ -395,7 +399,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         """The state that a checkpoint stores, in plain values for JSON. Setting it restores that state."""
         observed = None if self._observed is None else [values.tolist() for values in self._observed]
         return {
-            # a proposed number is frozen before the next step, so a resumed run starts with it
+            # the proposed number is frozen before the next step, so a resumed run starts with it
             "num_frozen": self.num_frozen if self.proposal is None else self.proposal,
             "num_decisions": self._num_decisions,
             "decided_at": self._decided_at,
@@ -408,7 +412,7 @@ class LayerFreezeCallback(TrainerCallback, ExportableState):
         self.proposal = None
         self.num_frozen = int(memory["num_frozen"])
         self._num_decisions = int(memory["num_decisions"])
-        self._decided_at = memory.get("decided_at")  # checkpoints of earlier versions have none
+        self._decided_at = memory.get("decided_at")  # absent in checkpoints of earlier versions
         observed = memory["observed"]
         if observed is None:
             self._observed = None
@@ -460,7 +464,7 @@ def _as_policy(policy: FreezePolicy | Mapping[str, Any] | str) -> FreezePolicy:
 
 
 def refuse_reentrant_checkpointing(args: TrainingArguments) -> None:
-    """Refuse reentrant checkpointing, under which a layer gets no gradient if its input requires none.
+    """Refuse reentrant checkpointing: a layer then gets no gradient if its input does not require one.
 
     This would affect the first layer above the frozen ones.
 

@@ -1,4 +1,4 @@
-"""Freezing as a part of a training: a policy's decisions, or the lowest layers that the user has frozen."""
+"""Freezing as a part of a training: by a policy's decisions, or by the user, from the lowest layer up."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Freezing(RunPart):
     # ------------------------------------------------------------------------------------ between two steps
     def between_steps(self) -> None:
         if self._users is not None:
-            self._run.follow_flags()  # the user may train layers again, also before any counts as frozen
+            self._run.follow_flags()  # the user may unfreeze layers at any time
 
     def flags_followed(self, has_thawed: bool) -> None:
         users, weights = self._users, self._run.pipeline.weights

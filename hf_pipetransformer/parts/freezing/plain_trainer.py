@@ -1,8 +1,8 @@
 """Layer freezing in a plain `transformers.Trainer`, from a hook before each forward of the model.
 
-The Trainer itself is not changed. Under DDP the reducer is rebuilt at each freeze. Under FSDP2 a parameter that no
-longer requires a gradient is neither reduced nor updated; its shard of the optimizer's state stays, because a
-checkpoint is resumed before layers are frozen again. Settings that a callback alone cannot support are refused.
+The Trainer itself is not changed. Under DDP the reducer is rebuilt at each freeze. Under FSDP2 a frozen parameter is
+neither reduced nor updated; its shard of the optimizer's state stays, because a checkpoint is loaded before layers are
+frozen again. Settings that a callback alone cannot support raise a `ValueError`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .frozen_prefix import FrozenPrefix
 logger = logging.getLogger(__name__)
 
 SAMPLE_ROWS = 2
-"""Number of samples of the first batch that are used to find the model's layers."""
+"""Number of samples of the first batch used to find the model's layers."""
 
 
 FSDP_NEEDS = (
@@ -74,10 +74,10 @@ class PlainTrainer:
         optimizer: the Trainer's optimizer.
         state: the Trainer's state.
         args: the training arguments.
-        sharded: the layers of a model that FSDP2 has sharded; None for another model, whose layers are found here.
+        sharded: the layers of a model that FSDP2 has sharded; None for an unsharded model: its layers are found here.
 
     Attributes:
-        decides_at_first_forward: whether the decider is asked as soon as the layers are known.
+        decides_at_first_forward: whether the decider decides as soon as the layers are known.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class PlainTrainer:
         self._is_looking = False
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self._wrapper_hook: RemovableHandle | None = None
-        if dist.is_available() and dist.is_initialized():  # a launcher's only process has a DDP wrapper, too
+        if dist.is_available() and dist.is_initialized():  # a launcher wraps the model in DDP even for one process
             self._wrapper_hook = register_module_forward_pre_hook(self._note_wrapper)
 
     def check_that_it_sees_calls(self) -> None:
@@ -210,12 +210,12 @@ class PlainTrainer:
 
 
 def trained_module(model: Any, optimizer: torch.optim.Optimizer) -> nn.Module:
-    """Return the module that an optimizer trains: a Trainer's model, or an attribute of it if it is no module itself.
+    """Return the module that an optimizer trains: the Trainer's model, or an attribute of it.
 
-    SetFit's Trainer gives callbacks its `SetFitModel`, which is an object that has the model.
+    SetFit's Trainer passes its `SetFitModel` to callbacks. It is not a module, but has one as an attribute.
 
     Raises:
-        ValueError: it has no such module.
+        ValueError: neither the model nor an attribute is such a module.
     """
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for module in (model, *getattr(model, "__dict__", {}).values()):
@@ -252,7 +252,7 @@ def gather_proposals(proposal: int | None) -> list[int]:
 
 
 def refuse_setup(args: TrainingArguments, is_sharded: bool) -> None:
-    """Refuse settings in which a callback alone cannot freeze layers.
+    """Refuse settings that prevent a callback from freezing layers.
 
     Args:
         args: the Trainer's arguments.

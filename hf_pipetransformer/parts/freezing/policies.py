@@ -1,19 +1,20 @@
 """Freeze policies (the Freeze Algorithm): how many layers to freeze, and when.
 
-A policy is asked at every *decision* T = 0, 1, 2, ... (0 before the first step) and returns f(T), the number of
-units, counted from the bottom, that are frozen from then on. `next_num_frozen` enforces the rules that hold for every
-policy: f never decreases, and something stays trainable.
+At every *decision* T = 0, 1, 2, ... (0 before the first step) a policy returns f(T), the number of frozen units,
+counted from the bottom, until the next decision. `next_num_frozen` enforces two rules for every policy: f never
+decreases, and some parameters stay trainable.
 
     policy       f(T), with L units, f(0) = 0                                             where it comes from
     none         0
     alpha        ceil(L (1 - (1 - a)^T))                                                  PipeTransformer, its code
     adaptive     min(ceil(f(T-1) + a (L - f(T-1))), argmin over active units of |g|)      PipeTransformer, equation 1
-    autofreeze   up to the first active unit whose gradient norm still changes fast       AutoFreeze
+    autofreeze   up to the first active unit with a fast-changing gradient norm           AutoFreeze
     schedule     a map from epoch or step to f
 
 PipeTransformer: He et al., ICML 2021, section 3.1. AutoFreeze: Liu et al. 2021 (arXiv 2102.01386).
 
-To add one, write a class and enter it in `POLICIES`. This module does not depend on models, process groups or tensors.
+To add a policy, write a class and enter it in `POLICIES`. This module does not depend on models, process groups or
+tensors.
 """
 
 from __future__ import annotations
@@ -39,18 +40,22 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class FreezeDecision:
-    """The information on which a policy may base its answer.
+    """The information that a policy receives at a decision.
 
     Attributes:
         index: T. It is 0 before the first step of a training and counts the decisions since, including those before
             a resume.
         num_layers: L, the number of units of the model's layer stack.
-        num_frozen: f(T - 1).
+        num_frozen: f(T - 1), the number of units that are frozen now.
         epoch: number of epochs done, as in `TrainerState.epoch`; a whole number at the start of an epoch.
         global_step: number of optimizer steps done.
         gradient_norms: for each of the L units the root mean square of its gradient's 2-norm over the steps since the
-            last decision; 0.0 for a unit without gradient (a frozen one). None if nothing was observed.
-        max_frozen: the largest number of units that can be frozen while something is left to train.
+            last decision; 0.0 for a unit without gradient (a frozen one). None if no gradients were observed.
+        max_frozen: the largest number of units that can be frozen while some parameters stay trainable.
+
+    >>> decision = FreezeDecision(1, 12, 0, epoch=1.0, global_step=500, gradient_norms=None, max_frozen=11)
+    >>> AlphaPolicy(1 / 3).num_frozen(decision)
+    4
     """
 
     index: int
@@ -64,9 +69,18 @@ class FreezeDecision:
 
 @runtime_checkable
 class FreezePolicy(Protocol):
-    """Decides how many layers are frozen: a subclass that defines `num_frozen`, or any object with these members.
+    """Base class of freeze policies. Any object with the same members is a policy, too.
 
-    A policy must return the same answer on every process: it may use only the decision and its own state.
+    Pass a policy of your own as `PipeTransformerTrainer(..., freeze_policy=policy)`. It must return the same answer on
+    every process: it may use only the decision and its own state.
+
+    ```python
+    class FreezeHalfAfterWarmUp(FreezePolicy):
+        needs_gradient_norms = False
+
+        def num_frozen(self, decision: FreezeDecision) -> int:
+            return decision.num_layers // 2 if decision.global_step >= 100 else 0
+    ```
 
     Attributes:
         needs_gradient_norms: whether the policy reads gradient norms; False skips their computation.
@@ -75,7 +89,7 @@ class FreezePolicy(Protocol):
     needs_gradient_norms: bool = True
 
     def num_frozen(self, decision: FreezeDecision) -> int:
-        """Return f(T). It is raised to f(T - 1) if it is lower, and reduced to the maximum if it is higher."""
+        """Return f(T). The caller raises it to at least f(T - 1) and lowers it to at most the maximum."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,7 +97,7 @@ class FreezePolicy(Protocol):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned; an empty one resets the policy."""
+        """Restore the state that `state_dict` returned; an empty dict resets the policy."""
         return None
 
 
@@ -99,9 +113,12 @@ class NeverFreeze(FreezePolicy):
 
 @dataclass
 class AlphaPolicy(FreezePolicy):
-    """Each decision freezes the fraction `alpha` of the layers that are still active, whatever the gradients.
+    """Freezes the fraction `alpha` of the active layers at each decision. Gradients do not matter.
 
-    f(T) = ceil(L (1 - (1 - alpha)^T)): for L = 12 and alpha = 1/3 that is 4, 7, 9, 10, 11, 11, 12.
+    f(T) = ceil(L (1 - (1 - alpha)^T)):
+
+    >>> [AlphaPolicy(1 / 3).num_frozen(FreezeDecision(t, 12, 0, t, t, None, 12)) for t in range(1, 8)]
+    [4, 7, 9, 10, 11, 11, 12]
 
     Raises:
         ValueError: `alpha` is not between 0 and 1.
@@ -120,12 +137,16 @@ class AlphaPolicy(FreezePolicy):
 
 @dataclass
 class AdaptivePolicy(FreezePolicy):
-    """Freezes through the active layer with the smallest gradient, but at most the fraction `alpha` of what is left.
+    """Freezes up to the active layer with the smallest gradient, but at most the fraction `alpha` of active layers.
 
     Equation 1 of PipeTransformer: f(T) = min(f(T-1) + alpha (L - f(T-1)), argmin over l of |g_l|). The paper counts
     layers from 1, so the layer with the smallest norm is itself frozen; l runs over the active layers, because frozen
     layers have no gradient. The first term is rounded up. If norms are equal, the lowest layer counts. Without
-    gradients nothing is frozen.
+    gradients no layer is frozen.
+
+    >>> decision = FreezeDecision(1, 6, 0, 1.0, 100, gradient_norms=(0.5, 0.2, 0.4, 0.6, 0.9, 1.0), max_frozen=6)
+    >>> AdaptivePolicy(alpha=0.5).num_frozen(decision)  # the second layer has the smallest norm
+    2
 
     Raises:
         ValueError: `alpha` is not between 0 and 1.
@@ -147,12 +168,18 @@ class AdaptivePolicy(FreezePolicy):
 
 @dataclass
 class AutoFreezePolicy(FreezePolicy):
-    """Freezes all layers below the first active layer whose gradient norm still changes fast.
+    """Freezes all layers below the first active layer with a fast-changing gradient norm.
 
-    The change of a layer is |n(T-1) - n(T)| / n(T-1), where n is its gradient norm. A change is fast if it reaches
-    the given percentile of the active layers' changes. AutoFreeze takes the norm of the gradients' sum over the
-    interval; this implementation takes the root mean square of their norms, which needs no second copy of the
-    gradients. The first decision with gradients has nothing to compare with and freezes nothing.
+    A layer's change is |n(T-1) - n(T)| / n(T-1), with n its gradient norm. A change is fast if it reaches the given
+    percentile of the active layers' changes. AutoFreeze takes the norm of the gradients' sum over the interval; this
+    implementation takes the root mean square of their norms, which needs no second copy of the gradients. The first
+    decision with gradients has no earlier norms and freezes no layer.
+
+    >>> policy = AutoFreezePolicy(percentile=50)
+    >>> policy.num_frozen(FreezeDecision(1, 4, 0, 1.0, 100, gradient_norms=(1.0, 1.0, 1.0, 1.0), max_frozen=4))
+    0
+    >>> policy.num_frozen(FreezeDecision(2, 4, 0, 2.0, 200, gradient_norms=(0.9, 0.9, 0.5, 0.4), max_frozen=4))
+    2
 
     Args:
         percentile: between 0 and 100; a higher value freezes faster.
@@ -191,16 +218,16 @@ class AutoFreezePolicy(FreezePolicy):
 
 @dataclass
 class SchedulePolicy(FreezePolicy):
-    """Freezes layers by a schedule of the user, which maps an epoch or a step to a number of frozen layers.
+    """Freezes layers by a schedule: a map from an epoch or a step to a number of frozen layers.
 
     `SchedulePolicy({1: 4, 2: 7})` freezes 4 layers after one epoch and 7 after two; `{0: 4}` freezes 4 from the start,
-    `{0: 0.5}` half of the layers, and `{0: "all"}` as many as can be frozen, so that the head is trained alone.
-    Layers are frozen at decisions only, so a step in the map is rounded up to the next decision.
+    `{0: 0.5}` half of the layers, and `{0: "all"}` as many as can be frozen, which leaves the head to train. Layers
+    are frozen at decisions only, so a step in the map is rounded up to the next decision.
 
     Args:
-        schedule: number of epochs or steps done -> number of frozen layers; or the share of all layers, between 0 and
-            1, of which the whole part is taken (0.5 of 7 layers are 3); or "all" for as many as can be frozen while
-            something is left to train. Keys may be strings, as in JSON.
+        schedule: number of epochs or steps done -> frozen layers: a number, a fraction of all layers between 0 and 1,
+            rounded down (0.5 of 7 layers are 3), or "all" for as many as can be frozen while some parameters stay
+            trainable. Keys may be strings, as in JSON.
         by: whether the keys are epochs or steps.
 
     Raises:
@@ -229,7 +256,7 @@ class SchedulePolicy(FreezePolicy):
             )
         self.schedule = {start: layers_from[start] for start in sorted(layers_from)}
         for (start, layers), (later, fewer) in itertools.pairwise(self.schedule.items()):
-            is_alike = type(layers) is type(fewer) and layers != ALL  # a share and a number: not before L is known
+            is_alike = type(layers) is type(fewer) and layers != ALL  # a share and a number: compared once L is known
             if layers == ALL != fewer or (is_alike and fewer < layers):
                 raise self._decreases(layers, start, fewer, later)
 
@@ -294,7 +321,7 @@ POLICIES: Mapping[str, Callable[..., FreezePolicy]] = {
     "autofreeze": AutoFreezePolicy,
     "schedule": SchedulePolicy,
 }
-"""The classes by the values of `freeze_policy`. The arguments of each are also its attributes."""
+"""Value of `freeze_policy` -> class. Each class keeps its arguments as attributes of the same names."""
 
 
 def make_policy(
@@ -305,12 +332,12 @@ def make_policy(
     schedule: Mapping[Any, Any] | None = None,
     by: ScheduleUnit = "epoch",
 ) -> FreezePolicy:
-    """Create a policy from its name; it uses those of the arguments that it needs.
+    """Create a policy from its name. Arguments that the policy does not have are ignored.
 
     Raises:
         ValueError: the name is unknown, or an argument is out of range.
     """
-    if name not in tuple(POLICIES):  # the name may be anything that a file holds, also a list
+    if name not in tuple(POLICIES):  # a file may hold any value, even an unhashable list
         raise ValueError(f"freeze_policy={name!r} is unknown. Set it to one of {', '.join(map(repr, POLICIES))}.")
     given = {"alpha": alpha, "percentile": percentile, "schedule": {} if schedule is None else schedule, "by": by}
     make = POLICIES[name]
@@ -318,7 +345,7 @@ def make_policy(
 
 
 def policy_description(policy: FreezePolicy) -> dict[str, Any] | None:
-    """The arguments of `make_policy` that recreate this policy, for JSON; None for a user's own policy class."""
+    """Return the arguments of `make_policy` that recreate this policy, for JSON; None for a user's own class."""
     for name, make in POLICIES.items():
         if type(policy) is make:
             return {"name": name, **{argument: getattr(policy, argument) for argument in _arguments_of(make)}}
@@ -333,8 +360,8 @@ def _arguments_of(make: Callable[..., FreezePolicy]) -> list[str]:
 def next_num_frozen(policy: FreezePolicy, decision: FreezeDecision, max_frozen_layers: int | None = None) -> int:
     """Return f(T): the policy's answer, clipped to the valid range.
 
-    f(T) is at least f(T - 1), and at most the number of layers, the number that leaves something to train
-    (`max_frozen`), and the user's `max_frozen_layers`.
+    f(T) is at least f(T - 1). It is at most the number of layers, the decision's `max_frozen`, and the user's
+    `max_frozen_layers`.
 
     Raises:
         ValueError: the answer is not a whole number of at least 0.
@@ -386,12 +413,12 @@ def check_when(strategy: str, steps: float | None, max_frozen_layers: int | None
 
 
 def steps_between_decisions(steps: float, max_steps: int) -> int:
-    """`freeze_steps` as a whole number; a fraction below 1 of `max_steps` is rounded up, as for `eval_steps`."""
+    """Return `freeze_steps` as an integer; a fraction below 1 of `max_steps` is rounded up, as for `eval_steps`."""
     return int(steps) if steps >= 1 else max(1, _ceil(steps * max_steps))
 
 
 def check_something_to_freeze(max_frozen: int, num_layers: int, outside_alone: Collection[str] = ()) -> None:
-    """Refuse a model in which no layer can be frozen.
+    """Refuse a model without a layer that can be frozen.
 
     Args:
         max_frozen: the largest number of layers that can be frozen.
@@ -399,7 +426,7 @@ def check_something_to_freeze(max_frozen: int, num_layers: int, outside_alone: C
         outside_alone: names of the parameters that freezing would stop, if none of them is inside a layer.
 
     Raises:
-        ValueError: freezing a single layer would leave nothing trainable, or would stop only a prompt or prefix.
+        ValueError: freezing a single layer would leave no trainable parameter, or would stop only a prompt or prefix.
     """
     if outside_alone:
         raise ValueError(
@@ -462,7 +489,7 @@ def _relative_change(old: float, new: float) -> float:
 def _percentile(values: Sequence[float], percent: float) -> float:
     """Percentile with linear interpolation, as in numpy.
 
-    `numpy.percentile` itself returns NaN if one of the values is infinite, as the change of a gradient from 0 is.
+    `numpy.percentile` itself returns NaN if one of the values is infinite, such as the change of a gradient from 0.
     """
     ordered = sorted(values)
     position = percent / 100 * (len(ordered) - 1)

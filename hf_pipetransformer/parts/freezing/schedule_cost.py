@@ -1,10 +1,10 @@
-"""What a freeze policy makes of a training's cost, counted before the training begins.
+"""The cost of a training under a freeze policy, counted before the training begins.
 
 epoch                        1     2     3     4        L = 6, alpha = 1/3
 frozen                       0     2     4     5
 read from the cache          0     0     2     4
-layers' forwards and         18   14     8     4        3 for each layer that trains, 1 for each frozen one that is
-backwards, in forwards                                  computed, 0 for each that is read from the cache
+layers' forwards and         18   14     8     4        3 for each trained layer, 1 for each frozen layer that is
+backwards, in forwards                                  computed, 0 for each layer read from the cache
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from .policies import FreezeDecision, FreezePolicy, next_num_frozen
 
 ACTIVE, FROZEN = 3, 1
-"""Forwards that a layer's step costs: its backward takes about as long as two."""
+"""Cost of a layer's step in forwards: its backward takes about as long as two forwards."""
 WORTH_FREEZING = 1.15
-"""A smaller speed-up than this is within the error of a forecast."""
+"""Smallest speed-up that counts; smaller ones are within the error of a forecast."""
 
 
 def frozen_in_epochs(
@@ -32,7 +32,7 @@ def frozen_in_epochs(
     Args:
         policy: a policy that needs no gradients.
         num_layers: L.
-        max_frozen: the largest number of layers that can be frozen while something is left to train.
+        max_frozen: the largest number of layers that can be frozen while some parameters stay trainable.
         num_epochs: number of epochs.
         steps_per_epoch: optimizer steps in an epoch.
         max_frozen_layers: the user's upper bound.
@@ -47,9 +47,9 @@ def frozen_in_epochs(
 
 
 def plain_epochs(frozen: Sequence[int], num_layers: int, caches: bool) -> float:
-    """Return the number of epochs without freezing whose layers cost as much.
+    """Return the number of epochs without freezing that cost as much, counting layers only.
 
-    Embeddings, the head and the loading of cached outputs are not counted, and no sample is in a store beforehand.
+    Embeddings, the head and the loading of cached outputs are not counted. The cache is empty at the start.
 
     Args:
         frozen: number of frozen layers in each epoch.

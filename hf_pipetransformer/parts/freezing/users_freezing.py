@@ -1,4 +1,4 @@
-"""Freezing as a run sees it: the callback that a policy has, or one that stands for what the user has frozen."""
+"""The freeze callback of a run: the policy's, or a schedule for layers that the user has frozen."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class UsersFreezing:
-    """The lowest layers, which the user has frozen: treated as by a schedule that freezes them at once.
+    """The lowest layers, if the user has frozen them. They are treated like a schedule that freezes at step 0.
 
     Attributes:
         job: the training job.
         count: number of these layers.
-        names: of those of their parameters that are frozen.
+        names: names of their frozen parameters.
     """
 
     job: TrainingJob
@@ -35,7 +35,7 @@ class UsersFreezing:
 
     @classmethod
     def find(cls, job: TrainingJob, pipeline: ElasticPipeline, unit_costs: Sequence[UnitCost]) -> UsersFreezing | None:
-        """Look for such layers, and add the schedule's callback. Collective over all processes.
+        """Find these layers, and add the schedule's callback. Collective over all processes.
 
         Args:
             job: the training job.
@@ -43,7 +43,7 @@ class UsersFreezing:
             unit_costs: costs of the model's units.
 
         Returns:
-            The layers; None if there are none, or if they do not count.
+            The layers; None if there are none, or if the job may not follow the user's freezing.
         """
         freezable = pipeline.freezable
         mine = freezable.frozen_by_user if freezable is not None and job.may_follow_freezing else 0
@@ -59,7 +59,7 @@ class UsersFreezing:
         return cls(job, count, names)
 
     def thaw(self) -> None:
-        """Forget the layers in checkpoints as well, because they are trained again."""
+        """Forget the layers, also in checkpoints: they are trained again."""
         log_on_main(
             logger, self.job.args, "Layers that were frozen are trained again: nothing counts as frozen any more."
         )
@@ -75,7 +75,7 @@ class UsersFreezing:
 
 
 def _hint_at_dropout(job: TrainingJob, freezable: FreezableLayers, unit_costs: Sequence[UnitCost]) -> None:
-    """Give the hint for layers that the user has frozen. A backward counts as two forwards."""
+    """Log a hint on dropout in layers that the user has frozen. A backward counts as two forwards."""
     first, last = freezable.frozen_by_user, freezable.frozen_by_user + freezable.random_by_user
     flops = [unit.forward_flops for unit in unit_costs]
     read = sum(flops[first : min(last, len(flops) - 1)])  # the last layer's output cannot be cached
@@ -84,14 +84,14 @@ def _hint_at_dropout(job: TrainingJob, freezable: FreezableLayers, unit_costs: S
 
 
 def attach_freezing(job: TrainingJob, freezable: FreezableLayers | None, users: UsersFreezing | None) -> int:
-    """Pass the model's layers to the freeze callback. Returns how many of them a resumed job had frozen."""
+    """Pass the model's layers to the freeze callback. Returns the number of layers that a resumed job had frozen."""
     callback = job.freeze_callback
     if callback is None:
         return 0
     refuse_reentrant_checkpointing(job.args)
     assert freezable is not None
     state = job.trainer.state
-    if users is not None:  # the flags say what is frozen, and not the checkpoint
+    if users is not None:  # the user's flags decide, not the checkpoint
         states: Any = state.stateful_callbacks or {}  # from JSON: callback name -> its state
         memory = freezing_in(states, type(callback).__name__)
         if memory is not None:

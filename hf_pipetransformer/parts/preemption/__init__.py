@@ -1,1 +1,1 @@
-"""A job that is asked to end (SIGTERM) saves a checkpoint at the same step on all processes."""
+"""Preemption: on SIGTERM, all processes save a checkpoint at the same step and exit."""

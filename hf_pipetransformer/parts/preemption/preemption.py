@@ -33,7 +33,7 @@ class Preemption(RunPart):
     Attributes:
         signal: records whether this process has received SIGTERM.
         is_agreed: whether all processes know that one of them has received it.
-        has_loaded_best: whether training is over, and the weights are those of the best, earlier step.
+        has_loaded_best: whether training is over and the best checkpoint's weights are loaded.
         owes_evaluation: whether an evaluation was due after the last step and was skipped.
     """
 
@@ -65,18 +65,18 @@ class Preemption(RunPart):
 
     def train_begins(self) -> None:
         state = self._job.trainer.state
-        if state.global_step >= state.max_steps and state.epoch % 1 == 0:  # resumed, with no epoch left
+        if state.global_step >= state.max_steps and state.epoch % 1 == 0:  # resumed after the last epoch
             self.evaluate_what_is_owed()
 
     def step_begins(self, is_first: bool) -> None:
         if is_first:
-            self.evaluate_what_is_owed()  # at this point the random states are those of the checkpoint
+            self.evaluate_what_is_owed()  # the random states equal the checkpoint's at this point
 
     def nothing_left(self) -> None:
         self.ask_for_what_is_owed()  # at the epoch's end
 
     def before_best(self) -> None:
-        self.leave_if_asked()  # the steps that follow may also remove the checkpoint of the last weights
+        self.leave_if_asked()  # later steps may remove the checkpoint of the last weights
         self.has_loaded_best = True
 
     def train_ends(self) -> None:
@@ -119,7 +119,7 @@ class Preemption(RunPart):
         self._leave()
 
     def _leave(self) -> NoReturn:
-        # exit immediately: what the loop does at the end of training might remove the checkpoint
+        # exit immediately: the end of the loop might remove the checkpoint
         trainer = self._job.trainer
         trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
         if trainer.is_world_process_zero() and self._run.last_saved is not None:
@@ -130,23 +130,23 @@ class Preemption(RunPart):
             )
         raise SystemExit(EXIT_CODE)
 
-    # ------------------------------------------------------------------------------------ the evaluation that is owed
+    # ------------------------------------------------------------------------------------ the skipped evaluation
     def evaluate_what_is_owed(self) -> None:
         """Run the evaluation that was skipped because of SIGTERM or another stop. Collective over all processes.
 
-        The checkpoint is then written again with the result, which may make it the best one.
+        The checkpoint is then written again with the result, and may become the best one.
         """
         if self.ask_for_what_is_owed():
             trainer = self._job.trainer
             loss: Any = trainer._tr_loss
-            with _saving_all(self._job.args):  # the checkpoint that it replaces was saved in this way
+            with _saving_all(self._job.args):  # as for the checkpoint that this one replaces
                 trainer._maybe_log_save_evaluate(
                     loss, None, self._job.model, None, trainer.state.epoch, self._run.ignored_keys, 0.0
                 )
             trainer.control.should_evaluate = trainer.control.should_save = False
 
     def ask_for_what_is_owed(self) -> bool:
-        """Request a skipped evaluation, and a save, from the loop. Returns whether there was one to request."""
+        """Request a skipped evaluation, and a save, from the loop. Returns True if an evaluation was skipped."""
         trainer = self._job.trainer
         is_owed = self.owes_evaluation and trainer.eval_dataset is not None  # this job may have no eval_dataset
         self.owes_evaluation = False

@@ -1,8 +1,8 @@
 """Preemption: on SIGTERM, save a checkpoint and exit.
 
-Schedulers announce the end of an allocation by SIGTERM, to one process or to all, at any time. If a process saved as
-soon as it receives the signal, it would do so alone. Therefore the signal only sets a flag, which is communicated with
-the loss of the next step; then all processes save at the end of the same step.
+Schedulers announce the end of an allocation by SIGTERM, to one process or to all, at any time. A process that saved
+immediately would save alone. Therefore the signal only sets a flag. The flag is reduced together with the loss of the
+next step, and all processes save at the end of that step.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from types import FrameType
 from typing import Any
 
 EXIT_CODE = getattr(os, "EX_TEMPFAIL", 75)
-"""Exit code of a process that was preempted and has saved a checkpoint: the job can be started again."""
+"""Exit code of a preempted process that has saved a checkpoint: restart the job to resume."""
 
 
 class StopSignal:
     """Context manager that records SIGTERM. A recorded signal is raised again on exit, if there was no error.
 
-    It does nothing outside the main thread, because only the main thread receives signals.
+    Outside the main thread it is disabled, because only the main thread receives signals.
     """
 
     def __init__(self) -> None:
@@ -39,11 +39,11 @@ class StopSignal:
             # None means that the handler was not installed from Python
             signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
             self._is_installed = False
-            if self.is_asked and kind is None:  # the signal came too late for a training step to handle it
+            if self.is_asked and kind is None:  # no later training step can handle the signal
                 signal.raise_signal(signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked process that inherited this handler and is to be terminated
+        if os.getpid() != self._pid:  # a forked process inherits this handler, and must terminate
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
         self.is_asked = True

@@ -1,1 +1,1 @@
-"""The record of a training: what its files hold, and how they are put together again."""
+"""The record of a training: writing its files, and reading them back."""

@@ -1,12 +1,12 @@
-"""What a training records in its `output_dir`. Log lines, metrics, model card and report are made from the same facts.
+"""The files that record a training in its `output_dir`. The report and the model card are made from them.
 
-    pipeline_events.jsonl     each change of the layout, with what was predicted of it
-    pipeline_metrics.jsonl    what happens between these changes
+    pipeline_events.jsonl     each change of the layout, with its predicted memory and times
+    pipeline_metrics.jsonl    logged numbers, times and memory between these changes
 
     {"kind": "begin", ...}  the first step is about to begin
-    {"kind": "log",   ...}  what the Trainer logs: loss, learning rate, metrics of an evaluation, hit rates
-    {"kind": "time",  ...}  seconds of the main process since the last such line, by activity; steps and samples done
-    {"kind": "usage", ...}  under the layout that has ended: memory of each process, micro-batches M
+    {"kind": "log",   ...}  the Trainer's logs: loss, learning rate, metrics of an evaluation, hit rates
+    {"kind": "time",  ...}  seconds of the main process since the last such line, by activity; steps and samples
+    {"kind": "usage", ...}  under the layout that has just ended: memory of each process, micro-batches M
     {"kind": "cache_off", ...}  why the cache of frozen layers is off, or why a frozen "module" is computed each time
     {"kind": "end",   ...}  `train()` has returned (or raised); a training that was killed has no such line
 
@@ -39,16 +39,16 @@ from ...file_formats import (
 from ...planning.layout import Layout
 from ...planning.predictions import CostModel
 
-if TYPE_CHECKING:  # for the types alone: only trainings that split sequences have the package
+if TYPE_CHECKING:  # types only: the package is optional
     from ...token_slices.slice_timeline import SlicePlan
 
 EVENTS = "pipeline_events.jsonl"
 METRICS = "pipeline_metrics.jsonl"
 BEGINNINGS = ("start", "resume")
-"""Events with which a `train()` begins. Others are "transform"; "cache", if a different number of layers counts as
-cached and nothing moves; "modules", if the user has frozen other modules than before; and `SLICES`."""
+"""First event of a `train()`. The other events are "transform"; "cache", if only the number of cached layers changes
+and no parameter moves; "modules", if the user's frozen modules have changed; and `SLICES`."""
 SLICES = "slices"
-"""An event that does not change the layout: how batches of a new shape are split along their tokens."""
+"""Event for batches of a new shape: how they are split along their tokens. The layout stays."""
 
 MOST_TO_NAME = 3
 """Maximum number of frozen modules that a sentence names."""
@@ -136,18 +136,18 @@ def frozen_in_words(frozen: Mapping[str, Any]) -> str:
 
 
 def share_in_words(frozen: Mapping[str, Any]) -> str:
-    """Return the modules' share of the parameters in percent, rounded down: 99.97% are not all of them."""
+    """Return the modules' share of the parameters in percent, rounded down: 99.97% must not read as 100%."""
     return f"{math.floor(1e3 * frozen['share'] + 1e-6) / 10:g}%"
 
 
 def sentence_on_frozen(frozen: Mapping[str, Any]) -> str:
-    """Return who has frozen which modules: "bert (99.9% of the parameters) is frozen by you"."""
+    """Return the frozen modules and who froze them: "bert (99.9% of the parameters) is frozen by you"."""
     is_one = frozen["count"] == 1 and re.search(r"\d-\d+$", frozen["names"][0]) is None  # "layer.0-3" are several
     return f"{frozen_in_words(frozen)} {'is' if is_one else 'are'} frozen by {frozen['by']}"
 
 
 def read_lines(folder: Path, name: str) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of `EVENTS` or `METRICS` in an `output_dir`, and how many cannot be read.
+    """Return the lines of `EVENTS` or `METRICS` in an `output_dir`, and the number of unreadable lines.
 
     Raises:
         ValueError: a line is damaged.
@@ -158,7 +158,7 @@ def read_lines(folder: Path, name: str) -> tuple[list[dict[str, Any]], int]:
 def layout_of(plan: Layout) -> dict[str, Any]:
     """Return the layout of a plan, in plain values.
 
-    "num_layers" is missing if the model is not split: it counts as one unit then, however many layers it has.
+    "num_layers" is missing if the model is not split: the model then counts as one unit.
     """
     is_split = plan.num_units > 1 or plan.num_frozen_layers > 0
     return {
@@ -177,10 +177,10 @@ def prediction_of(costs: CostModel, plan: Layout) -> dict[str, Any]:
     """Return the predictions of a plan, in plain values.
 
     Returns:
-        A dict with "memory_bytes", the bytes of each process of a pipeline without the memory of torch and Python
-        themselves; and "steps", which is empty unless the model's units have been timed. It has an entry for the
-        plan's number of micro-batches M: seconds of a micro-batch's forward and backward in each virtual stage, and of
-        the step. It also has the "schedule" that runs and "rows_per_pipeline".
+        A dict with "schedule", the schedule that runs; "rows_per_pipeline"; "memory_bytes", the bytes of each process
+        of a pipeline without the memory of torch and Python themselves; and "steps". "steps" is empty if the model's
+        units have not been timed. Otherwise it has one entry, for the plan's number of micro-batches M: seconds of a
+        micro-batch's forward and backward in each virtual stage, and of the step.
     """
     of_stages = costs.stage_bytes(plan)
     memory = [of_stages[plan.stage_of(rank)] for rank in range(plan.pipeline_parallel_size)]
@@ -203,7 +203,7 @@ def prediction_of(costs: CostModel, plan: Layout) -> dict[str, Any]:
 def slices_of(plan: SlicePlan) -> dict[str, Any]:
     """Return how a batch is split, in plain values: for each part, the number of samples and the lengths of slices.
 
-    If stages have been timed, "latencies" holds the coefficients of each stage's forward and backward.
+    If stages have been timed, "latencies" contains the coefficients of each stage's forward and backward.
     """
     cut: dict[str, Any] = {
         "rows": sum(part.rows for part in plan.parts),

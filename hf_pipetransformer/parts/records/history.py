@@ -1,4 +1,4 @@
-"""Puts the records of a folder together again: trainings, and the layouts that each went through.
+"""Reads the records of a folder back: its trainings, and the layouts of each training.
 
 A folder may contain several trainings, and a training may consist of several calls of `train()`, each resumed from a
 checkpoint of an earlier one. Steps of an interrupted call after that checkpoint were repeated; they are omitted from
@@ -7,7 +7,7 @@ the curves, but included in the time:
     call 1   steps 1 ... 200 [saved] 201 ... 260 interrupted        1 ... 200 count
     call 2               resumed at  201 ... 500                  201 ... 500
 
-What was logged before the first record, or by another Trainer, comes from `[checkpoint-*/]trainer_state.json`.
+Logs from before the first record, or of another Trainer, are read from `[checkpoint-*/]trainer_state.json`.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def _recorded(name: str) -> property:
 
 @dataclass
 class LayoutPeriod:
-    """A plan and the period in which it was in effect, from its event to the next one.
+    """A plan and the period during which it was in effect, from its event to the next one.
 
     Attributes:
         event: the event as recorded.
-        last_step: the last optimizer step with this plan; `first_step` were done when it took effect.
-        steps: number of steps with this plan whose time is known.
+        last_step: the last optimizer step with this plan. It took effect after `first_step` steps.
+        steps: number of timed steps with this plan.
         rows: number of samples trained in these steps, over all pipelines.
         seconds: time of these steps on the main process.
-        waiting: time in which the main process waited between these steps for the next batch.
+        waiting: time that the main process waited for the next batch between these steps.
         usage: memory and number of micro-batches as measured; None if not recorded.
         slices: how batches were split along their tokens; empty if they were not.
         paces: (steps, seconds) between two log entries.
@@ -120,7 +120,7 @@ class LayoutPeriod:
 
     @property
     def prediction(self) -> Line | None:
-        """Prediction of a step with the M that was used; None if parts were not timed, or sequences were split."""
+        """Prediction of a step with the actual M; None if parts were not timed, or sequences were split."""
         steps = [] if self.slices else self.event["predicted"]["steps"]
         return next((step for step in steps if step["num_microbatches"] == self.num_microbatches), None)
 
@@ -144,7 +144,7 @@ class Training:
         seconds: activity -> time of the main process, over all calls, including repeated steps.
         repeated_steps: number of steps that were repeated after an interruption.
         is_complete: whether the last call has returned; None if unknown.
-        problems: what is missing, and why.
+        problems: missing records, each with the reason.
     """
 
     name: str
@@ -197,7 +197,7 @@ class Training:
 
     @cached_property
     def reads(self) -> list[tuple[Line, int]]:
-        """The log entries on the use of the cache, one for an epoch, and the samples trained since the one before."""
+        """Log entries on the cache, one per epoch, each with the number of samples since the previous entry."""
         entries = [line for line in self.lines if line["kind"] == "log" and "cache_hit_rate" in line["values"]]
         trained = [line for line in self.lines if line["kind"] == "time"]
         found, begin = [], 0
@@ -217,7 +217,7 @@ class Training:
         """Number of samples of the last evaluation with a metric such as "eval_accuracy"; None if unknown.
 
         The Trainer logs seconds and samples per second of a data set with the prefix of its metrics. Their product is
-        the number, unless they were rounded too much (to four and three digits after the point).
+        the number, unless rounding (to four and three decimals) makes it ambiguous.
         """
         prefix = name.rpartition("_")[0]
         seconds, speeds = (self.curve(f"{prefix}_{what}")[1] for what in ("runtime", "samples_per_second"))
@@ -232,7 +232,7 @@ class Training:
 
     @property
     def total_seconds(self) -> float:
-        """Seconds of all calls of `train()`; those that another Trainer has logged at its end; 0 if unknown."""
+        """Seconds of all calls of `train()`, or as another Trainer logged them at its end; 0 if unknown."""
         logged = self.curve("train_runtime")[1]
         return sum(self.seconds.values()) or (logged[-1] if logged else 0.0)
 
@@ -290,7 +290,7 @@ def read_trainings(folder: Path, last_run: str | None = None) -> list[Training]:
 
     Args:
         folder: a training's `output_dir`.
-        last_run: name of a `train()` that must have been recorded; what was recorded after it is left out.
+        last_run: name of a `train()` that must have been recorded; later records are left out.
 
     Raises:
         ValueError: a line of a record is damaged.
@@ -300,7 +300,7 @@ def read_trainings(folder: Path, last_run: str | None = None) -> list[Training]:
     for name in (EVENTS, METRICS):
         records, broken = read_lines(folder, name)
         for record in records:
-            if last_run is None or record["run"] <= last_run:  # a name is the time at which it began
+            if last_run is None or record["run"] <= last_run:  # a call's name is its start time
                 call = calls.setdefault(record["run"], _TrainCall(record["run"]))
                 (call.events if name == EVENTS else call.lines).append(record)
         if broken:
@@ -328,7 +328,7 @@ def _joined(calls: Sequence[_TrainCall], history: list[tuple[int, dict[str, floa
 
     Args:
         calls: the calls in order of time.
-        history: what the Trainer's own state has as logged.
+        history: the log history in the Trainer's own state.
     """
     training = Training(calls[0].name, len(calls))
     for index, call in enumerate(calls):
@@ -343,7 +343,7 @@ def _joined(calls: Sequence[_TrainCall], history: list[tuple[int, dict[str, floa
                 for what, seconds in line["seconds"].items():
                     training.seconds[what] = training.seconds.get(what, 0.0) + seconds
     logs = _logged(training.lines)
-    # if the training started here, the lines contain everything, and the state may be that of another training
+    # if the training started here, the lines are complete, and the state may belong to another training
     if not training.lines or calls[0].is_resumed:
         training.logs += [(step, values) for step, values in history if not logs or step < logs[0][0]]
     if not training.lines:
@@ -375,8 +375,8 @@ def _joined(calls: Sequence[_TrainCall], history: list[tuple[int, dict[str, floa
 def _logged(lines: Sequence[Line]) -> list[tuple[int, dict[str, float]]]:
     """Steps and numbers that were logged.
 
-    An evaluation after `train()` counts only if there is none yet. It may use other weights (those of the best
-    checkpoint) or other data (MNLI's second set), but has the name and the step of the training's last evaluation.
+    An evaluation after `train()` counts only if there is none yet. It may use other weights (the best checkpoint's) or
+    other data (MNLI's second set), but has the name and the step of the training's last evaluation.
     """
     logs: list[tuple[int, dict[str, float]]] = []
     seen: set[str] = set()
@@ -394,7 +394,7 @@ def _logged(lines: Sequence[Line]) -> list[tuple[int, dict[str, float]]]:
 
 
 def _logged_by_trainer(folder: Path) -> list[tuple[int, dict[str, float]]] | None:
-    """Steps and numbers in the newest state of the Trainer that can be read; None if there is none."""
+    """Steps and numbers in the newest readable state of the Trainer; None if there is none."""
     paths = [path for path in (*folder.glob(f"checkpoint-*/{STATE_NAME}"), folder / STATE_NAME) if path.is_file()]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
         with suppress(OSError, ValueError):

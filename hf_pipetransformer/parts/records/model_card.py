@@ -1,7 +1,7 @@
-"""A section for the model card: with which layouts, freezes, cache and versions the model was trained.
+"""A section for the model card: the training's layouts, freezes, cache and library versions.
 
-It is made from the records in `output_dir` (`records/history.py`), so it also covers the trainings that were resumed.
-It names no path and no host, because model cards are published.
+It is made from the records in `output_dir` (`records/history.py`), so it also covers the interrupted calls of a
+resumed training. It names no path and no host, because model cards are published.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ BEGIN, END = "<!-- hf_pipetransformer -->", "<!-- /hf_pipetransformer -->"
 
 
 def add_to_card(output_dir: Path, run: str) -> None:
-    """Add the section to the card in `output_dir`, or replace it there. Without a card or records nothing happens.
+    """Add the section to the card in `output_dir`, or replace it. Does not write without a card or records.
 
     Args:
-        output_dir: of the training.
+        output_dir: the training's `output_dir`.
         run: name of the `train()` that trained the model (`RunRecorder.run`).
 
     Raises:
-        NotOursError: the card is a link, which stays.
-        OSError: it cannot be written.
+        NotOursError: the card is a link. The link stays.
+        OSError: the card cannot be written.
         ValueError: a line of the records is damaged.
     """
     card = output_dir / "README.md"
@@ -41,7 +41,7 @@ def add_to_card(output_dir: Path, run: str) -> None:
 
 
 def section_about(output_dir: Path, run: str) -> str | None:
-    """Return the section in Markdown; None if nothing was recorded of this training.
+    """Return the section in Markdown; None if there is no record of this training.
 
     Raises:
         ValueError: a line of the records is damaged.
@@ -96,10 +96,10 @@ def _cache(arguments: Mapping[str, Any], training: Training) -> str:
 
 
 def _text(value: Any) -> str:
-    """A recorded value as text in Markdown, in which nothing of it is markup."""
+    """Return a recorded value as plain text in Markdown, with markup escaped."""
     return re.sub(r"[^\w .,:;=+%()'\"{}-]", lambda found: f"&#{ord(found[0])};", " ".join(str(value).split()))
 
 
 def _code(value: Any) -> str:
-    """A recorded name as code in Markdown."""
+    """Return a recorded name as code in Markdown."""
     return f"`{value}`" if re.fullmatch(r"[\w-]+", str(value)) else _text(value)

@@ -1,4 +1,4 @@
-"""Observes a training and writes its record (`records/files.py`): layouts, logged numbers, time and memory."""
+"""Observes a training and writes its record (`records/files.py`): layouts, logged numbers, times and memory."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ RECORDED_ARGUMENTS = (
     *("freeze_policy", "freeze_alpha", "freeze_strategy", "freeze_steps", "freeze_schedule", "max_frozen_layers"),
     *("elastic", "activation_cache", "activation_cache_dtype", "activation_cache_max_gib", "eval_frozen_modules"),
 )
-"""Training arguments that are recorded. Others are omitted because some of them hold tokens and paths."""
+"""Recorded training arguments. Others may contain tokens and paths."""
 LEAST_FROZEN = 0.01
-"""Share of the parameters from which on frozen modules are recorded: many models have a small frozen table."""
+"""Smallest share of the parameters for which frozen modules are recorded. Many models have a small frozen table."""
 MOST_NAMES = 20
-"""Maximum number of names of frozen modules that are recorded."""
+"""Maximum number of recorded names of frozen modules."""
 
 
 @dataclass
 class Tally:
-    """Optimizer steps, the samples of their global batches, and the seconds of this process by activity."""
+    """Number of optimizer steps, samples of their global batches, and seconds of this process by activity."""
 
     steps: int = 0
     rows: int = 0
@@ -61,7 +61,7 @@ class Tally:
 class RunRecorder(TrainerCallback):
     """Observes the training on every process, and writes the record on the main process.
 
-    It never raises, and communicates in `end_layout` only.
+    It never raises. Only `end_layout` communicates.
 
     Args:
         args: the training arguments.
@@ -69,11 +69,11 @@ class RunRecorder(TrainerCallback):
 
     def __init__(self, args: TrainingArguments) -> None:
         self.run: str | None = None
-        """Name of this `train()` in all records: the time at which it began."""
+        """Name of this `train()` in all records: its start time."""
         self._args = args
         self._writes = self._is_training = self._has_warned = False
         self._reset()
-        self._doing = "other"  # what the time is spent on until the next event, if that does not tell
+        self._doing = "other"  # activity until the next event, unless the event says otherwise
         self._mark = 0.0
         self._micro_batches: Counter[int] = Counter()
         self._most_resident = 0
@@ -81,12 +81,12 @@ class RunRecorder(TrainerCallback):
 
     def _reset(self) -> None:
         self.total, self._line, self._layout = Tally(), Tally(), Tally()
-        """Since `train()` was called; since the last line of seconds; under the layout in force."""
-        self._loss: torch.Tensor | None = None  # summed over the steps since a loss was logged
-        self._loss_since = 0  # steps done when it was logged
+        """Tallies of the whole `train()`; since the last line of seconds; under the current layout."""
+        self._loss: torch.Tensor | None = None  # sum over the steps since a loss was logged
+        self._loss_since = 0  # number of steps when it was logged
         self._has_logged_loss = False  # in this epoch, by the Trainer
 
-    # ------------------------------------------------------------------------------------ told by the trainer
+    # ------------------------------------------------------------------------------------ called by the trainer
     @contextmanager
     def recording(self, trainer: Trainer, before: Sequence[TrainerCallback] = ()) -> Iterator[None]:
         """Record a `train()` inside the context, and how it ends.
@@ -98,7 +98,7 @@ class RunRecorder(TrainerCallback):
                 from the logs.
         """
         handler = trainer.callback_handler
-        # the recorder of the last training has stayed, for what was logged behind it
+        # the recorder of the last training has stayed to record logs after its end
         others = [c for c in handler.callbacks if not isinstance(c, RunRecorder) and not any(c is b for b in before)]
         handler.callbacks[:] = [*before, self, *others]
         self.begin(trainer.is_world_process_zero())
@@ -110,7 +110,7 @@ class RunRecorder(TrainerCallback):
             self.end(has_ended, trainer.state.global_step)
 
     def begin(self, is_main_process: bool) -> None:
-        """Begin the record, when `train()` has been called."""
+        """Begin the record of a `train()`."""
         self._writes = is_main_process
         self._is_training = True
         self._reset()
@@ -134,7 +134,7 @@ class RunRecorder(TrainerCallback):
         Args:
             global_rows: number of samples of the batch in all pipelines.
             micro_batches: M on the last stage; 0 on the other stages, which do not know it.
-            loss: of the global batch, a scalar; read only if the Trainer logs none until the epoch ends.
+            loss: the loss of the global batch, a scalar. Read only if the Trainer logs no loss until the epoch ends.
         """
         if self._writes:
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
@@ -144,9 +144,9 @@ class RunRecorder(TrainerCallback):
             self._micro_batches[micro_batches] += 1
 
     def end_layout(self, gather: Callable[[Any], list[Any]], global_step: int) -> Tally:
-        """Write what each process has used under the layout that ends, and return what was done under it.
+        """Write each process's memory usage under the layout that ends, and return the tally of that layout.
 
-        Collective over all processes. Nothing is written if one of them has run no step.
+        Collective over all processes. Writes no line if one of them has run no step.
 
         Args:
             gather: returns every process's small object on every process; collective.
@@ -154,7 +154,7 @@ class RunRecorder(TrainerCallback):
         """
         usage = None
         if self._most_resident:
-            # the peak so far: resetting it for each layout would spoil the statistics for other code
+            # peak since the start: a reset for each layout would disturb the statistics of other code
             used = self._micro_batches.most_common(1)
             usage = self._most_resident, peak_memory(self._args.device), used[0][0] if used else None
         everyone = gather(usage)
@@ -173,13 +173,13 @@ class RunRecorder(TrainerCallback):
         """Write a change of the layout, or another event.
 
         Args:
-            event: one of those in `records/files.py`.
+            event: name of the event (`records/files.py`).
             costs: predict memory and seconds of the plan.
             plan: the plan in force from now on.
             state: the Trainer's state.
-            measured: "seconds" of the change, on the slowest process; "bytes_moved" to all processes together; its
-                "phases", each in seconds on the process that was slowest in it; "facts" of a run that do not change
-                during it; "slices" of a batch; "frozen_modules" of the user (`frozen_by_user`).
+            measured: "seconds" of the change, on the slowest process; "bytes_moved" to all processes together;
+                "phases" of the change, each in seconds on its slowest process; "facts" of the run (`facts_of_run`);
+                "slices" of a batch; "frozen_modules" of the user (`frozen_by_user`).
         """
         if self._writes:
             unmoved = {"seconds": 0.0, "bytes_moved": 0, "phases": {}}
@@ -205,7 +205,7 @@ class RunRecorder(TrainerCallback):
             self._write(METRICS, {"kind": "end"}, global_step, {"has_ended": has_ended})
         self._is_training = False
 
-    # ------------------------------------------------------------------------------------ told by the loop
+    # ------------------------------------------------------------------------------------ called by the loop
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self._lap("preparing")
         self._write(METRICS, {"kind": "begin"}, state.global_step, {})
@@ -243,7 +243,7 @@ class RunRecorder(TrainerCallback):
 
     def on_save(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self._lap("saving")
-        self._flush(state.global_step)  # a training resumed from here begins with a line of its own
+        self._flush(state.global_step)  # a training resumed from here starts a new line
 
     def on_epoch_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self._lap("other")
@@ -289,7 +289,7 @@ class RunRecorder(TrainerCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        except OSError as error:  # only one process writes; if it raised here, the others would hang
+        except OSError as error:  # an error on the only writing process would hang the others
             if not self._has_warned:
                 logger.warning("%s cannot be written (%s), so the report will be incomplete.", path, error)
             self._has_warned = True
@@ -320,13 +320,13 @@ def facts_of_run(model: nn.Module, args: TrainingArguments) -> dict[str, Any]:
 
 
 def frozen_by_user(model: nn.Module) -> dict[str, Any] | None:
-    """Return which modules of a model are frozen, in plain values; None if they have next to no parameters.
+    """Return the frozen modules of a model, in plain values; None if they have hardly any parameters.
 
     Call it while no freeze policy has frozen layers.
 
     Returns:
-        The "names" of the outermost of these modules, neighbours in a list as one, at most `MOST_NAMES`; their
-        "count"; their "share" of the parameters; and "by" whom they were frozen, "you" or "PEFT".
+        A dict with the "names" of the outermost frozen modules, at most `MOST_NAMES` (neighbours in a list count as
+        one); their "count"; their "share" of the parameters; and "by", who froze them: "you" or "PEFT".
     """
     modules = frozen_modules(model)
     sizes = {id(p): p.numel() for p in model.parameters()}

@@ -1,4 +1,4 @@
-"""Records of a run: lines in the log, metrics for the Trainer's loggers, and records for the report."""
+"""Logging of a run: lines in the log, metrics for the Trainer's loggers, and records for the report."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from .model_card import add_to_card
 from .recorder import RunRecorder, facts_of_run, frozen_by_user
 from .sentences import describe_frozen, describe_layout, describe_slices, many
 
-if TYPE_CHECKING:  # for the types alone: only some trainings have these packages
+if TYPE_CHECKING:  # types only: these packages are optional
     from ...token_slices.slice_timeline import SlicePlan
     from ..prefix_cache.cache_control import AutoCache, EpochReport
 
 logger = logging.getLogger(__name__)
 
 MOST_SHAPES_TO_LOG = 8
-"""Maximum number of batch shapes whose slices are logged; there may be hundreds of shapes."""
+"""Maximum number of batch shapes to log slices for; there may be hundreds of shapes."""
 PRINTING = (PrinterCallback, ProgressCallback)
-"""Callbacks that print what is logged as a dictionary."""
+"""Callbacks that print each log as a dictionary."""
 
 
 class RunLog(RunPart):
-    """Says what happens in one `train()`: in the log, in the metrics, and in the record.
+    """Writes the log lines, the metrics and the record of one `train()`.
 
     Args:
         run: the run of the training.
@@ -48,19 +48,19 @@ class RunLog(RunPart):
     def __init__(self, run: PipelineRun) -> None:
         self._run, self._job = run, run.job
         self.recorder = RunRecorder(run.job.args)
-        self._num_shapes = 0  # number of shapes logged under the plan in force
+        self._num_shapes = 0  # number of shapes logged under the current plan
         self._planner: Planner | None = None
         self._plan: Layout | None = None
-        # forward (or backward) passes of single layers over single samples: of a training with nothing frozen, and
-        # those among them that were not run
+        # forward (or backward) passes of single layers over single samples: all that a training without freezing
+        # would run, and the skipped ones
         self._passes = self._backward_skipped = self._forward_skipped = 0
-        self._rows_before = 0  # samples of the epochs before
+        self._rows_before = 0  # number of samples in earlier epochs
         self._passes_per_sample = 1
         self._rows_read = 0
         self._num_changes = 0
-        self._users_frozen: dict[str, Any] | None = None  # modules
+        self._users_frozen: dict[str, Any] | None = None  # modules that the user has frozen
         self._has_warned = False
-        self._why_not_read: Mapping[str, str] = {}  # modules that the user has frozen and that were computed
+        self._why_not_read: Mapping[str, str] = {}  # module that the user has frozen -> why it was computed
 
     # ------------------------------------------------------------------------------------ as a part
     def around_train(self) -> AbstractContextManager[Any]:
@@ -113,14 +113,14 @@ class RunLog(RunPart):
         if self.recorder.run is not None:
             try:
                 add_to_card(folder, self.recorder.run)
-            except (OSError, ValueError) as error:  # of the records, not of the training, which is over
+            except (OSError, ValueError) as error:  # the training itself has succeeded
                 logger.warning("The model card says nothing about layouts, freezes and the cache: %s", error)
 
     # ------------------------------------------------------------------------------------ at the start
     def chosen(self, is_resumed: bool) -> None:
-        """Log the choices for the first plan, unless the job is resumed, and warn of values that cannot be used.
+        """Log the choices for the first plan, unless the job is resumed, and warn of values that are replaced.
 
-        Called before the model is placed, when only the user has frozen anything.
+        Called before the model is placed, when no policy has frozen layers yet.
         """
         planner = self._run.planner
         self._users_frozen = frozen_by_user(self._job.model)
@@ -151,14 +151,14 @@ class RunLog(RunPart):
         self._record(BEGINNINGS[bool(self._state.global_step)], layout, facts=facts)
 
     def _say_what_freezing_costs(self) -> None:
-        """Log the cost of this training in plain epochs, if the freeze policy is known beforehand.
+        """Log the cost of this training in plain epochs, if the policy's decisions are known in advance.
 
-        It is a warning if freezing saves next to nothing.
+        Logs a warning instead if freezing saves hardly any time.
         """
         callback, args, freezable = self._job.freeze_callback, self._job.args, self._run.pipeline.freezable
         if callback is None or freezable is None or callback.freeze_strategy != "epoch" or args.max_steps > 0:
             return
-        from ..freezing.policies import policy_description  # only here: a training without policy needs none of it
+        from ..freezing.policies import policy_description  # here: a training without a policy does not need it
         from ..freezing.schedule_cost import WORTH_FREEZING, frozen_in_epochs, plain_epochs
 
         policy, epochs = callback.policy, math.ceil(args.num_train_epochs)
@@ -206,7 +206,7 @@ class RunLog(RunPart):
 
     # ------------------------------------------------------------------------------------ in training
     def cached(self, plan: Layout) -> None:
-        """Log a plan in which another number of layers counts as cached, and nothing moves. Collective."""
+        """Log a plan that changes only the number of cached layers. Collective over all processes."""
         numbers = self._record("cache", plan)
         self._say(f"Step {self._state.global_step}: {describe_frozen(plan)}; nothing moves.")
         self._log_layout(numbers)
@@ -227,7 +227,7 @@ class RunLog(RunPart):
             level = logging.INFO if change.stopped else logging.WARNING
         moves = f"{moved / MIB:.1f} MiB moved in {total:.3f} s"
         self._say(f"Step {self._state.global_step}: {'; '.join(parts)}, {moves}.", level)
-        # a freeze alone changes what the stages do, and not how the model is split
+        # a freeze alone does not change how the model is split
         self._num_changes += (before.data_parallel_size, before.stage_bounds, before.pipeline_parallel_size) != (
             after.data_parallel_size,
             after.stage_bounds,
@@ -243,14 +243,14 @@ class RunLog(RunPart):
         self._num_shapes += 1
         self._say(describe_slices(plan), logging.DEBUG)
         assert self._planner is not None and self._plan is not None
-        # the slices are those of the main process's replica; other replicas may split otherwise
+        # slices of the main process's replica; other replicas may split their batches differently
         slices = {"replica": self._plan.replica_of(0), **slices_of(plan)}
         self.recorder.record_event(SLICES, self._planner, self._plan, self._state, slices=slices)
 
     def follow_users_freezing(self) -> None:
-        """Record that the user has frozen other modules than before. Call it at the first step of each epoch.
+        """Record a change of the user's frozen modules. Call it at the first step of each epoch.
 
-        Not with a freeze policy or several stages, where the model's own flags say something else.
+        With a freeze policy or several stages it returns at once: the model's flags then have another meaning.
         """
         if self._job.freeze_callback is not None or self._job.args.uses_pipeline:
             return
@@ -281,11 +281,11 @@ class RunLog(RunPart):
         self._say(f"Epoch {self._state.epoch or 0.0:.4g}, cache: {used}; {size}.")
         if self._job.freeze_callback is not None:
             self._log_metrics(metrics)
-        else:  # `log` as the stock Trainer calls it: trainers that override it count their calls
+        else:  # no call of `log`: trainers that override it count their calls
             self.recorder.record_log(metrics, self._state)
 
     def front_epoch(self, report: EpochReport) -> None:
-        """Log the use of the front in the epoch that has ended."""
+        """Log the use of the cache of frozen modules in the epoch that has ended."""
         rows = self.recorder.total.rows - self._rows_before
         assert self._plan is not None
         self._forward_skipped += round((report.skipped or 0.0) * rows * self._plan.num_units)
@@ -294,7 +294,7 @@ class RunLog(RunPart):
 
     # ------------------------------------------------------------------------------------ at the end
     def release(self) -> None:
-        """Record what is only known after the last step. Collective over all processes."""
+        """Record the facts known only after the last step. Collective over all processes."""
         self._end_layout()
         job, frozen, cache = self._job, self._users_frozen, self._cache
         is_whole = job.freeze_callback is None and not job.args.uses_pipeline
@@ -336,12 +336,12 @@ class RunLog(RunPart):
             self._warn_of_nothing_frozen("has frozen no layer")
 
     def interrupted(self, interrupt: KeyboardInterrupt, newest: Path | None, of_cache: str) -> None:
-        """Log what is left of a training that was ended by Ctrl-C.
+        """Log the newest checkpoint and the state of the cache after Ctrl-C.
 
         Args:
             interrupt: the exception.
-            newest: the checkpoint from which it can be resumed, if there is one.
-            of_cache: what becomes of the cache, as a sentence.
+            newest: the checkpoint to resume from, if there is one.
+            of_cache: a sentence on the cache.
         """
         if self._job.trainer.is_world_process_zero():
             resumed = f"Resume from {newest}" if newest is not None else "No checkpoint was saved"
@@ -368,7 +368,7 @@ class RunLog(RunPart):
         log_on_main(logger, self._job.args, line, level)
 
     def _what_was_read(self) -> str:
-        """Return which part of the forward passes reading the outputs of the user's frozen modules has skipped."""
+        """Return a clause on the forward passes skipped by reading outputs of the user's frozen modules."""
         if not self._rows_read:
             return "no output of a frozen module was read from the cache"
         rows = max(self.recorder.total.rows, 1)
@@ -378,7 +378,7 @@ class RunLog(RunPart):
         )
 
     def _warn_of_nothing_frozen(self, what: str) -> None:
-        """Warn that the freeze policy freezes nothing, and name the fields that decide about it."""
+        """Warn that the freeze policy freezes no layer, and name the fields to change."""
         callback = self._job.freeze_callback
         assert callback is not None
         from ..freezing.policies import NeverFreeze, policy_description
@@ -401,10 +401,10 @@ class RunLog(RunPart):
         )
 
     def _record(self, event: str, plan: Layout, **measured: Any) -> dict[str, float]:
-        """Write an event, and the usage under the layout before it. Collective over all processes.
+        """Write an event, and the memory usage of the previous layout. Collective over all processes.
 
         Returns:
-            Metrics of the layout before, if steps were run under it.
+            Metrics of the previous layout, if it has run steps.
         """
         numbers = self._end_layout()
         self._plan = plan
@@ -414,7 +414,7 @@ class RunLog(RunPart):
         return numbers
 
     def _end_layout(self) -> dict[str, float]:
-        """Record the usage under the layout that ends, and return its metrics. Collective over all processes."""
+        """Record the memory usage of the layout that ends, and return its metrics. Collective over all processes."""
         done = self.recorder.end_layout(self._job.mesh.gather_objects, self._state.global_step)
         if self._plan is not None:
             samples = done.rows * self._passes_per_sample
@@ -423,17 +423,16 @@ class RunLog(RunPart):
         return {"step_seconds": done.seconds["steps"] / done.steps} if done.steps else {}
 
     def _log_layout(self, numbers: dict[str, float]) -> None:
-        """Log the plan in force and other numbers as metrics, on all processes."""
+        """Log the current plan and other numbers as metrics, on all processes."""
         assert self._plan is not None
         layout = {key: value for key, value in layout_of(self._plan).items() if isinstance(value, int)}
         self._log_metrics({**layout, **numbers})
 
     def _log_metrics(self, metrics: dict[str, float]) -> None:
-        """Log metrics for `report_to` and callbacks, without printing them: a sentence says the same.
+        """Log metrics for `report_to` and callbacks. They are not printed: a sentence has the same numbers.
 
-        A `log` of the user's is not called, which may average what their loss has collected since its last call.
-
-        The user's `on_log` may call the model, before what follows is collective.
+        Calls the stock `Trainer.log`: a user's own `log` may average values that their loss has collected since its
+        last call. A user's `on_log` may call the model, so all processes meet afterwards.
         """
         handler = self._job.trainer.callback_handler
         printing = [callback for callback in handler.callbacks if type(callback) in PRINTING]
@@ -447,10 +446,10 @@ class RunLog(RunPart):
         self._run.serve_callbacks()
 
     def _cache_metrics(self, report: EpochReport) -> dict[str, float]:
-        """The use of the activation cache in an epoch, as metrics."""
+        """Return the use of the activation cache in an epoch as metrics."""
         assert self._plan is not None
         counts, rows = report.counts, max(report.counts.rows, 1)
-        # share of the forward passes: a sample found behind f of L layers counts f / L
+        # share of the forward passes: a cached output of f of L layers counts f / L
         of_layers = counts.layers_skipped / (rows * self._plan.num_units)
         return {
             "cache_layers_skipped": round(of_layers if report.skipped is None else report.skipped, 4),

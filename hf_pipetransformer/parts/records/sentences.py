@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from ...planning.layout import Layout
 
-if TYPE_CHECKING:  # for the types alone: only trainings that split sequences have the package
+if TYPE_CHECKING:  # types only: the package is optional
     from ...token_slices.slice_timeline import SlicePlan
 
 
 def describe_layout(plan: Layout) -> str:
-    """K x R in words: "2 stages (2+4 layers) x 1 replica". A single unit may be a whole model that is not split."""
+    """Return K x R in words: "2 stages (2+4 layers) x 1 replica". A model that is not split is a single unit."""
     k, r = plan.pipeline_parallel_size, plan.data_parallel_size
     sizes = "+".join(str(len(plan.units_of(stage))) for stage in range(k))
     layers = f" ({sizes} layers)" if plan.num_units > 1 else ""
@@ -20,13 +20,13 @@ def describe_layout(plan: Layout) -> str:
 
 
 def describe_frozen(plan: Layout) -> str:
-    """How many layers are frozen, and cached, in words."""
+    """Return the numbers of frozen and of cached layers in words."""
     cached = f", {plan.num_cached_layers} of them cached" if plan.num_cached_layers else ""
     return f"{plan.num_frozen_layers} of {plan.num_units} layers frozen{cached}"
 
 
 def describe_slices(plan: SlicePlan) -> str:
-    """Describe how a batch is split: its parts, and the predicted seconds of forward and backward, if known."""
+    """Return how a batch is split in words: its parts, and the predicted seconds of forward and backward, if known."""
     kinds = Counter((part.rows, part.lengths) for part in plan.parts)
     cut = ", ".join(
         f"{f'{count} x ' if count > 1 else ''}{many(rows, 'row')} in "

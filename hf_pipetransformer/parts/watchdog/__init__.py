@@ -1,1 +1,1 @@
-"""Processes that watch one another: when one dies or hangs, the others say which, and exit."""
+"""The watchdog: if a process dies or hangs, the other processes log its rank and exit."""

@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other at each interval, and what rank 0 concludes from it."""
+"""The state that each process of a job publishes at each interval, and the verdicts that follow from it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from typing import NamedTuple
 from ...progress import UNKNOWN_PACE, Round
 
 LEAVING = "leaving"
-"""Phase of a process that has lost a connection, and waits for the reason."""
+"""Phase of a process that has lost a connection and waits for the verdict that explains it."""
 SLACK = 1.0
-"""Seconds that a process has longer than its patience, where another reason may be found first."""
+"""Extra seconds before a verdict, to let a more specific verdict come first."""
 SECONDS_OF_SILENCE = 2.0
-"""Seconds without a beat after which a process that is not known to run counts as dead, if another one has lost a
-connection."""
+"""Seconds without a beat after which a process counts as dead, if it is not known to run and another process has lost
+a connection."""
 
 
 class Beat(NamedTuple):
     """The state of a process.
 
     Attributes:
-        number: counts the beats.
-        patience: seconds that may pass without finishing anything.
-        alone: seconds for which it has finished nothing, and its main thread has waited for no other process.
-        idle: seconds for which it has finished nothing, and its main thread has not used the CPU.
-        is_paced: whether its phase takes about as long each time. In others, a process that computes is not stuck.
+        number: index of the beat.
+        patience: seconds that the process may go without progress.
+        alone: seconds without progress during which its main thread has not waited for another process.
+        idle: seconds without progress during which its main thread has not used the CPU.
+        is_paced: whether its phase takes about the same time in each step. In other phases, a process that uses the
+            CPU does not count as stuck.
         phase: name of the phase.
         doing: phase and step, in words.
         place: position of the main thread in the code.
-        round: the latest round that it has begun.
+        round: the latest round that the process has begun.
     """
 
     number: int
@@ -58,9 +59,9 @@ class Verdict(NamedTuple):
 
     Attributes:
         text: the reason in words, without a full stop.
-        ranks: processes of which nothing is heard, so that they may have been stopped.
-        is_hang: whether a process makes no progress, so that it matters where it is.
-        is_mistake: whether the user's code makes some processes do what all of them must do.
+        ranks: unreachable processes. They may be stopped (SIGSTOP).
+        is_hang: whether a process hangs. Each process then logs its own position, too.
+        is_mistake: whether the user's code calls a collective operation on some processes only.
     """
 
     text: str
@@ -70,17 +71,17 @@ class Verdict(NamedTuple):
 
 
 def judge(beats: Mapping[int, Beat], timeout: float) -> Verdict | None:
-    """Find processes that make no progress, or do not what the others do.
+    """Find processes that make no progress, or that run other operations than their peers.
 
     Args:
         beats: the latest beat of each process, by rank.
-        timeout: of the watchdog, in seconds.
+        timeout: the watchdog's timeout, in seconds.
     """
     return _find_stuck(beats, timeout) or _find_absent(beats, timeout) or _find_deadlock(beats)
 
 
 def _find_stuck(beats: Mapping[int, Beat], timeout: float) -> Verdict | None:
-    """Find a process that waits for nobody and finishes nothing."""
+    """Find a process that makes no progress and waits for no other process."""
     lost_for = seconds_since_lost(beats)
     for rank, beat in beats.items():
         if lost_for > SECONDS_OF_SILENCE + SLACK and beat.phase != LEAVING and beat.alone > timeout:
@@ -92,23 +93,23 @@ def _find_stuck(beats: Mapping[int, Beat], timeout: float) -> Verdict | None:
 
 
 def _find_absent(beats: Mapping[int, Beat], timeout: float) -> Verdict | None:
-    """Find a process that will not come to a meeting in which another one waits."""
+    """Find a process that waits in a meeting that another process will never join."""
     meeting = [rank for rank, beat in beats.items() if beat.round.is_meeting]
     meeting.sort(key=lambda rank: beats[rank].round.number)
-    # who is past a meeting is past the earliest one; a beat from before a meeting may still be the latest of a process
+    # a process past a meeting is past the earliest one; its latest beat may still be older than a meeting
     for rank in {beats[rank].round.num_met: rank for rank in reversed(meeting)}.values():
         for other, beat in beats.items():
             if beat.round.is_past(beats[rank].round):
                 return _mistake(rank, beats[rank], other, beat.round.doing)
     inside = [rank for rank, beat in beats.items() if not beat.round.is_meeting]
-    # who waits in a meeting will not come to what the others wait for
+    # processes that wait in a meeting will not join the operation that the others wait for
     if meeting and inside and all(beat.idle > timeout + SLACK and not beat.alone for beat in beats.values()):
         return _mistake(meeting[0], beats[meeting[0]], inside[0], f"waits {beats[inside[0]].where}")
     return None
 
 
 def _find_deadlock(beats: Mapping[int, Beat]) -> Verdict | None:
-    """Find that all processes wait, and none of them computes."""
+    """Find a deadlock: all processes wait, and none uses the CPU."""
     if not beats or seconds_since_lost(beats) or any(b.idle <= b.patience + SLACK for b in beats.values()):
         return None
     who = "; ".join(f"rank {rank} {beat.where}" for rank, beat in list(beats.items())[:8])
@@ -130,20 +131,20 @@ def find_silent(
     timeout: float,
     is_running: Callable[[int], bool],
 ) -> Verdict | None:
-    """Find processes from which nothing has come for long.
+    """Find processes that have not sent a beat for too long.
 
     Args:
         beats: the latest beat of each process, by rank.
-        silence: seconds for which no new one has come from a process, by rank.
+        silence: seconds since the last new beat of each process, by rank.
         hosts: names of the hosts of all processes.
-        timeout: of the watchdog, in seconds.
-        is_running: whether a process is known to run. It is silent then because it holds the GIL, or the machine is
-            busy, and has not been lost.
+        timeout: the watchdog's timeout, in seconds.
+        is_running: whether a process is known to run. If it runs, it is silent because it holds the GIL or because the
+            machine is busy.
     """
     has_lost = seconds_since_lost(beats) > 0
     silent = []
     for rank, seconds in silence.items():
-        # in a phase that may hold the GIL for long, a missing beat proves little
+        # some phases may hold the GIL for long, so a missing beat proves little
         patience = min(max(beats[rank].patience, timeout), UNKNOWN_PACE * timeout) + 2 * SLACK
         is_lost = has_lost and seconds > SECONDS_OF_SILENCE and not is_running(rank)
         if is_lost or seconds > patience:
@@ -162,5 +163,5 @@ def find_silent(
 
 
 def seconds_since_lost(beats: Mapping[int, Beat]) -> float:
-    """Seconds for which a process has waited for the reason of a lost connection; 0 if none has lost one."""
+    """Return the longest time, in seconds, since a process has lost a connection; 0 if none has."""
     return max((beat.idle for beat in beats.values() if beat.phase == LEAVING), default=0.0)

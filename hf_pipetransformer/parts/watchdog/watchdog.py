@@ -1,16 +1,16 @@
-"""Watchdog: when a process of a job dies, stops or hangs, the others say which one and where, and exit.
+"""Watchdog: if a process of a job dies, stops or hangs, the others log its rank and position, and exit.
 
-Without it, the peers of a dead process fail with an error that names only a port, and the peers of a stuck one wait
-for the timeout of their collectives, half an hour. With it, a thread of each process writes what the process is doing
-(`Beat`) into the job's store at each interval. Rank 0 reads all of them and judges; the others read that of rank 0.
-The first verdict in the store wins:
+Without it, the peers of a dead process fail with an error that names only a port, and the peers of a hung process wait
+for the timeout of their collectives, half an hour. With it, a thread of each process writes the state of the process
+(`Beat`) into the job's store at each interval. Rank 0 reads all beats and judges; the others read rank 0's beat. The
+first verdict in the store wins:
 
     rank 1    set beat 1    get beat 0, verdict
     rank 0    set beat 0    get beats 0, 1, ..., verdict    compare_set verdict
 
-A process whose main thread can still raise an error does so (`PeerFailedError`); one that is blocked inside a
-collective, or keeps computing, cannot be interrupted, logs the verdict and exits with `EXIT_CODE`. Nothing is repaired
-inside a process: the job is started again, and resumes.
+If the main thread of a process can still raise an error, it raises `PeerFailedError`. A main thread that is blocked
+inside a collective, or keeps computing, cannot be interrupted: the process logs the verdict and exits with
+`EXIT_CODE`. Processes are not repaired: restart the job, and it resumes.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ INTERVAL = 0.2
 """Seconds between two beats of a process; in jobs of many processes up to `LONGEST_INTERVAL`."""
 LONGEST_INTERVAL = SECONDS_OF_SILENCE / 4
 AT_ONCE = 64
-"""Number of processes from which on the interval grows with it, so that the load of the store does not."""
+"""Number of processes above which the interval grows with their number, to bound the load of the store."""
 BUSY = 0.1
 """A thread that uses the CPU for more than this fraction of an interval is computing, not waiting."""
 GRACE = 1.0
-"""Seconds that the main thread has to exit by an error of its own, once there is a verdict; three times as many if
-another process has failed: once that is gone, its connections are closed, and collectives raise."""
+"""Seconds for the main thread to exit by its own error after a verdict. Three times as many if another process has
+failed: when it is gone, its connections close and collectives raise."""
 SECONDS_TO_CONNECT = 12.0
 """Minimum timeout of a request. Torch resolves the names of both ends, and a name server that does not respond takes
 five seconds for each."""
@@ -62,26 +62,26 @@ SECONDS_FOR_A_VERDICT = 5.0
 VERDICT = "verdict"
 NOT_RUNNING = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 LIBRARIES = ("torch.", "hf_pipetransformer.", "transformers.", "accelerate.")
-"""Modules whose code may be waiting for other processes; in other code, the process itself takes long."""
+"""Prefixes of modules that may wait for other processes. In other code, the process itself is slow."""
 LOST_CONNECTION = ("gloo", "ccl", "connection", "socket", "broken pipe", "timed out", "timeout", "remote process")
-"""Words in the error messages of a collective whose peer no longer exists."""
+"""Words in the error messages of a collective if a peer no longer exists."""
 
 
 class Watchdog:
-    """Context manager that watches all processes of a job. Entering it and leaving it without an error are collective.
+    """Context manager that watches all processes of a job. Entry, and exit without an error, are collective.
 
-    It does nothing if `timeout` is 0, if there is one process, and inside a training that is already watched (a
-    training that a callback of another training runs).
+    It is disabled if `timeout` is 0, if there is one process, and inside a training that is already watched (a
+    callback may run a second training).
 
     Args:
         rank: rank of this process.
         gather: returns every process's small object on every process; collective.
-        timeout: seconds after which a process that is stopped, or stuck in the training loop, ends the job.
-        limit: seconds after which a process that is stuck anywhere ends the job.
-        has_accelerator: whether there is an accelerator, in which case any operation on a device may wait for others.
+        timeout: seconds after which a process that is stopped or hung in the training loop ends the job.
+        limit: seconds after which a process that hangs anywhere ends the job.
+        has_accelerator: whether there is an accelerator. Any operation on it may wait for other processes.
 
     Attributes:
-        is_watching: whether the processes watch each other, so that `meet` may be called.
+        is_watching: whether the processes watch each other. `meet` requires it.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Watchdog:
         self._done, self._told, self._leaving = threading.Event(), threading.Event(), threading.Event()
         self._verdict: Verdict | None = None
         self._judging, self._ending = threading.Lock(), threading.Lock()
-        self._heard: dict[int, tuple[Beat, float]] = {}  # rank -> the latest beat, and when it came
+        self._heard: dict[int, tuple[Beat, float]] = {}  # rank -> latest beat, and its arrival time
 
     # ------------------------------------------------------------------------------------ main thread
     def __enter__(self) -> Watchdog:
@@ -119,7 +119,7 @@ class Watchdog:
         self._alone_since = self._busy_at = self._answered_at = time.monotonic()
         self._number, self._processor_seconds, self._place = 0, 0.0, ""
         has_begun = False
-        # a launcher's store may be unreachable, and a process group may be created without one
+        # a launcher's store may be unreachable, and a process group may have no store
         with suppress(RuntimeError, KeyError, ValueError):
             self._beats, self._store = self._connect(), self._connect()  # each request blocks its connection
             self._store.set(f"beat {self._rank}", json.dumps(self._look(time.monotonic())))
@@ -143,7 +143,7 @@ class Watchdog:
     def _connect(self) -> dist.PrefixStore:
         seconds = timedelta(seconds=max(self._timeout, SECONDS_TO_CONNECT))
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # the launcher's store may still hold what an earlier attempt has written
+        # the launcher's store may still contain the keys of an earlier attempt
         return dist.PrefixStore(self._everyone[0][-1], dist.TCPStore(address, port, timeout=seconds))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: object) -> None:
@@ -159,13 +159,13 @@ class Watchdog:
             return self._explain(error)
         PROGRESS.begin_round("is at the end of train()")
         try:
-            self._gather(None)  # afterwards no process takes the exit of another one for a failure
+            self._gather(None)  # from here on no process takes another's exit for a failure
         except RuntimeError as lost:
             self._explain(lost)
             raise
         self._done.set()
         with suppress(RuntimeError):
-            self._gather(None)  # afterwards no process reads the store any more
+            self._gather(None)  # from here on no process reads the store
 
     def _explain(self, error: BaseException) -> None:
         """Determine which process caused an error of the main thread, before the error propagates.
@@ -185,24 +185,24 @@ class Watchdog:
         is_cut_off = is_lost and silence > GRACE + 2 * self._interval
         verdict = self._agree(self._without_store(silence) if is_cut_off else Verdict(own), tells=not is_cut_off)
         if self._rank == 0:
-            time.sleep(4 * self._interval)  # the others read the verdict, maybe in this process's store
+            time.sleep(4 * self._interval)  # lets the others read the verdict: this process may hold the store
         if verdict.text.startswith(f"rank {self._rank} "):
             return
         if is_lost:
             raise PeerFailedError(f"{verdict.text}. This is rank {self._rank}.") from error
         if verdict.text.endswith(in_one_line(error).rstrip(".")):
-            with suppress(Exception):  # an error that cannot be changed
-                setattr(error, ONE_LINE, verdict.text)  # the other process shows its traceback
+            with suppress(Exception):  # some errors have no writable attributes
+                setattr(error, ONE_LINE, verdict.text)  # one line is enough: the other process shows its traceback
 
     def meet(self, doing: str) -> None:
-        """Wait for all processes to begin the same round. Collective over all processes. Only if `is_watching`.
+        """Wait for all processes to begin the same round. Collective over all processes. Requires `is_watching`.
 
         Args:
-            doing: what all processes must do, as the predicate of a sentence. Its first two words must be the same.
+            doing: the operation that all processes must run, as the predicate of a sentence. Its first two words must
+                be the same on all processes.
 
         Raises:
-            ValueError: another process does something else that it cannot end without this one. The message says what
-                both do.
+            ValueError: another process runs a different operation, which needs this process. The message names both.
             PeerFailedError: another process has failed.
         """
         PROGRESS.begin_round(doing, is_meeting=True)
@@ -210,7 +210,7 @@ class Watchdog:
         key = f"round {now.number} {doing.split()[:2]}"
         arrived, pause = self._store.add(key, 1), INTERVAL / 40
         while arrived < len(self._everyone):
-            time.sleep(pause)  # here, so that this thread is seen to wait
+            time.sleep(pause)  # sleeps in this frame: the watchdog sees that the thread waits
             if self._told.is_set():
                 assert self._verdict is not None
                 if self._verdict.is_mistake:
@@ -229,18 +229,18 @@ class Watchdog:
                     verdict = self._beat(ranks, keys)
                 except (RuntimeError, OSError):
                     raise
-                except Exception:  # nothing that is not foreseen may end the watch
+                except Exception:  # an unexpected error must not end the watch
                     logger.debug("The watchdog could not look.", exc_info=True)
                     continue
                 if verdict is not None:
                     return self._give_up(verdict)
         except (RuntimeError, OSError):
-            # if rank 0 has ended, another process may have said why
+            # if rank 0 has exited, the verdict may already be here
             if not self._told.wait(GRACE) and not self._done.is_set():
                 self._give_up(self._without_store(time.monotonic() - self._answered_at), tells=False)
 
     def _beat(self, ranks: Sequence[int], keys: list[str]) -> Verdict | None:
-        """Say what this process does, and hear what the others do."""
+        """Publish this process's beat, and read the others' beats."""
         now = time.monotonic()
         was_asleep = now - self._answered_at > GRACE + 2 * self._interval  # the machine, or the whole job
         if was_asleep:
@@ -251,7 +251,7 @@ class Watchdog:
         return self._read(message) or self._hear(dict(zip(ranks, messages, strict=True)), was_asleep, now)
 
     def _watch_store(self) -> None:
-        """Watch the other thread. A request to a disconnected host has no timeout of its own."""
+        """Watch the thread that sends beats: its requests to a disconnected host have no timeout."""
         last = time.monotonic()
         while not self._done.wait(INTERVAL):
             now = time.monotonic()
@@ -262,7 +262,7 @@ class Watchdog:
                 return self._give_up(self._without_store(now - self._answered_at), tells=False)
 
     def _look(self, now: float) -> Beat:
-        """Look at the main thread."""
+        """Return the state of the main thread."""
         frame = sys._current_frames().get(self._main)
         if frame is None or _may_wait(frame, anywhere=self._has_accelerator):
             self._alone_since = now
@@ -313,9 +313,9 @@ class Watchdog:
         """Agree on what happened: the first verdict in the store wins.
 
         Args:
-            found: the verdict, if there is none.
-            tells: whether it may be written to the store. One about a store that is cut off would arrive late, and be
-                wrong on its host.
+            found: the verdict to propose.
+            tells: whether to write it to the store. A verdict that the store is unreachable would arrive late, and be
+                wrong on the store's host.
         """
 
         def write() -> None:
@@ -335,7 +335,7 @@ class Watchdog:
             return self._verdict
 
     def _give_up(self, found: Verdict, tells: bool = True) -> None:
-        """End this process, unless its main thread leaves by itself, or another thread is here already."""
+        """Exit this process, unless its main thread exits by itself or another thread already ends it."""
         verdict = self._agree(found, tells)
         if not self._ending.acquire(blocking=False):
             return
@@ -359,8 +359,8 @@ class Watchdog:
     def _may_still_leave(self, verdict: Verdict, seconds: float) -> bool:
         """Whether the main thread may still exit by itself, `seconds` after the verdict.
 
-        A checkpoint whose files are complete may still be renamed. A process that computes outside of the training
-        steps may be about to raise an error of its own, or to reach a collective that fails.
+        A complete checkpoint may still be renamed. A process that computes outside of the training steps may soon
+        raise an error of its own, or reach a collective that fails.
         """
         if seconds < (GRACE if verdict.is_hang else 3 * GRACE):
             return True
@@ -369,24 +369,24 @@ class Watchdog:
         return seconds < self._timeout and (PROGRESS.phase == "publish" or works)
 
     def _kill_if_stopped(self, rank: int) -> None:
-        """Kill a stopped process of this host. It reacts to no other signal, and its launcher would wait for it."""
+        """Kill a stopped process of this host: it ignores other signals, and its launcher would wait for it."""
         with suppress(psutil.Error):
             process = self._process_of(rank)
             if process is not None and process.status() == psutil.STATUS_STOPPED:
                 process.kill()
 
     def _is_running(self, rank: int) -> bool:
-        """Whether a process is on this host and runs."""
+        """Whether a process runs on this host."""
         with suppress(psutil.Error):
             process = self._process_of(rank)
             return process is not None and process.status() not in NOT_RUNNING
         return False
 
     def _process_of(self, rank: int) -> psutil.Process | None:
-        """A process of this host; None if it is on another one.
+        """Return a process of this host; None if it is on another host.
 
         Raises:
-            psutil.Error: it does not exist any more.
+            psutil.Error: the process no longer exists.
         """
         host, pid, created, _ = self._everyone[rank]
         process = psutil.Process(pid) if host == self._everyone[self._rank][0] else None
@@ -394,7 +394,7 @@ class Watchdog:
 
 
 def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))  # code that is run by `exec` may have none
+    return str(frame.f_globals.get("__name__"))  # code run by `exec` may have no name
 
 
 def _may_wait(frame: FrameType, anywhere: bool) -> bool:
@@ -402,8 +402,8 @@ def _may_wait(frame: FrameType, anywhere: bool) -> bool:
 
     Args:
         frame: the innermost frame.
-        anywhere: check the outer frames, too, so that code called by the libraries counts: any operation on an
-            accelerator waits for all operations that were queued on it before.
+        anywhere: check the outer frames as well, which includes code called by the libraries. On an accelerator, any
+            operation waits for all operations queued before it.
     """
     inner: FrameType | None = frame
     while inner is not None:
@@ -414,7 +414,7 @@ def _may_wait(frame: FrameType, anywhere: bool) -> bool:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Whether an error may be the mere consequence of another process's failure."""
+    """Whether an error may be a consequence of another process's failure."""
     return any(
         isinstance(one, (dist.DistError, ConnectionError))
         or (isinstance(one, RuntimeError) and any(words in str(one).lower() for words in LOST_CONNECTION))
