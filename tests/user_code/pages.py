@@ -13,16 +13,29 @@ from .verdicts import GOOD, Finding
 
 INTRODUCTION = """# Users' code
 
-What becomes of code as users write it, each piece in several layouts, against the stock Trainer in one process with
-the whole batch. Made by `python -m tests.user_code --table docs/users_code.md`.
+Does code like yours train the same? We trained each piece of code below in several layouts, and compared it with the
+stock Trainer in one process on the whole batch. To run a case yourself:
 
-Equal: losses, final weights and buffers agree; the number is the largest difference of a weight. Refused: a
-`ValueError` on all processes before the first step; stopped: in a later step; as DDP: each part of a batch has a loss
-of its own, as under plain DDP or accumulation, and a line of the log says so.
+```bash
+python -m tests.user_code --only penalty                        # the cases with this word in their names
+python -m tests.user_code --table docs/users_code.md            # all, and write this page
+```
 
-Layouts: K2, two stages with two micro-batches; DP2, two replicas of one stage; one, a single process; acc2, with
-gradient accumulation; freeze, a schedule freezes layers; cache, likewise with the activation cache; zbv, backwards
-in two parts.
+| result | meaning |
+|---|---|
+| equal | losses, final weights and buffers agree; the number is the largest difference of a weight |
+| refused | a `ValueError` on all processes before the first step |
+| stopped | a `ValueError` in a later step |
+| as DDP | each part of a batch has its own loss, as under plain DDP or accumulation; the log says so |
+
+| layout | meaning |
+|---|---|
+| K2 | two stages, two micro-batches |
+| DP2 | two replicas of one stage |
+| one | a single process |
+| acc2 | with gradient accumulation |
+| freeze, cache | a schedule freezes layers, without and with the activation cache |
+| zbv | the schedule with backwards in two parts |
 """
 END = "<!-- What follows is not made by the command. -->"
 
