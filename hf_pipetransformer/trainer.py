@@ -50,7 +50,7 @@ from .run.resuming import (
     translating_names,
 )
 from .run.run import PipelineRun
-from .run.setup.cutting import CutModel, find_layers_to_freeze, find_units
+from .run.setup.cutting import CutModel, find_units
 from .run.setup.probing import SampleCollator
 from .training_args import PipeTransformerTrainingArguments, naming_lost_arguments
 
@@ -258,8 +258,9 @@ class PipeTransformerTrainer(Trainer):
         run = self._pipeline_run
         if run is not None and training:
             return run.wrap()
-        if training and self.is_fsdp_enabled and self.accelerator.is_fsdp2:  # on accelerators alone
-            find_layers_to_freeze(self._job, self._loader_of_loop)
+        is_sharded = training and self.is_fsdp_enabled and self.accelerator.is_fsdp2  # on accelerators alone
+        if is_sharded and self._job.freeze_callback is not None:
+            require_part("freezing.sharded_model", "freezing").find_layers_to_freeze(self._job, self._loader_of_loop)
         return self._placed or super()._wrap_model(model, training, dataloader)
 
     # ------------------------------------------------------------------------------------ data

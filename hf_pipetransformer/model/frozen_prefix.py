@@ -21,7 +21,7 @@ from torch import nn
 
 from ..randomness import global_state_kept, torch_states
 from .layer_range import Carry, Unit
-from .layer_stack import LayerStack, StackDescription, loss_outputs, output_tensors
+from .layer_stack import LayerStack, loss_outputs, output_tensors
 from .nested import tensors_of
 from .placeholders import evaluation_mode, reachable_leaves
 
@@ -265,16 +265,3 @@ def _head_parameters(stack: LayerStack, batch: dict[str, Any]) -> frozenset[str]
     finally:
         if not was_installed:
             runner.remove()
-
-
-@dataclass(frozen=True)
-class FoundLayers:
-    """The layers of a model, found before FSDP2 has sharded it.
-
-    Attributes:
-        stack: the layers.
-        freezable: which parameters freeze with them.
-    """
-
-    stack: StackDescription
-    freezable: FreezableLayers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -168,7 +168,9 @@ class Steps:
                 around.enter_context(part.around_step(batch))
             pipeline.running.prepare(batch, current)
             current.losses.clear()  # of the profile that may have been run
-            self._run(current, batch)
+            if self._has_own_loss:  # in the backward as well, which does not run inside of the loss
+                around.enter_context(with_collectives_of(self._trainer.accelerator, None))
+            pipeline.step(batch, current)
         current.release()
         empty_every = self._args.torch_empty_cache_steps
         if empty_every is not None and state.global_step % empty_every == 0:
@@ -184,13 +186,6 @@ class Steps:
         for part in self._parts.having("stepped"):
             part.stepped(facts, loss)
         return loss
-
-    def _run(self, current: BatchInFlight, batch: Batch) -> None:
-        """Run forward and backward, and compute the loss, of a batch that all stages have."""
-        # in the backward as well, which does not run inside of the loss
-        alone = with_collectives_of(self._trainer.accelerator, None) if self._has_own_loss else nullcontext()
-        with alone:
-            self._pipeline.step(batch, current)
 
     def look_for_nan(self, occasion: str) -> None:
         """Say which weights contain NaN, which are distributed and may be saved. Collective over all processes.

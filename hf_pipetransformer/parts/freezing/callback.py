@@ -25,8 +25,8 @@ from transformers.trainer_callback import ExportableState
 from ...argument_values import checkpoints_reentrantly
 from ...file_formats import freezing_in
 from ...logs import follow_transformers, log_once
-from ...model.frozen_prefix import FoundLayers
 from ...resilience.exit import end_at_exit
+from .frozen_prefix import FoundLayers
 from .plain_trainer import PlainTrainer, gather_proposals, refuse_setup, trained_module
 from .policies import (
     FreezeDecision,

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import nn
 
 from ...model.frozen_prefix import FreezableLayers
-from ...model.layer_stack import LayerStack
+from ...model.layer_stack import LayerStack, StackDescription
+
+
+@dataclass(frozen=True)
+class FoundLayers:
+    """The layers of a model, found before FSDP2 has sharded it.
+
+    Attributes:
+        stack: the layers.
+        freezable: which parameters freeze with them.
+    """
+
+    stack: StackDescription
+    freezable: FreezableLayers
 
 
 class FrozenPrefix:

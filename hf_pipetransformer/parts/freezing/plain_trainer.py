@@ -26,11 +26,11 @@ from transformers import TrainerState, TrainingArguments
 
 from ...errors import UnsupportedModelError
 from ...logs import log_on_main, log_once
-from ...model.frozen_prefix import FoundLayers, FreezableLayers, squared_norms
+from ...model.frozen_prefix import FreezableLayers, squared_norms
 from ...model.layer_stack import LayerStack
 from ...model.micro_batch import slice_rows
 from ...randomness import global_state_kept
-from .frozen_prefix import FrozenPrefix
+from .frozen_prefix import FoundLayers, FrozenPrefix
 
 logger = logging.getLogger(__name__)
 

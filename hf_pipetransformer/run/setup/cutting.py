@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import UnsupportedModelError, is_out_of_memory
 from ...logs import log_once
 from ...model.example_inputs import ExampleInputs, names_taken
-from ...model.frozen_prefix import FoundLayers, FreezableLayers
+from ...model.frozen_prefix import FreezableLayers
 from ...model.layer_stack import LayerStack, StackDescription
 from ...model.left_as_found import left_as_found
 from ...model.micro_batch import (
@@ -431,41 +430,3 @@ def _time_parts(pipeline: ElasticPipeline, batch: Batch, device: torch.device) -
     everyone = mesh.gather_objects(times)
     measured = [theirs for theirs in everyone if theirs is not None]
     return slowest(measured) if len(measured) == len(everyone) else None
-
-
-# ---------------------------------------------------------------------------------------------------------
-# A model that FSDP shards
-# ---------------------------------------------------------------------------------------------------------
-
-
-def find_layers_to_freeze(job: TrainingJob, dataloader: Any) -> None:
-    """Tell the trainer's freeze callback the layers of a model that FSDP2 will shard. Collective over all processes.
-
-    Layers are found by running them one at a time, with parameters exchanged for placeholders. A sharded model cannot
-    do that; but which parameters freeze with which layer is known by name, and names stay what they are.
-
-    Nothing is done without such a callback. In a second training, for which the model is sharded already, the callback
-    has kept what it was told in the first.
-
-    Args:
-        job: the training job.
-        dataloader: the loader of the training data, of which two samples are taken.
-
-    Raises:
-        UnsupportedModelError: no layers can be found.
-    """
-    callback = job.freeze_callback
-    if callback is None or isinstance(job.model, FSDPModule):
-        return
-    rows, collate_fn = job.rows_of_loader(dataloader)
-    probe = partial(_find_sharded, job, rows[:SAMPLE_ROWS], SampleCollator(job, collate_fn))
-    callback.sharded_layers = found_by_each(job.mesh, True, probe)[0]
-
-
-def _find_sharded(job: TrainingJob, rows: list[Any], collate: SampleCollator) -> FoundLayers:
-    sample = collate(rows)
-    with global_state_kept(), left_as_found(job.model):
-        examples = first_that_runs(job, examples_of(job, sample), sample)
-        inputs = examples.of(job.model, sample)
-        stack = LayerStack.discover(job.model, inputs, examples.called)
-        return FoundLayers(stack.describe(), FreezableLayers.of(stack, inputs))
