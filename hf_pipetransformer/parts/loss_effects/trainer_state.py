@@ -28,6 +28,8 @@ MOST_LOOKED_INTO = 1000
 """Number of members of a container up to which a change is looked for inside of them."""
 MOST_BYTES = 2**20
 """Size of a NumPy array up to which its values are compared."""
+LOG_HISTORY = "log_history"
+"""Attribute of the trainer's state that `log` extends. In a loss, `log` concerns the process that calls it."""
 OF_THE_LOOP = ("transformers.", "accelerate.", "hf_pipetransformer.")
 """Modules of objects that the training loop replaces on every process, such as the `TrainerControl`."""
 
@@ -173,15 +175,21 @@ def share(trainer: Any, mesh: ProcessMesh, replica: int, changes: Changes | None
 
 
 def _settings(trainer: Any) -> list[dict[str, Any]]:
-    """What users change there while a loss runs: the arguments, the scheduler, and the optimizer's groups."""
+    """Return the attributes of objects of the loop that users change in a loss.
+
+    They are the arguments, the state and the control that callbacks get, the scheduler, and the optimizer's groups.
+    """
     scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # inside of Accelerate's
     groups = getattr(trainer.optimizer, "param_groups", [])
-    return [vars(trainer.args), vars(scheduler) if scheduler is not None else {}, *groups]
+    objects = (trainer.args, trainer.state, trainer.control, scheduler)
+    return [*(vars(one) if one is not None else {} for one in objects), *groups]
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The plain values of settings, among which a learning rate may be a tensor; a copy."""
-    values = {name: value.item() if _is_number(value) else value for name, value in settings.items()}
+    values = {
+        name: value.item() if _is_number(value) else value for name, value in settings.items() if name != LOG_HISTORY
+    }
     return {name: copy.copy(value) for name, value in values.items() if _num_leaves(value) <= MOST_LEAVES}
 
 

@@ -159,6 +159,21 @@ def rate_by_the_last_loss() -> Script:
     )
 
 
+@case("K2", "K2R2")
+def rate_by_the_state() -> Script:
+    """The loss leaves a number on `self.state`, where callbacks find it without the trainer."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        trainer.state.rate = 0.05 / (1 + trainer.state.global_step)
+        return outputs["loss"], outputs
+
+    def read(callback: Each, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        set_rate(optimizer, state.rate)
+
+    return with_loss(loss, callbacks=[Each(read)])
+
+
 @case("K2")
 def rate_by_micro_batches() -> Script:
     """A loss that is declared to be a mean counts the samples that it has seen, in every micro-batch."""
