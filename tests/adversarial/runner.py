@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import tempfile
 import traceback
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -50,7 +51,7 @@ def check(name: str, layout: str, folder: Path) -> Finding:
         RuntimeError: The stock Trainer fails although the case does not expect an error: the case is wrong.
     """
     case = CASES[name]
-    reference = _launch(name, layout, str(folder / "stock"), is_reference=True)[0]
+    reference = _reference(name)
     if reference.error and case.expect != "crash":
         raise RuntimeError(f"the stock Trainer fails: {reference.error}\n{reference.trace}")
     ranks = _launch(name, layout, str(folder / "product"), is_reference=False)
@@ -59,6 +60,13 @@ def check(name: str, layout: str, folder: Path) -> Finding:
     if not finding.is_expected or any(outcome.is_hang for outcome in ranks):
         raise WrongOutcomeError(f"{finding.verdict}: {finding.reason}\n{finding.trace}")
     return finding
+
+
+@functools.cache
+def _reference(name: str) -> Outcome:
+    """The stock training, which is the same for all layouts."""
+    with tempfile.TemporaryDirectory(prefix="stock-") as folder:
+        return _launch(name, "K1", folder, is_reference=True)[0]
 
 
 def train(rank: int, world_size: int, name: str, layout: str, folder: str, is_reference: bool) -> Outcome:
