@@ -151,7 +151,7 @@ def test_code_in_docstrings_passes_arguments_that_exist(name: str) -> None:
             callee = getattr(hf_pipetransformer, ast.unparse(call.func), None) if isinstance(call, ast.Call) else None
             if callee is not None:
                 calls += 1
-                accepted = inspect.signature(callee)
+                accepted = inspect.signature(callee.__init__ if inspect.isclass(callee) else callee)
                 takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.parameters.values())
                 given = {keyword.arg for keyword in call.keywords}
                 assert takes_any or given <= accepted.parameters.keys(), given - accepted.parameters.keys()
