@@ -32,7 +32,7 @@ NEW = ".new-"
 
 
 class NotOursError(OSError, ValueError):
-    """Raised if a file or folder that this package has not created has a name that it needs. The file stays."""
+    """Raised if a name that this package needs is taken by a file that it has not created. That file stays."""
 
     reason = ""
 
@@ -152,7 +152,7 @@ class OwnFolder:
             for name in set(os.listdir(folder)) - {MARKER}:
                 _remove(name, folder)
             with suppress(OSError):
-                if os.listdir(folder) == [MARKER]:  # the marker goes last: remaining files still have an owner
+                if os.listdir(folder) == [MARKER]:  # the marker goes last: until then the folder is this package's
                     os.unlink(MARKER, dir_fd=folder)
                 os.rmdir(self.path)
 

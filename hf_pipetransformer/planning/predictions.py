@@ -179,7 +179,7 @@ class CostModel:
     def _kept_bytes(self, layout: Layout, units: Sequence[int], rows: int) -> int:
         """Return the bytes that a forward of `rows` samples keeps in units: activations and autocast's copies."""
         trained = self._trained(layout, units)
-        copies = {name: size for cost in trained for name, size in cost.copies.items()}  # one of each weight
+        copies = {name: size for cost in trained for name, size in cost.copies.items()}  # one copy per weight
         copied = sum(copies.values()) + sum(cost.untrained_copies_bytes for cost in trained)
         return rows * sum(cost.activation_bytes for cost in trained) + self.autocasts * copied
 

@@ -2,7 +2,7 @@
 
 One process would have one set of modules. Here each stage runs its own modules, and the last one also runs the loss:
 
-    loss sets a setting          sent with the next order to all stages, and with the last one of the step
+    loss sets a setting          sent with the next order to all stages, and with the last order of the step
     loss changes another value   refused by name: code, hooks and parts of modules cannot be sent
     layers below write a tensor  reported with their outputs; reading it in the loss is an error
     layers below write a number  the same, unless they ran on the whole batch: then the number is sent

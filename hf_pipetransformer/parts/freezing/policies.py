@@ -4,7 +4,7 @@ At every *decision* T = 0, 1, 2, ... (0 before the first step) a policy returns 
 counted from the bottom, until the next decision. `next_num_frozen` enforces two rules for every policy: f never
 decreases, and some parameters stay trainable.
 
-    policy       f(T), with L units, f(0) = 0                                             where it comes from
+    policy       f(T), with L units, f(0) = 0                                             source
     none         0
     alpha        ceil(L (1 - (1 - a)^T))                                                  PipeTransformer, its code
     adaptive     min(ceil(f(T-1) + a (L - f(T-1))), argmin over active units of |g|)      PipeTransformer, equation 1

@@ -134,7 +134,7 @@ class AutoCache:
         self._is_shared = is_shared
         self._epoch_bytes = epoch_bytes
         self._serves_others = False  # whether other trainings may freeze the same layers with the same weights
-        self._repeats = True  # whether the epoch's samples may come again
+        self._repeats = True  # whether the epoch's samples may recur
         self._function = FrozenFunction(pipeline, rows)
         self._nodes: list[str] = self._mesh.gather_objects(node_name())  # node of each rank
         self._is_first_here = self._nodes.index(node_name()) == self._mesh.rank
