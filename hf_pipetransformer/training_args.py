@@ -98,8 +98,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         num_microbatches (`int` or `"auto"`, *optional*, defaults to `"auto"`):
             Number of micro-batches that each pipeline's batch is split into. All micro-batches have the same size, so
             the largest divisor of the number of samples in the batch up to this value is used. `"auto"` uses the
-            largest divisor up to twice the number of stages. `"interleaved1f1b"`
-            runs multiples of the number of stages, all numbers below twice it, and a few others.
+            largest divisor up to twice the number of stages. `"interleaved1f1b"` runs multiples of the number of
+            stages, all numbers below twice that number, and a few others.
         pipeline_layers (`list[str]`, *optional*):
             Names of the `nn.ModuleList` or `nn.Sequential` modules that contain the model's layers in order, such as
             `("model.blocks",)`. Set it if the trainer does not find the layers, or finds others than you want to
@@ -156,10 +156,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         activation_cache (`str`, *optional*, defaults to `"auto"`):
             Whether to store the outputs of frozen layers for each sample and read them in later epochs instead of
             recomputing them: `"auto"` (only if reading is measured to be faster), `"on"` or `"off"`. With a single
-            stage the cache covers all frozen modules. Cached outputs equal computed ones up to rounding: two runs with
-            `"auto"` may differ by rounding if their measurements differ, while `"on"` and `"off"` repeat bit for bit.
-            If a sample's output depends on the rest of the batch, the model trains without the cache, and the log
-            gives the reason.
+            stage it also covers modules that you have frozen yourself. Cached outputs equal computed ones up to
+            rounding: two runs with `"auto"` may differ by rounding if their measurements differ, while `"on"` and
+            `"off"` repeat bit for bit. If a sample's output depends on the rest of the batch, the model trains without
+            the cache, and the log gives the reason.
         activation_cache_dir (`str`, *optional*):
             Directory for the cache, which creates a folder `_hf_pipetransformer_cache` in it and touches no other
             file. Use a local disk; the cache should preferably fit into the page cache. If unset, the cache is
