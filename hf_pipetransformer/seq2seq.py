@@ -38,8 +38,8 @@ class PipeTransformerSeq2SeqTrainer(PipeTransformerTrainer, Seq2SeqTrainer):  # 
 
     It takes the same arguments as `Seq2SeqTrainer`, and `freeze_policy`; `args` is a
     [`PipeTransformerSeq2SeqTrainingArguments`]. With `predict_with_generate=True`, an evaluation during training
-    gathers the weights of all stages on every process, each process generates for its share of the samples with the
-    whole model, and training continues with the stages as they were.
+    gathers the weights of all stages on every process. Each process generates for its share of the samples with the
+    whole model. Training then continues with the same stages.
 
     ```python
     trainer = PipeTransformerSeq2SeqTrainer(

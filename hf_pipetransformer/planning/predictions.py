@@ -109,10 +109,10 @@ class CostModel:
     def stage_bytes(self, layout: Layout) -> list[int]:
         """Predict the bytes that training takes on the device of each stage, with a full batch.
 
-        The sum of parameters, gradients, Adam's state (a replica's share, if it is sharded), activations of the
-        micro-batches in flight and autocast's copies of weights for each of them, and the tensors received from
-        neighbouring stages (PyTorch allocates these for all micro-batches at once). It does not include the
-        allocator's fragmentation, workspaces and communication buffers.
+        Counts parameters, gradients and Adam's state (a replica's share, if it is sharded). For each micro-batch in
+        flight, it adds the activations and autocast's copies of weights, and for all micro-batches at once the tensors
+        received from neighbouring stages, as PyTorch allocates them. It does not include the allocator's
+        fragmentation, workspaces and communication buffers.
         """
         return [
             self._state_bytes(layout, stage) + self._activation_bytes(layout, stage)
