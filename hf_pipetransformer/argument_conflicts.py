@@ -1,4 +1,4 @@
-"""Which training arguments exclude one another: one table of what is set, beside what, why, and what to do."""
+"""Conflicts of training arguments: one table of settings, conflicting settings, reasons and remedies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FUSED_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 """Optimizers that update parameters during the backward, before the gradients are complete."""
 
 DISTRIBUTED_BY_OTHERS = (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"))
-"""Environment variables of Accelerate's launcher, and what distributes the model if one of them is set."""
+"""Environment variables of Accelerate's launcher, and the library that distributes the model if one is set."""
 
 COMPILED = "a compiled forward cannot be split between two layers"
 PRECISION = "the stages keep the precision they train in; use bf16 or fp16 mixed precision"
@@ -34,17 +34,17 @@ NOT_WITH_A_PIPELINE = {
     "save_on_each_node": "only the first process collects the weights of all stages",
     "auto_find_batch_size": "each stage runs out of memory at its own batch size, and all need the same",
 }
-"""Fields that exclude several stages if they are set at all, and why."""
+"""Field that excludes several stages if it is set -> reason."""
 
 
 class Conflict(NamedTuple):
     """Two settings that exclude each other.
 
     Attributes:
-        is_there: whether both are set.
+        is_there: whether both settings are set.
         what, beside: the settings, with their values.
         why: the reason.
-        remedy: what to set instead, as a sentence without a full stop.
+        remedy: the settings to use instead, as a sentence without a full stop.
     """
 
     is_there: bool
@@ -55,10 +55,10 @@ class Conflict(NamedTuple):
 
 
 def refuse(conflicts: Iterator[Conflict]) -> None:
-    """Refuse the first conflict that is there.
+    """Refuse the first existing conflict.
 
     Raises:
-        ValueError: there is one.
+        ValueError: there is a conflict.
     """
     for is_there, what, beside, why, remedy in conflicts:
         if is_there:
@@ -66,7 +66,7 @@ def refuse(conflicts: Iterator[Conflict]) -> None:
 
 
 def known_at_once(args: Arguments) -> Iterator[Conflict]:
-    """Conflicts that are known before any device is set up."""
+    """Yield the conflicts that are known before a device is set up."""
     stages, sharding = _said(args, "pipeline_parallel_size"), _said(args, "replica_sharding")
     slices, cache, is_cut = _said(args, "token_slices"), _said(args, "activation_cache"), args.uses_pipeline
     shards, splits, must_cache = args.replica_sharding != "none", args.slices_tokens, args.activation_cache == "on"
@@ -148,7 +148,7 @@ def known_at_once(args: Arguments) -> Iterator[Conflict]:
 
 
 def known_later(args: Arguments) -> Iterator[Conflict]:
-    """Conflicts that are known once the stock arguments have set up devices and parsed JSON."""
+    """Yield the conflicts that are known once the stock arguments have set up devices and parsed JSON."""
     stages, is_cut = _said(args, "pipeline_parallel_size"), args.uses_pipeline
     yield Conflict(
         bool(args.enable_jit_checkpoint) and not args.leaves_model_to_trainer,

@@ -1,4 +1,4 @@
-"""Values of training arguments as they are given: in Python, in YAML, as JSON or on the command line."""
+"""Parsing and checking of training arguments, given in Python, in YAML, as JSON or on the command line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .registry import require_part
 STARTED_BY_ACCELERATE = "ACCELERATE_USE_CPU"
 """Environment variable of `accelerate launch` in a single process: whether the process uses the CPU."""
 LOSS_REDUCTIONS = ("sum", "mean")
-"""How a loss may be declared to add up over the parts of a batch."""
+"""Declarations of how a loss adds up over the parts of a batch."""
 FREEZE_POLICIES = ("none", "alpha", "adaptive", "autofreeze", "schedule")
 """Names of freeze policies (`parts/freezing/policies.py`)."""
 NO_FREEZING = "none", "epoch", None, None
-"""Policy, strategy, steps and maximum of the arguments that freeze nothing."""
+"""Policy, strategy, steps and maximum of arguments without freezing."""
 
 
 class UnknownFieldError(TypeError, ValueError):
@@ -40,16 +40,16 @@ class UnknownFieldError(TypeError, ValueError):
 
 
 def freezing_for(policy: str) -> Any:
-    """Return the module of freeze policies, which the value of `freeze_policy` asks for.
+    """Return the module of freeze policies.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: `policy` requires the module, but it is missing.
     """
     return require_part("freezing.policies", f"freeze_policy={policy!r}")
 
 
 def hint_about_cpu() -> str:
-    """Return a sentence for a single process that `accelerate launch` has started on the CPU; otherwise nothing."""
+    """Return a hint for a single process that `accelerate launch` has started on the CPU; "" for others."""
     started = os.environ.get(STARTED_BY_ACCELERATE)
     if started is None or (started != "True" and torch.accelerator.is_available()):
         return ""
@@ -63,7 +63,7 @@ def int_or_auto(name: str, value: int | str) -> int | Literal["auto"]:
     """Return the value of an argument.
 
     Raises:
-        ValueError: it is neither a number of at least 1 nor "auto".
+        ValueError: the value is neither a number of at least 1 nor "auto".
     """
     if value == "auto":
         return "auto"
@@ -105,11 +105,11 @@ def module_names(argument: str, which: str, names: Any) -> list[str] | None:
 
     Args:
         argument: name of the argument.
-        which: what the modules are, with an example.
-        names: its value.
+        which: description of the modules, with an example.
+        names: value of the argument.
 
     Raises:
-        ValueError: it is not a list of different names.
+        ValueError: the value is not a list of different names.
     """
     if names is None:
         return None
@@ -140,7 +140,7 @@ def from_json(name: str, text: str) -> dict[str, Any]:
     """Return the value of an argument that is given as a JSON object.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is not a JSON object.
     """
     try:
         value = json.loads(text)
@@ -172,7 +172,7 @@ else:
 
 
 def checkpoints_reentrantly(args: Any) -> bool:
-    """Whether gradient checkpointing is of the kind that needs a gradient through the frozen layers."""
+    """Whether gradient checkpointing is reentrant, which needs a gradient through the frozen layers."""
     options = {
         **(getattr(args, "gradient_checkpointing_kwargs", None) or {}),
         **(getattr(args, "activation_checkpointing_kwargs", None) or {}),

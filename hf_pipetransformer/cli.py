@@ -101,8 +101,8 @@ def plan(
     samples: Annotated[int, typer.Option(help="Number of samples in an epoch.")] = 100_000,
     device: Annotated[str, typer.Option(help="Kind of device; an unknown name lists all kinds.")] = DEFAULT_DEVICE,
     efficiency: Annotated[float | None, typer.Option(help="Fraction of peak FLOP/s that layers reach.")] = None,
-    memory_gib: Annotated[float | None, typer.Option(help="Override the device's memory.")] = None,
-    disk_gib: Annotated[float | None, typer.Option(help="Free disk of a node, for the cache.")] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="Override the device's memory, in GiB.")] = None,
+    disk_gib: Annotated[float | None, typer.Option(help="Free disk of a node for the cache, in GiB.")] = None,
     alpha: Annotated[
         float, typer.Option(help="Fraction of the active layers to freeze at the start of each epoch.")
     ] = 1 / 3,

@@ -1,6 +1,6 @@
-"""Errors whose messages tell the user what to do, and how an error that ends the program is shown.
+"""Errors with a remedy in the message, and the display of errors that end the program.
 
-user code has failed                 its traceback, on the process on which it failed
+user code has failed                 its traceback, on the process that failed
 another process has failed           one line: `PeerFailedError`, or a process that failed in the same way
 a deliberate `ValueError` of ours    the line of the user's script and the message on rank 0; on the others one line,
                                      or none if torchrun's summary shows the message
@@ -21,19 +21,26 @@ from types import FrameType, TracebackType
 import torch
 
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
-"""Parts of the messages with which torch and the libraries below it report it, mostly in a plain `RuntimeError`."""
+"""Parts of the messages of torch and its backends about missing memory, mostly in a plain `RuntimeError`."""
 
 
 ONE_STAGE = "et pipeline_parallel_size=1"
 """Part of a remedy, after "S" or "s"."""
 FREEZE_NOTHING = "reeze nothing (freeze_policy='none' and no LayerFreezeCallback)"
-"""Its replacement, after "F" or "f", if there is only one stage: layers are then needed only for freezing."""
+"""Replacement of `ONE_STAGE`, after "F" or "f", if there is only one stage: only freezing then needs layers."""
 
 
 class UnsupportedModelError(ValueError):
     """Raised if the model cannot be run as a pipeline, or some of its layers cannot be frozen.
 
-    The message names the model, the reason, and what can be done about it.
+    The message names the model, the reason and the remedy.
+
+    ```python
+    try:
+        trainer.train()
+    except UnsupportedModelError as error:
+        print(error.model_name, error.reason, error.remedy)
+    ```
     """
 
     def __init__(self, model: object, reason: str, remedy: str, wanted: str = "trained as a pipeline") -> None:
@@ -45,11 +52,11 @@ class UnsupportedModelError(ValueError):
         self.wanted = wanted
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str, str]]:
-        # the default would call __init__ with the complete message; errors are sent between processes
+        # errors are sent between processes; the default would call __init__ with the complete message
         return type(self), (self.model_name, self.reason, self.remedy, self.wanted)
 
     def with_one_stage(self) -> UnsupportedModelError:
-        """The error for a run with one stage: that is no remedy then, and freezing layers is what failed."""
+        """Return the error for a run that already has one stage. The remedy is then to disable freezing."""
         if ONE_STAGE not in self.remedy:
             return self
         remedy = self.remedy.replace(f"S{ONE_STAGE}", f"F{FREEZE_NOTHING}").replace(
@@ -67,7 +74,7 @@ class PeerFailedError(RuntimeError):
 
 
 LIBRARIES = ("hf_pipetransformer", "transformers", "accelerate", "torch")
-"""Packages whose frames say nothing to a user about a mistake in the arguments or the data."""
+"""Packages with frames that do not help a user to find a mistake in the arguments or the data."""
 DRIVERS = (
     "hf_pipetransformer",
     "transformers.trainer",
@@ -76,23 +83,23 @@ DRIVERS = (
     "torch.nn.modules.module",
     "torch.nn.parallel",
 )
-"""Modules and packages that only call what has failed: the user's code, the model, or a loader."""
+"""Modules and packages that only call the failing code: the user's code, the model, or a loader."""
 STAGE_FAILED = "failed to run forward"
-"""Part of the message of the `RuntimeError` that torch's pipeline stages raise in place of an error of the model."""
+"""Part of the message of the `RuntimeError` that replaces a model's error in torch's pipeline stages."""
 IN_WORKER = "Original Traceback (most recent call last):"
-"""Part of the message of an error of a data loader's worker. Its last line is that of the error itself."""
+"""Part of the message of an error in a data loader's worker. The last line of the message is the error itself."""
 ONE_LINE = "_hf_pipetransformer_one_line"
-"""Attribute of an error that needs no traceback, because another process shows it: the line that is shown instead, or
-an empty one if it has been logged."""
+"""Attribute of an error without traceback, because another process shows it: the line to show instead, or an empty
+line if it was logged."""
 
 SHOWS_ALL = "HF_PIPETRANSFORMER_FULL_TRACEBACK"
-"""Environment variable that has all errors shown as Python does."""
+"""Environment variable that turns off the short display of errors."""
 VERBOSE = ("info", "debug")
-"""Values of the environment variable `TRANSFORMERS_VERBOSITY` with which all errors are shown so, too."""
+"""Values of the environment variable `TRANSFORMERS_VERBOSITY` that do the same."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable with the file from which torchrun takes a process's error for its summary at the end."""
+"""Environment variable with the path of the error file that torchrun reads for its summary."""
 WORKER = "_HF_PIPETRANSFORMER_WORKER"
-"""Environment variable with the process that torchrun has started, and its file; its own processes inherit it."""
+"""Environment variable with the process that torchrun has started, and its error file. Child processes inherit it."""
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 """Parts of the paths of installed packages."""
 
@@ -100,14 +107,14 @@ _shows_briefly = False
 
 
 def users_error(error: BaseException) -> BaseException:
-    """Return the error that the model, the loss or a hook has raised, if torch's pipeline stage has wrapped it."""
+    """Return the original error of the model, the loss or a hook, if torch's pipeline stage has wrapped it."""
     while type(error) is RuntimeError and STAGE_FAILED in str(error) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def in_one_line(error: BaseException) -> str:
-    """Describe an error by its type and message, without the traceback that a loader's worker adds to it."""
+    """Describe an error by its type and message, without the traceback that a loader's worker adds."""
     error = users_error(error)
     text = str(error).strip()
     if IN_WORKER in text:
@@ -122,9 +129,9 @@ def printable(text: str, most: int = 2000) -> str:
 
 
 def calling_code() -> str:
-    """Name the user's code that has called this package, such as " in MyCallback.on_step_end".
+    """Return the user's code that has called this package, such as " in MyCallback.on_step_end".
 
-    It is empty if the training loop calls it, or a script.
+    Returns an empty string if the caller is the training loop or a script.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_in(frame, (*LIBRARIES, "contextlib")):
@@ -133,22 +140,22 @@ def calling_code() -> str:
         frame = frame.f_back
     if frame.f_code.co_name == "<module>":
         return ""
-    # reading the local variables of a function keeps them alive until it returns
+    # reading a frame's local variables keeps them alive until its function returns
     owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
     return f" in {frame.f_code.co_name if owner is None else f'{type(owner).__name__}.{frame.f_code.co_name}'}"
 
 
 def show_errors_briefly() -> None:
-    """Have the interpreter show errors as this module's docstring says. It may be called any number of times.
+    """Make the interpreter show errors as this module's docstring describes. It may be called repeatedly.
 
-    It puts a function before `sys.excepthook`, which the interpreter calls for an error that ends the program.
+    It wraps `sys.excepthook`, which the interpreter calls for an error that ends the program.
     """
     global _shows_briefly
     if _shows_briefly:
         return
     _shows_briefly = True
     path = os.environ.get(ERROR_FILE, "")
-    if not os.environ.get(WORKER, "").endswith(f" {path}"):  # each worker has a file of its own
+    if not os.environ.get(WORKER, "").endswith(f" {path}"):  # each worker has its own file
         os.environ[WORKER] = f"{os.getpid()} {path}"
     before = sys.excepthook
 
@@ -156,7 +163,7 @@ def show_errors_briefly() -> None:
         try:
             is_told = _report_to_launcher(error)
             is_shown = _shows_all() or not _shorten(error, tb, is_told)
-        except Exception:  # an error that cannot be changed, or no stderr
+        except Exception:  # an error without writable attributes, or no stderr
             is_shown = True
         if is_shown:
             before(kind, error, error.__traceback__)
@@ -169,13 +176,13 @@ def _shows_all() -> bool:
 
 
 def _report_to_launcher(error: BaseException) -> bool:
-    """Give torchrun an error's message for its summary. False if there is no torchrun to show it.
+    """Pass an error's message to torchrun for its summary. Returns False without torchrun.
 
     The file has the format of `ErrorHandler` in `torch.distributed.elastic.multiprocessing.errors`, which writes a
     traceback in place of the message. The file exists already if the user's `main` is decorated with torch's `record`.
     """
     path = os.environ.get(ERROR_FILE)
-    is_worker = os.environ.get(WORKER) == f"{os.getpid()} {path}"  # and not a process that one has started
+    is_worker = os.environ.get(WORKER) == f"{os.getpid()} {path}"  # not a child process of a worker
     if not path or not is_worker or not isinstance(error, Exception):
         return False
     text = in_one_line(error)
@@ -191,7 +198,7 @@ def _report_to_launcher(error: BaseException) -> bool:
 
 
 def _shorten(error: BaseException, tb: TracebackType | None, is_told: bool) -> bool:
-    """Take from an error's tracebacks the lines that say nothing to the user. True if it was shown without traceback.
+    """Remove unhelpful lines from an error's tracebacks. Returns True if it has shown the error without traceback.
 
     Args:
         error: the error that ends the program.
@@ -218,7 +225,7 @@ def _shorten(error: BaseException, tb: TracebackType | None, is_told: bool) -> b
 
 
 def _line_instead_of(error: BaseException, is_deliberate: bool, is_told: bool) -> str | None:
-    """The line to show in place of an error's traceback, which another process shows; None if it is shown here."""
+    """Return the line to show instead of a traceback that another process shows; None to show the traceback here."""
     if is_deliberate:
         return "" if is_told else in_one_line(error)
     line: str | None = getattr(error, ONE_LINE, None)
@@ -226,7 +233,7 @@ def _line_instead_of(error: BaseException, is_deliberate: bool, is_told: bool) -
 
 
 def _place_in_script(tb: TracebackType | None) -> str:
-    """The line of the user's code in which an error was raised, as in a traceback; empty if there is none."""
+    """Return the user's line of code that led to an error, as in a traceback; empty if there is none."""
     place = ""
     while tb is not None:
         code, package = tb.tb_frame.f_code, _module(tb.tb_frame).partition(".")[0]
@@ -244,14 +251,14 @@ def _rank() -> str:
 
 
 def _is_raised_at(at: TracebackType | None) -> bool:
-    """Whether the line raises the error itself, so that its message is for the user."""
+    """Whether the line raises the error itself: its message is then meant for the user."""
     return at is not None and "raise" in linecache.getline(at.tb_frame.f_code.co_filename, at.tb_lineno)
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, the error that caused it (or during whose handling it was raised), and so on.
+    """Yield an error, its cause (or the error that was being handled), and so on.
 
-    If an error's own cause is raised in its place, the two form a cycle, so errors already seen end the iteration.
+    If an error's own cause is raised in its place, the two form a cycle; a repeated error ends the iteration.
     """
     seen: set[int] = set()
     one: BaseException | None = error
@@ -275,14 +282,14 @@ def _without_drivers(tb: TracebackType | None) -> TracebackType | None:
 
 
 def _innermost(tb: TracebackType | None) -> TracebackType | None:
-    """The place where an error was raised."""
+    """Return the innermost entry of a traceback."""
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
     return tb
 
 
 def lines_of(error: BaseException) -> list[str]:
-    """The lines of code that an error has passed through, the innermost one last."""
+    """Return the lines of code that an error has passed through, the innermost one last."""
     return [line.line or "" for line in traceback.extract_tb(error.__traceback__)]
 
 
@@ -295,16 +302,16 @@ def _module(frame: FrameType) -> str:
 
 
 def refuse_wrong_order(cls: type, ours: type, stock: type, first: bool) -> None:
-    """Refuse a class that combines one of ours with another library's in the order that loses one's behaviour.
+    """Refuse a class with bases of ours and of another library in an order that loses one's behaviour.
 
     Args:
         cls: the combined class.
         ours: our class, a subclass of `stock`.
-        stock: transformers' class, from which the other library's is derived, too.
-        first: whether ours must come before the other library's, instead of after it.
+        stock: transformers' class, a base of the other library's class.
+        first: whether our class must come before the other library's, or after it.
 
     Raises:
-        ValueError: the order is the other one.
+        ValueError: the bases are in the wrong order.
     """
     order = cls.__mro__
     place = order.index(ours)

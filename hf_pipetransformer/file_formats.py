@@ -1,15 +1,15 @@
-"""What the files look like that this package reads again, and the one way to read them.
+"""The formats of the files that this package reads back, and their only reader.
 
-A file may have been cut off, edited or made by somebody else. So a content is compared with its format before it is
-used; a difference is a `ValueError` that names the file and the field:
+A file may be truncated, edited or written by another program. So its content is compared with its format before use. A
+difference raises a `ValueError` that names the file and the field:
 
     trainer_state.json: stateful_callbacks.PipelineState.attributes.memory.layout.stages is 0, but must be a whole
     number from 1.
 
 A format looks like the content that it describes:
 
-    {"name": format, "name?": format}   an object with these fields, "?" where one may be missing; others may be there
-    {str: format}                       an object, each of whose values has the format
+    {"name": format, "name?": format}   an object with these fields, "?" if optional; other fields are allowed
+    {str: format}                       an object with values of this format
     [format]   [format, ...]            a list; a list with at least one value
     (format, format)                    a list of as many values, each with its own format
     Is("a whole number", test)          one value
@@ -29,8 +29,8 @@ from typing import Any, TypeAlias
 from .own_files import is_inside, open_regular
 
 KEPT = "PipelineState"
-"""Entry among the states of callbacks that only checkpoints with a manifest have. It holds the step at which it was
-written, since the stock Trainer copies the state that it was resumed from into its own checkpoints."""
+"""Entry among the states of callbacks that only checkpoints with a manifest have. It contains the step of its writing,
+because the stock Trainer copies the state that it has resumed from into its own checkpoints."""
 CALLBACK_STATES = "trainer_state.json: stateful_callbacks"
 
 
@@ -43,8 +43,8 @@ def read_json(path: Path, form: Format) -> Any:
     """Return the content of a file.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
-        ValueError: it is not JSON, or of another format.
+        OSError: the file cannot be read, or is not a regular file.
+        ValueError: the content is not JSON, or has another format.
     """
     with open(open_regular(path), encoding="utf-8") as file:
         try:
@@ -55,12 +55,12 @@ def read_json(path: Path, form: Format) -> Any:
 
 
 def read_records(path: Path, form: Format) -> tuple[list[dict[str, Any]], int]:
-    """Return the records in a file of one JSON object a line, and how many lines are no JSON.
+    """Return the records in a file with one JSON object per line, and the number of lines that are not JSON.
 
-    Those are of processes that were killed while they wrote. A missing file has no lines.
+    Processes that were killed while writing leave such lines. A missing file has no lines.
 
     Raises:
-        ValueError: a line is JSON, but of another format.
+        ValueError: a line is JSON, but has another format.
     """
     records: list[dict[str, Any]] = []
     broken = 0
@@ -77,16 +77,16 @@ def read_records(path: Path, form: Format) -> tuple[list[dict[str, Any]], int]:
 
 
 def checked(content: Any, form: Format, source: str, remedy: str = "") -> Any:
-    """Return a content, if it has a format.
+    """Return a content if it has the given format.
 
     Args:
-        content: from JSON.
+        content: content from JSON.
         form: the format.
-        source: the file.
-        remedy: for the user.
+        source: name of the file, for the message.
+        remedy: remedy for the user, for the message.
 
     Raises:
-        ValueError: it has another one. The message names the file and the field.
+        ValueError: the content has another format. The message names the file and the field.
     """
     try:
         _check(content, form, "")
@@ -96,14 +96,14 @@ def checked(content: Any, form: Format, source: str, remedy: str = "") -> Any:
 
 
 def freezing_in(states: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    """Return what the first `LayerFreezeCallback` keeps among the states of callbacks; None if it keeps nothing.
+    """Return the state of the first `LayerFreezeCallback` among the states of callbacks; None if there is none.
 
     Args:
-        states: `stateful_callbacks` of a `trainer_state.json`, in which several callbacks of one class are a list.
-        name: of the callback's class.
+        states: `stateful_callbacks` of a `trainer_state.json`. Several callbacks of one class form a list.
+        name: name of the callback's class.
 
     Raises:
-        ValueError: it is damaged. The message names the field.
+        ValueError: the state is damaged. The message names the field.
     """
     kept = states.get(name)
     if not kept:
@@ -115,13 +115,13 @@ def freezing_in(states: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def run_state_in(states: Any) -> dict[str, Any]:
-    """Return what this package keeps among the states of callbacks; {} if it has none.
+    """Return this package's state among the states of callbacks; {} if there is none.
 
     Raises:
-        ValueError: it is damaged, or what freezing keeps beside it. The message names the field.
+        ValueError: this state or the freeze callback's state is damaged. The message names the field.
     """
     if not states or (isinstance(states, Mapping) and KEPT not in states):
-        return {}  # other checkpoints may have the user's callbacks by these names
+        return {}  # other checkpoints may have user callbacks of these names
     kept = checked(states, {KEPT: _PIPELINE_STATE}, CALLBACK_STATES)[KEPT]
     freezing_in(states, "LayerFreezeCallback")
     return (kept["attributes"]["memory"] or {}) if kept else {}
@@ -141,7 +141,7 @@ class Is:
 
 
 class Both:
-    """A value with several formats, each of which may rely on those before; a function of the value returns one."""
+    """A value with several formats, checked in order. A function of the value may return a format."""
 
     def __init__(self, *forms: Format | Callable[[Any], Format]) -> None:
         self.forms = forms
@@ -161,7 +161,7 @@ def _check(value: Any, form: Format, name: str) -> None:
     """Compare a value with a format.
 
     Raises:
-        ValueError: it has another one. The message names the field.
+        ValueError: the value has another format. The message names the field.
     """
     if isinstance(form, Is):
         if not form.test(value):
@@ -208,7 +208,7 @@ def _whole(least: int) -> Is:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number, and not a flag."""
+    """Whether a value is a number, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -245,7 +245,7 @@ _FREEZING = {
 }
 _FREEZE_STATE = {"attributes": {"memory": _FREEZING}}
 PREVIOUS_NORMS = {"previous?": Maybe([NUMBER])}
-"""What the policy "autofreeze" keeps."""
+"""Format of the state of the policy "autofreeze"."""
 
 _LAYOUT = Both(
     {

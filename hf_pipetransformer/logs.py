@@ -1,13 +1,13 @@
-"""Log lines of this package: they appear where those of transformers do, and once for all processes.
+"""Log lines of this package: they appear with transformers' lines, and once for all processes.
 
     script          set_verbosity_info(), log_level="info", TRANSFORMERS_VERBOSITY=info, add_handler(...)
     transformers    ── handlers, level
     this package       └ hf_pipetransformer ── console, hf_pipetransformer.parts.records.run_log, ...
 
-A script that uses the Trainer configures the logger of transformers, and often no other one. So the package's logger
-is a child of it: it has its level (unless it is given one of its own) and its handlers. The console handler takes the
-place of the one that transformers prints with, which would put its own name before each line and write into progress
-bars. What a training does is told at transformers' default level as well (`log_on_main`).
+A script that uses the Trainer configures the logger of transformers, and often no other logger. So the package's
+logger is a child of transformers' logger and inherits its level (unless it has its own) and its handlers. The console
+handler replaces transformers' own, which would put its name before each line and write into progress bars. `log_on_main` logs
+the events of a training at transformers' default level, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = "hf_pipetransformer"
 
 
 class _Console(logging.Handler):
-    """Prints the package's lines, above progress bars, wherever transformers' own handler would print them."""
+    """Prints the package's lines above progress bars, if transformers' own handler would print them."""
 
     def __init__(self, stock: logging.Handler, parent: logging.Logger) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Console(logging.Handler):
             return
         try:
             tqdm.write(self.format(record), file=sys.stderr)
-        except Exception:  # nobody reads it any more: a line of the log must not end a training
+        except Exception:  # stderr may be closed: a line of the log must not end a training
             self.handleError(record)
 
 
@@ -45,7 +45,7 @@ def _is_not_ours(record: logging.LogRecord) -> bool:
 
 
 def follow_transformers() -> None:
-    """Make this package's logger a child of that of transformers. It may be called any number of times."""
+    """Make this package's logger a child of transformers' logger. It may be called repeatedly."""
     logger = logging.getLogger(NAME)
     parent = logging.getLogger(transformers_logging.get_logger().name)
     if logger.parent is parent:
@@ -58,16 +58,16 @@ def follow_transformers() -> None:
 
 
 def log_on_main(logger: logging.Logger, args: TrainingArguments, text: object, level: int = logging.INFO) -> None:
-    """Log what a training does, on the main process. Level INFO is shown by default.
+    """Log an event of a training, on the main process. Level INFO is shown by default.
 
-    It is hidden if the script asks for less than the default: by `log_level`, by the verbosity of transformers, or by
-    a level of the package's own logger.
+    The line is hidden if the script reduces the default: by `log_level`, by the verbosity of transformers, or by a
+    level of the package's own logger.
 
     Args:
-        logger: of the module.
+        logger: the module's logger.
         args: the training arguments.
         text: the line.
-        level: such as `logging.WARNING`.
+        level: level of the line, such as `logging.WARNING`.
     """
     if args.process_index != 0:
         return
@@ -81,15 +81,15 @@ def log_on_main(logger: logging.Logger, args: TrainingArguments, text: object, l
 
 
 def log_once(logger: logging.Logger, level: int, message: str, *values: object) -> None:
-    """Log what all processes have found alike: on the first process; on the others one level lower.
+    """Log an event that all processes share: on the first process; on the others one level lower.
 
-    So `log_level_replica` still shows what the others have to say.
+    `log_level_replica` can still show the other processes' lines.
 
     Args:
-        logger: of the module.
-        level: on the first process, such as `logging.WARNING`.
+        logger: the module's logger.
+        level: level on the first process, such as `logging.WARNING`.
         message: as for `logging.Logger.log`.
-        values: likewise.
+        values: arguments of the message.
     """
     is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
     logger.log(level if is_first else level - 10, message, *values, stacklevel=2)

@@ -1,16 +1,16 @@
-"""The one place that renames and deletes on disk. It does so in folders that carry this package's marker only.
+"""All renaming and deleting on disk. It happens only in folders with this package's marker.
 
-    activation_cache_dir/                     the user's: nothing in it is looked at but
+    activation_cache_dir/                     the user's folder: other files in it are not touched
       _hf_pipetransformer_cache/              an `OwnFolder`: created here, mode 0700
         .hf_pipetransformer                   its marker
         003-<fingerprint>/                    may be renamed and deleted
 
 Before each change the folder is opened without following a link, its marker is read, and the change is made relative
-to the open folder. So a folder of the user's that has such a name, or a link in its place, is refused and stays as it
-is. (Names begin with "_" because uploads to the Hub skip those.)
+to the open folder. So a user's folder of that name, or a link in its place, is refused and stays unchanged. (Names
+begin with "_" because uploads to the Hub skip such names.)
 
-Files of the user's folders are read and replaced by `open_regular` and `replace_file`: they do not wait for a named
-pipe, do not read a device, and do not write through a link.
+`open_regular` and `replace_file` read and replace files in the user's folders: they do not wait for a named pipe, do
+not read a device, and do not write through a link.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from pathlib import Path, PurePosixPath
 
 MARKER = ".hf_pipetransformer"
 CONTENT = b"hf_pipetransformer 1\nThis folder belongs to hf_pipetransformer, which deletes what is in it.\n"
-"""Of the marker: its format version first. A marker that is cut off (the disk was full) is one, too."""
+"""Content of the marker, with its format version first. A truncated marker (the disk was full) counts, too."""
 NEW = ".new-"
-"""Prefix of what is being written, before it gets its name."""
+"""Prefix of files that are being written, before they get their name."""
 
 
 class NotOursError(OSError, ValueError):
-    """Raised if a name that this package needs is taken by something that it has not created, which stays."""
+    """Raised if a name that this package needs is taken by a file that it has not created. That file stays."""
 
     reason = ""
 
 
 @dataclass(frozen=True)
 class OwnFolder:
-    """A folder in which everything may be renamed and deleted, because this package has created it.
+    """A folder that this package has created. All of its contents may be renamed and deleted.
 
-    All names are those of direct children.
+    All names refer to direct children.
 
     Args:
         path: the folder, which need not exist yet. The folders above it are the user's.
@@ -50,10 +50,10 @@ class OwnFolder:
     path: Path
 
     def create(self) -> None:
-        """Create the folder with its marker, unless it exists. Several processes may do so at the same time.
+        """Create the folder with its marker, unless it exists. Several processes may call it at the same time.
 
         Raises:
-            NotOursError: `why_foreign`.
+            NotOursError: `why_foreign` returns a reason.
             OSError: the folder cannot be created.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,29 +67,29 @@ class OwnFolder:
                 os.close(marker)
 
     def why_foreign(self) -> str | None:
-        """Why the path is taken by something that this package has not created; None if it is not."""
+        """Return why the path does not belong to this package; None if it belongs to it or is free."""
         try:
             with self._opened():
                 return None
         except NotOursError as error:
             return error.reason
         except OSError:
-            return None  # it does not exist, or whoever uses it will get the error
+            return None  # the folder does not exist, or its user will get the error
 
     def refuse_foreign(self) -> None:
-        """Raise an error where `why_foreign` has a reason.
+        """Raise an error if the path does not belong to this package.
 
         Raises:
-            NotOursError: it has.
+            NotOursError: `why_foreign` returns a reason.
         """
         with suppress(FileNotFoundError), self._opened():
             pass
 
     def names(self) -> list[str]:
-        """What is in the folder besides the marker, sorted; empty if the folder does not exist.
+        """Return the sorted names in the folder without the marker; empty if the folder does not exist.
 
         Raises:
-            NotOursError: `why_foreign`.
+            NotOursError: `why_foreign` returns a reason.
         """
         try:
             with self._opened() as folder:
@@ -98,7 +98,7 @@ class OwnFolder:
             return []
 
     def rename_child(self, old: str, new: str) -> None:
-        """Rename something in the folder.
+        """Rename a child of the folder.
 
         Raises:
             OSError: as `os.rename`; or the folder is not this package's.
@@ -107,7 +107,7 @@ class OwnFolder:
             os.rename(_child(old), _child(new), src_dir_fd=folder, dst_dir_fd=folder)
 
     def take(self, path: Path, name: str) -> None:
-        """Move a folder into this one. The caller knows that it may: a checkpoint that is replaced, for one.
+        """Move a folder into this one. The caller must be allowed to move it, such as a replaced checkpoint.
 
         Raises:
             OSError: as `rename_child`.
@@ -116,18 +116,18 @@ class OwnFolder:
             os.rename(path, _child(name), dst_dir_fd=folder)
 
     def give(self, name: str, path: Path) -> None:
-        """Move a folder out of this one, to a path that is free.
+        """Move a folder out of this one, to a free path.
 
         Raises:
-            OSError: as `rename_child`; or it is no folder, or the path is taken.
+            OSError: as `rename_child`; or the child is not a folder, or the path is taken.
         """
         with self._opened() as folder:
             if not stat.S_ISDIR(os.lstat(_child(name), dir_fd=folder).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.path / name))
-            os.rename(name, path, src_dir_fd=folder)  # of a folder: it replaces nothing but an empty folder
+            os.rename(name, path, src_dir_fd=folder)  # renaming a folder replaces at most an empty folder
 
     def write(self, name: str, text: str) -> None:
-        """Write a file, which has its old content or the new one at any time. Creates the folder.
+        """Write a file atomically. Creates the folder.
 
         Raises:
             OSError: it cannot be written.
@@ -143,22 +143,22 @@ class OwnFolder:
                 _remove(_child(name), folder)
 
     def destroy(self) -> None:
-        """Delete the folder and all that is in it, as far as that succeeds. The folder must have no other user.
+        """Delete the folder and its contents, as far as that succeeds. No other process may use the folder.
 
         Raises:
-            NotOursError: `why_foreign`.
+            NotOursError: `why_foreign` returns a reason.
         """
         with suppress(FileNotFoundError), self._opened() as folder:
             for name in set(os.listdir(folder)) - {MARKER}:
                 _remove(name, folder)
             with suppress(OSError):
-                if os.listdir(folder) == [MARKER]:  # the marker goes last: what is left belongs to this package still
+                if os.listdir(folder) == [MARKER]:  # the marker goes last: until then the folder is this package's
                     os.unlink(MARKER, dir_fd=folder)
                 os.rmdir(self.path)
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """The open folder. An empty one counts as this package's: another process may just be creating it."""
+        """Open the folder. An empty folder counts as this package's: another process may just be creating it."""
         try:
             folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as error:
@@ -166,7 +166,7 @@ class OwnFolder:
                 raise self._foreign("it is a link or a file") from None
             raise
         try:
-            # the marker is always the first to be there, and the last
+            # the marker is always the first file, and the last
             if os.listdir(folder) and not _has_marker(folder) and os.listdir(folder):
                 raise self._foreign(f"hf_pipetransformer has not created it (there is no valid {MARKER} in it)")
             yield folder
@@ -183,12 +183,12 @@ class OwnFolder:
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file, and return its descriptor. A new one has the mode that `open` gives it.
+    """Open a regular file, and return its descriptor. A new file has the default mode of `open`.
 
     A link is followed for reading only: the Hub's cache consists of links.
 
     Raises:
-        OSError: as `os.open`; or it is a folder, a named pipe or a device, or a link that would be written through.
+        OSError: as `os.open`; or the path is a folder, a named pipe or a device, or, for writing, a link.
     """
     writes = flags & (os.O_WRONLY | os.O_RDWR)
     # without O_NONBLOCK, opening a named pipe would block until its other end is opened
@@ -205,11 +205,11 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file, which has its old content or the new one at any time.
+    """Write a file atomically.
 
     Raises:
-        NotOursError: there is a link, or something else than a file, which stays.
-        OSError: it cannot be written, or the file that is there is read-only.
+        NotOursError: the path is a link, or not a regular file. It stays.
+        OSError: the file cannot be written, or the existing file is read-only.
     """
     new = path.with_name(f"{NEW}{uuid.uuid4().hex}")
     descriptor = open_regular(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -224,19 +224,19 @@ def replace_file(path: Path, text: str) -> None:
                 os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
             file.write(text)
         os.replace(new, path)
-    except BaseException:  # KeyboardInterrupt, for one
+    except BaseException:  # including KeyboardInterrupt
         unlink_created(new)
         raise
 
 
 def publish(folder: int, name: str, content: bytes, replaces: bool = True) -> None:
-    """Write a file with mode 0600 into a folder of this package's; it has its old content or the new one at any time.
+    """Write a file with mode 0600 atomically into a folder of this package.
 
     Args:
         folder: descriptor of the folder.
-        name: of the file.
-        content: what it contains.
-        replaces: whether it replaces another one. If not, and another process is quicker, that one's file stays.
+        name: name of the file.
+        content: content of the file.
+        replaces: whether to replace an existing file. Otherwise a file of a quicker process stays.
 
     Raises:
         OSError: it cannot be written.
@@ -252,22 +252,22 @@ def publish(folder: int, name: str, content: bytes, replaces: bool = True) -> No
                 return
             except FileExistsError:
                 return
-            except OSError:  # a file system without hard links
+            except OSError:  # the file system has no hard links
                 pass
         os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
-    finally:  # also after a KeyboardInterrupt
+    finally:  # even after a KeyboardInterrupt
         _remove(new, folder)
 
 
 def unlink_created(path: str | Path) -> None:
-    """Delete a file that this process has created under a random name, if it is there and is a file still."""
+    """Delete a file that this process has created under a random name, if it still exists as a file."""
     with suppress(FileNotFoundError):
         if stat.S_ISREG(os.lstat(path).st_mode):
             os.unlink(path)
 
 
 def is_inside(name: object) -> bool:
-    """Whether a name that was read from a file is the plain relative path of something inside a folder."""
+    """Whether a name from a file is a plain relative path inside a folder."""
     if not isinstance(name, str) or "\0" in name:
         return False
     path = PurePosixPath(name)
@@ -292,14 +292,14 @@ def _has_marker(folder: int) -> bool:
 
 
 def _remove(name: str, folder: int) -> None:
-    """Delete a file or a tree (`shutil.rmtree` takes a `dir_fd` from Python 3.11 on only)."""
+    """Delete a file or a tree (`shutil.rmtree` has a `dir_fd` only since Python 3.11)."""
     with suppress(OSError):
         if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
             os.unlink(name, dir_fd=folder)
             return
         for _, folders, files, inside in os.fwalk(name, topdown=False, follow_symlinks=False, dir_fd=folder):
             for child in (*files, *folders):
-                with suppress(OSError):  # gone in the meantime, or not empty
+                with suppress(OSError):  # already gone, or not empty
                     is_folder = stat.S_ISDIR(os.lstat(child, dir_fd=inside).st_mode)
                     (os.rmdir if is_folder else os.unlink)(child, dir_fd=inside)
         os.rmdir(name, dir_fd=folder)

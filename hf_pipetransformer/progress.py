@@ -1,6 +1,6 @@
-"""What this process is doing: its phase and step, when it last finished something, and its round of the training.
+"""The state of this process: its phase and step, its latest progress, and its round of the training.
 
-The main thread writes a few attributes; the thread of a `Watchdog` reads them, and tells the other processes.
+The main thread writes a few attributes; the thread of a `Watchdog` reads them and sends them to the other processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .errors import chain_of
 
 PACED = frozenset({"step", "all-reduce", "update", "prediction"})
-"""Phases that repeat, and take about as long each time."""
+"""Phases that repeat, and take about the same time."""
 UNEVEN = frozenset({"data", "freeze", "move", "drop", "build"})
 """Phases that sometimes take longer, for example while data comes from a network or weights are moved."""
 LONGER_THAN_EVER = 5
@@ -22,19 +22,19 @@ LONGER_THAN_EVER = 5
 UNKNOWN_PACE = 10
 """Number of timeouts that a phase may take if its usual duration is unknown."""
 DOING = "_hf_pipetransformer_doing"
-"""Attribute of an error that describes what the process was doing."""
+"""Attribute of an error: a description of the process's phase and step."""
 LEFT = "left"
-"""Phase of a process that no longer takes part; whatever happens to it is not reported as a failure."""
+"""Phase of a process that no longer takes part: its exit is not reported as a failure."""
 
 
 class Round(NamedTuple):
-    """Something that all processes of a training do together; all of them have the same sequence of rounds.
+    """A common operation of all processes of a training. All processes have the same sequence of rounds.
 
     Attributes:
-        number: of the round, counted from the start of the training.
-        doing: what this process does in it, as the predicate of a sentence.
-        is_meeting: whether the processes wait for each other in it (`Watchdog.meet`).
-        num_met: number of times that all processes have met before.
+        number: index of the round since the start of the training.
+        doing: this process's operation, as the predicate of a sentence.
+        is_meeting: whether the processes wait for each other in this round (`Watchdog.meet`).
+        num_met: number of earlier meetings of all processes.
     """
 
     number: int = 0
@@ -43,9 +43,9 @@ class Round(NamedTuple):
     num_met: int = 0
 
     def is_past(self, meeting: Round) -> bool:
-        """Whether a process in this round will never come to that meeting, in which another one waits.
+        """Whether a process in this round will never join `meeting`, where another process waits.
 
-        All have met equally often. One that has gone on to a later round, and not met more often, has not met there.
+        Both have met equally often. A process in a later round that has not met more often has skipped the meeting.
         """
         is_elsewhere = not self.is_meeting or self.doing.split()[:2] != meeting.doing.split()[:2]
         is_there = self.number > meeting.number or (self.number == meeting.number and is_elsewhere)
@@ -55,18 +55,18 @@ class Round(NamedTuple):
 class Progress:
     """The state of this process.
 
-    Each phase has a patience: the seconds that may pass without finishing anything (`tick`) before the process counts
-    as stuck. It is short in the training loop, whose steps take about the same time, and longer while data is loaded
-    or weights are moved. In all other phases, in which files are written or the user's code runs, it is as long as the
-    other processes' collectives would wait anyway.
+    Each phase has a patience: the seconds without progress (`tick`) after which the process counts as stuck. It is
+    short in the training loop, where steps take about the same time, and longer while data is loaded or weights are
+    moved. In all other phases, such as writing files or running the user's code, it equals the timeout of the other
+    processes' collectives.
 
     Attributes:
         timeout: seconds, for the paced phases.
-        limit: seconds, for the phases whose duration is unknown.
-        on_enter: called with each phase that begins, and the step; tests use it to inject faults.
+        limit: seconds, for phases of unknown duration.
+        on_enter: called with each new phase and the step; tests use it to inject faults.
         phase: the current phase.
         step: number of optimizer steps done.
-        since: `time.monotonic` when something was last finished.
+        since: `time.monotonic` at the latest progress.
         round: the latest round that this process has begun.
     """
 
@@ -74,7 +74,7 @@ class Progress:
         self.timeout = self.limit = math.inf
         self.on_enter: Callable[[str, int], None] | None = None
         self.phase, self.step, self.since, self.round = LEFT, 0, 0.0, Round()
-        self._longest: dict[str, float] = {}  # the longest pause so far, of each paced phase
+        self._longest: dict[str, float] = {}  # paced phase -> its longest pause so far
         self._pause = 0.0  # the longest pause in the current phase
 
     @property
@@ -83,7 +83,7 @@ class Progress:
 
     @property
     def patience(self) -> float:
-        """Seconds that the current phase may take without finishing anything."""
+        """Seconds that the current phase may take without progress."""
         if self.phase in self._longest:
             return min(max(self.timeout, LONGER_THAN_EVER * self._longest[self.phase]), self.limit)
         return min(UNKNOWN_PACE * self.timeout, self.limit) if self.phase in PACED | UNEVEN else self.limit
@@ -99,7 +99,7 @@ class Progress:
             self.on_enter(phase, self.step)
 
     def tick(self) -> None:
-        """Record that something was finished, so that the phase's patience starts anew."""
+        """Record progress: the phase's patience starts anew."""
         now = time.monotonic()
         self._pause, self.since = max(self._pause, now - self.since), now
 
@@ -118,7 +118,7 @@ PROGRESS = Progress()
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Context manager: this process is in that phase inside it. An error that leaves it carries `doing_when`."""
+    """Inside the context, this process is in that phase. An error that leaves the context carries `doing_when`."""
     before = PROGRESS.phase
     try:
         PROGRESS.enter(name)
@@ -131,6 +131,6 @@ def phase(name: str) -> Iterator[None]:
 
 
 def doing_when(error: BaseException) -> str:
-    """Describe what this process was doing when the error, or the one that caused it, was raised."""
+    """Describe the phase and step of this process at the time of an error or its cause."""
     told = (getattr(one, DOING, None) for one in chain_of(error))
     return next(filter(None, told), PROGRESS.doing)

@@ -1,9 +1,9 @@
-"""Random number generators: the global ones, and those that users' objects own.
+"""Random number generators: the global generators, and generators of users' objects.
 
 `seeded` and `global_state_kept` handle the default generators of Python, NumPy and torch, on the CPU and on the
 accelerator. A collator, a dataset or a trainer may own generators that no seed reaches. `generators_kept` finds them
-and restores their states, so that collating a few samples before the first step does not change the random numbers of
-the training.
+and restores their states. Collating a few samples before the first step then does not change the random numbers of the
+training.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch.utils.data import get_worker_info
 DEEPEST = 8
 """Maximum distance from an object to a generator, in steps such as attribute, element or closure."""
 MOST_OBJECTS = 5_000
-"""Maximum number of objects that are searched, the nearest first."""
+"""Maximum number of objects to search, the nearest first."""
 MOST_ELEMENTS = 256
-"""Containers with more elements than this are not searched, because their elements are samples, not parts."""
+"""Containers with more elements are not searched: their elements are samples, not parts."""
 
 _ABSENT = object()
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, np.ndarray, torch.Tensor)
@@ -70,9 +70,9 @@ def global_state_kept() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Context manager: the global generators are seeded with `seed` inside it, and their states are restored on exit.
+    """Inside the context, the global generators are seeded with `seed`. Their states are restored on exit.
 
-    Random augmentation and collators (masking) thus draw the same numbers on every rank of a pipeline.
+    Random augmentation and collators (masking) then draw the same numbers on every rank of a pipeline.
     """
     with global_state_kept():
         seed_all(seed)
@@ -80,7 +80,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def torch_states() -> list[torch.Tensor]:
-    """States of the generators from which torch's functions draw."""
+    """Return the states of the generators that torch's functions use."""
     device = _device_module()
     return [torch.default_generator.get_state(), *([device.get_rng_state()] if device is not None else [])]
 
@@ -94,7 +94,7 @@ def set_torch_states(states: Sequence[torch.Tensor]) -> None:
 
 
 def global_states() -> dict[str, list[Any]]:
-    """States of the generators on the CPU, by library, in values for JSON."""
+    """Return the states of the generators on the CPU, by library, in values for JSON."""
     version, python, gauss = random.getstate()
     kind, numpy, *rest = np.random.get_state(legacy=True)
     torch_state = base64.b64encode(torch.default_generator.get_state().numpy().tobytes()).decode()
@@ -106,7 +106,7 @@ def global_states() -> dict[str, list[Any]]:
 
 
 def set_global_states(states: Mapping[str, list[Any]]) -> None:
-    """Restore the states of these libraries' generators that `global_states` has returned."""
+    """Restore states that `global_states` has returned."""
     if "torch" in states:
         state = np.frombuffer(base64.b64decode(states["torch"][0]), dtype=np.uint8)
         torch.default_generator.set_state(torch.from_numpy(state.copy()))
@@ -119,7 +119,7 @@ def set_global_states(states: Mapping[str, list[Any]]) -> None:
 
 
 def _device_module() -> Any:
-    """The accelerator's module, if this process uses it already; None in a loader's worker, which must not use it."""
+    """Return the accelerator's module, if this process already uses it; None in a loader's worker, which must not."""
     kind = torch.accelerator.current_accelerator()
     if kind is None or get_worker_info() is not None:
         return None
@@ -133,7 +133,7 @@ def generators_kept(*owners: Any) -> Iterator[None]:
     """Context manager that restores the states of the generators that these objects own on exit.
 
     Generators are searched for in attributes, containers, partial functions, closures and the module globals that the
-    user's own functions read. A generator that an object creates inside, when it first needs it, is removed again.
+    user's own functions read. A generator that an object creates inside the context, on first use, is removed again.
 
     Args:
         owners: a collator, a dataset, a trainer, a model; None is ignored.
@@ -162,7 +162,7 @@ class _Search:
     def __init__(self, owners: tuple[Any, ...]) -> None:
         self.generators: list[Any] = []
         self._namespaces: list[_Namespace] = []
-        self._seen: dict[int, Any] = {}  # holds the objects, since an id may be reused once its object is freed
+        self._seen: dict[int, Any] = {}  # keeps the objects alive: an id may be reused once its object is freed
         self._next: deque[tuple[Any, int]] = deque((owner, 0) for owner in owners)
         while self._next and len(self._seen) < MOST_OBJECTS:
             one, depth = self._next.popleft()
@@ -206,7 +206,7 @@ class _Search:
 
 
 def _parts_by_class(one: Any, cls: type) -> list[Any]:
-    """What an object has in the slots of one of its classes, and what that class itself refers to."""
+    """Return the values in the slots of one of an object's classes, and the class's own references."""
     slots = cls.__dict__.get("__slots__", ())
     in_slots = [getattr(one, name, None) for name in ((slots,) if isinstance(slots, str) else slots)]
     return in_slots + [value for value in vars(cls).values() if _is_generator(value) or _is_of_user(value)]
@@ -218,12 +218,12 @@ def _is_generator(value: Any) -> bool:
 
 
 def _is_of_user(value: Any) -> bool:
-    """Whether it is a function that does not come from an installed package."""
+    """Whether a value is a function from outside the installed packages."""
     return isinstance(value, FunctionType) and not value.__code__.co_filename.startswith((*_INSTALLED, "<frozen"))
 
 
 def _parts_of_callable(function: FunctionType | MethodType | functools.partial[Any]) -> list[Any]:
-    """What a function refers to: defaults, closure, and, for a user's function, the global names that it reads."""
+    """Return a function's references: defaults, closure and, for a user's function, the global names that it reads."""
     if isinstance(function, MethodType):
         return [function.__self__, function.__func__]
     if isinstance(function, functools.partial):

@@ -1,8 +1,8 @@
-"""The pair for sequence-to-sequence models: `transformers.Seq2SeqTrainer` over a pipeline.
+"""Trainer and arguments for sequence-to-sequence models: `transformers.Seq2SeqTrainer` over a pipeline.
 
-The order of the bases matters: `PipeTransformerTrainer` calls the next class in line, which then is `Seq2SeqTrainer`;
-of the arguments, the library's own come first.
-What generating needs of the pipeline is in `run/evaluation.py`, and also serves a user's own mixin of the two.
+The order of the bases matters: `PipeTransformerTrainer` calls the next class in line, here `Seq2SeqTrainer`. For the
+arguments, the library's own class comes first. `run/evaluation.py` implements generation over the pipeline. It also
+serves a user's own combination of the two classes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ class PipeTransformerSeq2SeqTrainingArguments(Seq2SeqTrainingArguments, PipeTran
     This class includes all arguments of [`PipeTransformerTrainingArguments`] and of
     `transformers.Seq2SeqTrainingArguments`: `predict_with_generate`, `generation_max_length`, `generation_num_beams`,
     `generation_config` and `sortish_sampler`.
+
+    ```python
+    args = PipeTransformerSeq2SeqTrainingArguments("out", pipeline_parallel_size=2, predict_with_generate=True)
+    ```
     """
 
 
@@ -34,8 +38,15 @@ class PipeTransformerSeq2SeqTrainer(PipeTransformerTrainer, Seq2SeqTrainer):  # 
 
     It takes the same arguments as `Seq2SeqTrainer`, and `freeze_policy`; `args` is a
     [`PipeTransformerSeq2SeqTrainingArguments`]. With `predict_with_generate=True`, an evaluation during training
-    gathers the weights of all stages on every process, each process generates for its share of the samples with the
-    whole model, and training continues with the stages as they were.
+    gathers the weights of all stages on every process. Each process generates for its share of the samples with the
+    whole model. Training then continues with the same stages.
+
+    ```python
+    trainer = PipeTransformerSeq2SeqTrainer(
+        model, args, train_dataset=dataset, eval_dataset=eval_dataset, data_collator=DataCollatorForSeq2Seq(tokenizer)
+    )
+    trainer.train()
+    ```
 
     Raises:
         ValueError: arguments contradict one another or do not fit the number of processes. Every process raises it.
@@ -62,14 +73,13 @@ class PipeTransformerSeq2SeqTrainer(PipeTransformerTrainer, Seq2SeqTrainer):  # 
 
     def evaluation_loop(self, dataloader: DataLoader, *positional: Any, **keywords: Any) -> EvalLoopOutput:
         if not self._is_stock and not self._returns_several_sequences:
-            # `Seq2SeqTrainer` keeps the samples that fill up the last batches of several processes, which one process
-            # does not have
+            # `Seq2SeqTrainer` keeps the samples that pad the last batches of several processes; one process has none
             self.gather_function = self.accelerator.gather_for_metrics
         return super().evaluation_loop(dataloader, *positional, **keywords)
 
     @property
     def _returns_several_sequences(self) -> bool:
-        """Whether `generate` returns more sequences than samples, of which none may be left out."""
+        """Whether `generate` returns several sequences per sample. All of them must be kept."""
         configured = getattr(getattr(self.model, "generation_config", None), "num_return_sequences", None)
         asked = getattr(self, "_gen_kwargs", {}).get("num_return_sequences")
         return (asked or configured or 1) > 1

@@ -98,8 +98,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         num_microbatches (`int` or `"auto"`, *optional*, defaults to `"auto"`):
             Number of micro-batches that each pipeline's batch is split into. All micro-batches have the same size, so
             the largest divisor of the number of samples in the batch up to this value is used. `"auto"` uses the
-            largest divisor up to twice the number of stages. `"interleaved1f1b"`
-            runs multiples of the number of stages, all numbers below twice it, and a few others.
+            largest divisor up to twice the number of stages. `"interleaved1f1b"` runs multiples of the number of
+            stages, all numbers below twice that number, and a few others.
         pipeline_layers (`list[str]`, *optional*):
             Names of the `nn.ModuleList` or `nn.Sequential` modules that contain the model's layers in order, such as
             `("model.blocks",)`. Set it if the trainer does not find the layers, or finds others than you want to
@@ -156,10 +156,10 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         activation_cache (`str`, *optional*, defaults to `"auto"`):
             Whether to store the outputs of frozen layers for each sample and read them in later epochs instead of
             recomputing them: `"auto"` (only if reading is measured to be faster), `"on"` or `"off"`. With a single
-            stage the cache covers all frozen modules. Cached outputs equal computed ones up to rounding: two runs with
-            `"auto"` may differ by rounding if their measurements differ, while `"on"` and `"off"` repeat bit for bit.
-            If a sample's output depends on the rest of the batch, the model trains without the cache, and the log
-            gives the reason.
+            stage it also covers modules that you have frozen yourself. Cached outputs equal computed ones up to
+            rounding: two runs with `"auto"` may differ by rounding if their measurements differ, while `"on"` and
+            `"off"` repeat bit for bit. If a sample's output depends on the rest of the batch, the model trains without
+            the cache, and the log gives the reason.
         activation_cache_dir (`str`, *optional*):
             Directory for the cache, which creates a folder `_hf_pipetransformer_cache` in it and touches no other
             file. Use a local disk; the cache should preferably fit into the page cache. If unset, the cache is
@@ -172,9 +172,9 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             Maximum size of the cache on each node, in GiB; by default a fifth of the disk's free space. Even with a
             higher limit, the cache never uses more than 80% of the free space. Samples that do not fit are recomputed.
         cached_modules (`list[str]`, *optional*):
-            Names of frozen modules with code of your own. Naming a module declares that its output for a sample
-            depends only on the sample and on the module's weights, buffers and attributes, and allows the cache to
-            store it. Modules of known libraries need no declaration.
+            Names of frozen modules with code of your own that the cache may store. You thereby declare that a module's
+            output for a sample depends only on the sample and the module's weights, buffers and attributes. Modules of
+            known libraries need no declaration.
         eval_frozen_modules (`bool`, *optional*, defaults to `False`):
             Whether fully frozen modules run in evaluation mode during training: without dropout, and with the running
             statistics of batch normalisation. The stock `Trainer` runs them in training mode; their outputs are then

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
+import inspect
 import re
+import textwrap
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+import hf_pipetransformer
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -123,6 +128,34 @@ def test_every_heading_of_troubleshooting_is_a_message():
 @pytest.mark.parametrize("message", [*MESSAGES, *MESSAGES_OF_THE_CACHE])
 def test_messages_still_occur_in_the_source(message):
     assert is_in_the_source(WRITTEN_OUT.get(message, message.replace("'…'", "…")))
+
+
+# ------------------------------------------------------------------------------------------ examples in docstrings
+def modules_with(text: str) -> list[str]:
+    paths = [path.relative_to(ROOT) for path in sorted(PACKAGE.rglob("*.py")) if text in path.read_text()]
+    return [".".join(path.with_suffix("").parts) for path in paths]
+
+
+@pytest.mark.parametrize("name", modules_with(">>> "))
+def test_examples_in_docstrings_give_what_they_show(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted > 0 and result.failed == 0
+
+
+@pytest.mark.parametrize("name", modules_with("```python"))
+def test_code_in_docstrings_passes_arguments_that_exist(name: str) -> None:
+    calls = 0
+    source = inspect.getsource(importlib.import_module(name))
+    for block in re.findall(r"^ *```python\n(.*?)^ *```$", source, re.DOTALL | re.MULTILINE):
+        for call in ast.walk(ast.parse(textwrap.dedent(block))):
+            callee = getattr(hf_pipetransformer, ast.unparse(call.func), None) if isinstance(call, ast.Call) else None
+            if callee is not None:
+                calls += 1
+                accepted = inspect.signature(callee.__init__ if inspect.isclass(callee) else callee)
+                takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.parameters.values())
+                given = {keyword.arg for keyword in call.keywords}
+                assert takes_any or given <= accepted.parameters.keys(), given - accepted.parameters.keys()
+    assert calls or name.endswith(("policies", "errors"))  # these two define a class, and catch an error
 
 
 # ------------------------------------------------------------------------------------------ dropout in frozen modules

@@ -64,13 +64,13 @@ def node_shares(nodes: Sequence[str]) -> tuple[int, ...]:
     of a batch are then not divided by node.
 
     Args:
-        nodes: name of each rank's node (`node_name`). Launchers may not tell the number of processes, except
-            `torchrun`.
+        nodes: name of each rank's node (`node_name`). The names are counted, because only `torchrun` is sure to give
+            the number of processes of a node.
     """
     shares = tuple(len(list(ranks)) for _, ranks in groupby(nodes))
     return shares if len(shares) == len(set(nodes)) and len(set(shares)) == 1 else (len(nodes),)
 
 
 def node_name() -> str:
-    """Return the name of this process's node: host name plus the launcher's node number, as hosts may be shared."""
+    """Return the name of this process's node: host name plus `GROUP_RANK`. In tests, nodes may share a host."""
     return f"{socket.gethostname()}-{os.environ.get('GROUP_RANK', 0)}"

@@ -1,15 +1,15 @@
 """The training loader: a global sequence of numbered batches. Each pipeline takes its slice.
 
 The order of the samples and the content of a batch depend only on (seed, epoch, number), not on the number of
-pipelines (in one process, a sampler without its own seed draws as in the stock Trainer):
+pipelines. (In one process, a sampler without its own seed draws as in the stock Trainer.)
 
     batch number        0                1                2
     samples        [7 3 9 1 | ...]  [4 8 0 5 | ...]  [2 6]          one global batch is per_device_batch x world size
     pipeline 0      7 3              4 8              2
     pipeline 1      9 1              0 5              6
 
-`NumberedLoader` is a plain DataLoader over the numbers, in the main process and without prefetching, so everything
-that the Trainer and Accelerate do with a loader (length, skipping on resume, epochs) acts on numbers. It reads from
+`NumberedLoader` is a plain DataLoader over the numbers, in the main process and without prefetching. All operations of
+the Trainer and Accelerate on a loader (length, skipping on resume, epochs) act on numbers. It reads from
 `NumberedBatches`, which runs the user's dataset, collator and workers over the slices.
 
 Like Accelerate's loader, `NumberedBatches` reads one batch ahead: batch n + 1 is read before batch n is trained on. So

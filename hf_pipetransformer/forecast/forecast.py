@@ -1,4 +1,4 @@
-"""Forecast of a whole training, before anything is launched.
+"""Forecast of a whole training, without launching it.
 
     freeze policy -> f in each epoch
     cache         -> c in each epoch        number of these f layers that come from the cache
@@ -333,7 +333,7 @@ class _Cache:
         return boundary, None
 
     def why_slow(self, layout: Layout, boundary: int) -> str | None:
-        """Return why loading a sample is not worth it, or None. The training decides alike when the cache is full.
+        """Return why loading a sample is not worth it, or None. A training decides the same when the cache is full.
 
         The first stages of a node read at the same time: each waits until the samples of all are loaded.
         """

@@ -50,7 +50,7 @@ class FullySharded(CostModel):
             inside = {n for n in unit.parameters if n.startswith(f"{unit.name}.") and num_units[n] == 1}
             others = {n: size for n, size in unit.parameters.items() if n not in inside and n not in outside}
             own = sum(unit.parameters.values())
-            trained = unit.trainable_bytes / own if own else 0.0  # assumed alike for each parameter
+            trained = unit.trainable_bytes / own if own else 0.0  # the same share for each parameter
             size = sum(unit.parameters[name] for name in inside)
             layers.append(Part(size, size * trained))
             outside.update(others)

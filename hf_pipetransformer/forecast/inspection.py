@@ -84,7 +84,7 @@ def inspect(model: PreTrainedModel, tokens: int, stages: Sequence[int]) -> tuple
 
 
 def _as_text(report: Mapping[str, Any], planners: Iterable[Planner]) -> str:
-    """Return the report as tables. Consecutive units of equal costs share a row, and so do their parameters."""
+    """Return the report as tables. Consecutive units of equal costs, or parameters of the same units, share a row."""
     units, shared = report["units"], report["shared_parameters"]
 
     def costs(index: int) -> tuple[str, ...]:

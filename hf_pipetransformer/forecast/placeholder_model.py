@@ -66,8 +66,8 @@ class UnknownModelError(ValueError):
 def load_config(name: str) -> PreTrainedConfig:
     """Load the configuration of a name.
 
-    The name is looked up as a path first, then as a model type (with its default configuration), then as a name on
-    the Hub, or in its local cache if the Hub does not answer. Code that comes with a model is never run.
+    The name is looked up as a path first, then as a model type (with its default configuration), then on the Hub. If
+    the Hub does not answer, its local cache is used. Code that comes with a model is never run.
 
     Raises:
         UnknownModelError: There is no such configuration.

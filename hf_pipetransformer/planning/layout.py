@@ -56,11 +56,12 @@ class Layout:
             count as free. The first virtual stage holds them all, for samples that are not in the cache.
         replica_sharding: state that the replicas of a stage shard, one of `REPLICA_SHARDINGS`.
 
-    >>> layout = Layout(pipeline_parallel_size=2, data_parallel_size=2, stage_bounds=(0, 6, 12), rows_per_device=8)
-    >>> layout.world_size, layout.rows_per_pipeline, layout.ranks_of_stage(0)
-    (4, 16, (1, 3))
-    >>> layout.units_of(1)
-    (6, 7, 8, 9, 10, 11)
+    Examples:
+        >>> layout = Layout(pipeline_parallel_size=2, data_parallel_size=2, stage_bounds=(0, 6, 12), rows_per_device=8)
+        >>> layout.world_size, layout.rows_per_pipeline, layout.ranks_of_stage(0)
+        (4, 16, (1, 3))
+        >>> layout.units_of(1)
+        (6, 7, 8, 9, 10, 11)
 
     Raises:
         ValueError: the numbers contradict one another.

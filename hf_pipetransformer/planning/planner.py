@@ -65,16 +65,20 @@ class Planner(CostModel):
         world_size: number of ranks.
         request: the user's requests.
 
-    >>> from .costs import UnitCost
-    >>> sizes = {f"layer.{k}": 4_000_000 for k in range(12)}
-    >>> units = [UnitCost(name=n, forward_flops=1e9, parameters={n: b}, trainable_bytes=b) for n, b in sizes.items()]
-    >>> request = Request(pipeline_parallel_size=4, rows_per_device=8)
-    >>> planner = Planner(unit_costs=tuple(units), world_size=4, request=request)
-    >>> planner.first.stage_bounds
-    (0, 3, 6, 9, 12)
-    >>> layout = planner.next(planner.first, num_frozen=8, num_cached=0)  # two stages now fit
-    >>> layout.pipeline_parallel_size, layout.data_parallel_size
-    (2, 2)
+    Examples:
+        >>> from hf_pipetransformer.planning.costs import UnitCost
+        >>> sizes = {f"layer.{k}": 4_000_000 for k in range(12)}
+        >>> units = [
+        ...     UnitCost(name=name, forward_flops=1e9, parameters={name: size}, trainable_bytes=size)
+        ...     for name, size in sizes.items()
+        ... ]
+        >>> request = Request(pipeline_parallel_size=4, rows_per_device=8)
+        >>> planner = Planner(unit_costs=tuple(units), world_size=4, request=request)
+        >>> planner.first.stage_bounds
+        (0, 3, 6, 9, 12)
+        >>> layout = planner.next(planner.first, num_frozen=8, num_cached=0)  # two stages now fit
+        >>> layout.pipeline_parallel_size, layout.data_parallel_size
+        (2, 2)
     """
 
     world_size: int

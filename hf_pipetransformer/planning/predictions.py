@@ -109,10 +109,10 @@ class CostModel:
     def stage_bytes(self, layout: Layout) -> list[int]:
         """Predict the bytes that training takes on the device of each stage, with a full batch.
 
-        The sum of parameters, gradients, Adam's state (a replica's share, if it is sharded), activations of the
-        micro-batches in flight and autocast's copies of weights for each of them, and the tensors received from
-        neighbouring stages (PyTorch allocates these for all micro-batches at once). It does not include the
-        allocator's fragmentation, workspaces and communication buffers.
+        Counts parameters, gradients and Adam's state (a replica's share, if it is sharded). For each micro-batch in
+        flight, it adds the activations and autocast's copies of weights, and for all micro-batches at once the tensors
+        received from neighbouring stages, as PyTorch allocates them. It does not include the allocator's
+        fragmentation, workspaces and communication buffers.
         """
         return [
             self._state_bytes(layout, stage) + self._activation_bytes(layout, stage)
@@ -179,7 +179,7 @@ class CostModel:
     def _kept_bytes(self, layout: Layout, units: Sequence[int], rows: int) -> int:
         """Return the bytes that a forward of `rows` samples keeps in units: activations and autocast's copies."""
         trained = self._trained(layout, units)
-        copies = {name: size for cost in trained for name, size in cost.copies.items()}  # one of each weight
+        copies = {name: size for cost in trained for name, size in cost.copies.items()}  # one copy per weight
         copied = sum(copies.values()) + sum(cost.untrained_copies_bytes for cost in trained)
         return rows * sum(cost.activation_bytes for cost in trained) + self.autocasts * copied
 

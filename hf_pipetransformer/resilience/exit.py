@@ -1,9 +1,9 @@
 """Shutdown of process groups and threads, which would otherwise abort this process when the interpreter exits.
 
-If a thread of gloo, or one of our threads inside a call of torch, is still running while the interpreter shuts down,
-the process ends with "terminate called without an active exception" (exit code -6), after a complete training. The
-threads of a gloo group end when its object is freed. `dist.destroy_process_group` alone does not free it, because
-trainers hold references to it as well.
+A thread of gloo, or one of our threads inside a call of torch, must not run while the interpreter shuts down.
+Otherwise the process ends with "terminate called without an active exception" (exit code -6), even after a complete
+training. The threads of a gloo group end when its object is freed. `dist.destroy_process_group` alone does not free
+it, because trainers hold references to it as well.
 
 A failing process may have launched a kernel that waits for other processes. Destroying an NCCL group waits for such a
 kernel, and so do destructors that run after the interpreter. Aborting the group ends the kernel. If that is not

@@ -40,7 +40,7 @@ class Windows:
     Attributes:
         layers: kind of attention and width of the window, for each layer.
         separates_documents: whether documents packed into one sample do not attend to each other. A probe finds it
-            (`probe_slicing`), because configurations do not tell.
+            (`probe_slicing`), because configurations do not specify it.
         allows_left_padding: whether slices give the same result with padding before the tokens. The probe finds this,
             too; False for models that compute positions from the padding in their input (RoBERTa).
     """

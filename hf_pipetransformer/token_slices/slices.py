@@ -182,7 +182,7 @@ def _restarting_positions(model: nn.Module, batch: Batch) -> torch.Tensor | None
 
 @contextmanager
 def running_slices(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Inside, the model's forward accepts slices of this batch.
+    """Inside the context, the model's forward accepts slices of this batch.
 
     - Gradient checkpointing keeps the layers' cache: storing the same keys and values again does no harm.
     - Rotary embeddings that depend on the length of their input also get the last position of the whole batch.

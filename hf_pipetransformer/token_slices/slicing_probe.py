@@ -126,7 +126,7 @@ def probe_slicing(
 
 @contextmanager
 def _checkpointing(model: nn.Module) -> Iterator[None]:
-    """Inside, a model in eval mode uses gradient checkpointing as it does in training.
+    """Inside the context, a model in eval mode uses gradient checkpointing as in training.
 
     transformers checkpoints a layer if its `training` flag is True. Here the flag is True outside of the layer's own
     forward, and False inside it and during recomputation, which keeps dropout off.

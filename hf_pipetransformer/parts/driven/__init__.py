@@ -1,1 +1,1 @@
-"""A loss of the user that calls the model itself, and so drives the pipeline."""
+"""User losses that call the model themselves, and thereby drive the pipeline."""

@@ -1,9 +1,9 @@
-"""Calls of the model outside of the steps, on some processes of a pipeline only: in a callback of the main process.
+"""Calls of the model outside of the steps, on some processes of a pipeline only, such as in a callback on rank 0.
 
-A call waits until the other processes come to what all of them do next (a step, an evaluation, a save), and serve it:
+A call waits until the other processes reach the next common operation (a step, an evaluation, a save), and serve it:
 
     rank 0   callback: model(...) ........ runs ......... goes on ......... step 6
-    rank 1   callback ...... comes to step 6: serves .... nobody calls .... step 6
+    rank 1   callback ...... comes to step 6: serves .... no more calls ... step 6
 
 The last stage runs the model, as in a step (`ServedCalls`); calls of other processes send their inputs there.
 """
@@ -26,11 +26,11 @@ from .serving import ServingStage
 
 @dataclass(frozen=True)
 class _CallRequest:
-    """A call that a process asks for.
+    """A call that a process requests.
 
     Attributes:
-        module: name of the module that is called; empty for the model.
-        args, kwargs: what it is called on.
+        module: name of the called module; empty for the model.
+        args, kwargs: arguments of the call.
         has_gradients: whether autograd is on.
         state: plain attributes of the model's modules.
     """
@@ -43,7 +43,7 @@ class _CallRequest:
 
 
 class CallbackCalls:
-    """One process's part in the calls of a split model outside of the steps. They work until `close`.
+    """One process's part in the calls of a split model outside of the steps. Calls work until `close`.
 
     Args:
         served: serves the calls.
@@ -66,7 +66,7 @@ class CallbackCalls:
             override.remove()
 
     def serve_callbacks(self) -> None:
-        """Serve what other processes ask for, until none asks. Collective over the pipeline."""
+        """Serve the calls of other processes, until there are none. Collective over the pipeline."""
         while self._is_asked(by_me=False):
             self._serve_all(None)
 
@@ -77,7 +77,7 @@ class CallbackCalls:
         return self._serve_all(_CallRequest(module, args, kwargs, torch.is_grad_enabled(), plain_state(self._modules)))
 
     def _is_asked(self, by_me: bool) -> bool:
-        """Whether some process asks for a call; much cheaper than calls. Collective over the pipeline.
+        """Whether a process requests a call; much cheaper than a call. Collective over the pipeline.
 
         Raises:
             ValueError: an earlier call has failed, and the user's code has caught the error.
@@ -90,7 +90,7 @@ class CallbackCalls:
         return bool(self._messages.largest(torch.tensor([int(by_me)])))
 
     def _serve_all(self, mine: _CallRequest | None) -> Any:
-        """Run what the processes ask for, one after the other; returns this one's result."""
+        """Run the requested calls one after the other. Returns the result of this process's call."""
         results: list[Any] = []
         self._has_failed = True
         with phase("call in a callback"):
@@ -99,7 +99,7 @@ class CallbackCalls:
                     results.append(None)
                 else:
                     if mine is not None and len(results) == self._messages.stage_index:
-                        call = mine  # as it was made: what requires a gradient has not been sent
+                        call = mine  # the original call: tensors that require a gradient were not sent
                     undo = put_all(self._modules, call.state)
                     try:
                         results.append(self._served.run({}, partial(self._run, call)))
@@ -110,6 +110,6 @@ class CallbackCalls:
         return mine_back
 
     def _run(self, call: _CallRequest) -> Any:
-        """Run a call on the last stage. `forward` alone: hooks run where the call was made."""
+        """Run a call on the last stage. Runs `forward` only: hooks run on the calling process."""
         with torch.set_grad_enabled(call.has_gradients):
             return self._served.modules[call.module].forward(*call.args, **call.kwargs)

@@ -1,4 +1,4 @@
-"""The engine of a loss that drives the pipeline, and what serves calls of the model for a stage."""
+"""The engine of a loss that drives the pipeline, and the server of a stage for calls of the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StageServer:
         stage: this process's stage, one of several with contiguous layers.
         messages: sends to and receives from the other stages.
         most_parts: maximum number of micro-batches of a call.
-        serves_callbacks: whether calls outside of the steps are served as well.
+        serves_callbacks: whether to serve calls outside of the steps as well.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class StageServer:
 
 
 class DrivenEngine(Engine):
-    """Runs the loss and its backward, whose calls of the model all stages serve. There is no schedule."""
+    """Runs the loss and its backward. All stages serve the loss's calls of the model. There is no schedule."""
 
-    reduces_at_end = True  # DDP counts a gradient once only, and a loss may call the model several times
-    may_reach_nothing = True  # the loss may call the model on anything, or not at all
+    reduces_at_end = True  # DDP expects one gradient per parameter, but a loss may call the model several times
+    may_reach_nothing = True  # the loss may call the model on any inputs, or never
 
     def step(self, batch: Batch, loss: StepLoss, gradients_synchronise: bool) -> None:
         server = self.position.server()

@@ -1,11 +1,11 @@
-"""What a loss finds in the modules of other stages: what their layers have left behind, and what it changes there.
+"""The state of other stages' modules for the loss: values that their layers write, and changes by the loss.
 
-One process would have one set of modules. Here each stage runs its own, and the last one runs the loss as well:
+One process would have one set of modules. Here each stage runs its own modules, and the last one also runs the loss:
 
-    loss sets a setting          sent with the next order to all stages, and with the last one of the step
-    loss changes anything else   refused by name: code, hooks and parts of modules cannot be sent
-    layers below write a tensor  reported with what they send; reading it in the loss is an error
-    layers below write a number  likewise, unless they ran on the whole batch: then it is what one process would have
+    loss sets a setting          sent with the next order to all stages, and with the last order of the step
+    loss changes another value   refused by name: code, hooks and parts of modules cannot be sent
+    layers below write a tensor  reported with their outputs; reading it in the loss is an error
+    layers below write a number  the same, unless they ran on the whole batch: then the number is sent
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ REMEDY_IN_PART = "Set num_microbatches=1, or pipeline_parallel_size=1."
 
 @dataclass(frozen=True)
 class _Shape:
-    """Stands for a tensor that a stage below has."""
+    """Stands for a tensor on a stage below."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -61,15 +61,15 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Other:
-    """Stands for a value of another kind that a stage below has."""
+    """Stands for a value of another kind on a stage below."""
 
 
 Note = dict[Place, Any]
-"""What layers have written: values, in which `_Shape` and `_Other` stand for what is not sent."""
+"""Place -> value written by layers. `_Shape` and `_Other` stand for values that are not sent."""
 
 
 class _Groups:
-    """The modules of a model by number, and which stages run them.
+    """The modules of a model by number, grouped by the stages that run them.
 
     Args:
         stack: the model's units.
@@ -81,13 +81,13 @@ class _Groups:
         self.names = [name for name, _ in stack.model.named_modules()]
         numbers = {module: number for number, module in enumerate(self.modules)}
         self.of_units = [{numbers[m] for m in unit.module.modules()} for unit in stack.units]
-        """The modules in each unit."""
+        """Modules of each unit."""
         self.below = set().union(*self.of_units[:start])
-        """Those in units of earlier stages."""
+        """Modules in units of earlier stages."""
         self.layers = set().union(*self.of_units[start:]) - self.below
-        """Those in units of the last stage only."""
+        """Modules in units of the last stage only."""
         self.outside = set(numbers.values()) - self.below - self.layers
-        """Those in no unit."""
+        """Modules outside of units."""
         theirs = stack.owned(0, start)
         name_of = {id(stack.table[name]): name for name in stack.table.names}
         head = set()
@@ -96,7 +96,7 @@ class _Groups:
             if names and names.isdisjoint(theirs):
                 head |= {numbers[module] for module in self.modules[number].modules()}
         self.own = self.layers | (head & self.outside)
-        """Those that the last stage alone runs."""
+        """Modules that only the last stage runs."""
 
     def chosen(self, numbers: Iterable[int]) -> dict[int, nn.Module]:
         return {number: self.modules[number] for number in sorted(numbers)}
@@ -108,7 +108,7 @@ class _Groups:
 
 
 class StateBelow:
-    """The state of a stage below the last one, which reports what its layers write.
+    """The state of a stage below the last one. It reports values that its layers write.
 
     Args:
         stage: the stage.
@@ -120,14 +120,14 @@ class StateBelow:
         watched = groups.outside.union(*groups.of_units[stage.start : stage.stop])
         self._state = ModuleState(groups.chosen(watched))
         self._reported: Note = {}
-        self._unsent: Note = {}  # of calls that have failed
+        self._unsent: Note = {}  # values from failed calls
 
     def begin(self) -> None:
-        """A batch begins."""
+        """Begin a batch."""
         self._state.note()
 
     def put(self, changes: Changes) -> Callable[[], None]:
-        """Follow what the loss has changed; returns what undoes it."""
+        """Apply the changes of the loss. Returns a function that undoes them."""
         if not changes:
             return lambda: None
         undo = put_all(self._modules, changes)
@@ -138,15 +138,15 @@ class StateBelow:
         return undo
 
     def keep(self, from_below: Note | None) -> None:
-        """Keep what the layers below have written for the next call, as this one fails here."""
+        """Keep the values that layers below have written for the next call: this call fails here."""
         self._unsent.update(from_below or {})
 
     def note(self) -> None:
-        """Note the present state, which layers have not written."""
+        """Note the current state, which was not written by layers."""
         self._state.note()
 
     def after_call(self, from_below: Note | None, is_split: bool) -> Note | None:
-        """A call has run: what the layers below and here have written that has not been reported."""
+        """Return the unreported values that layers here and below have written, after a call."""
         note = {**self._unsent, **(from_below or {})}
         self._unsent = {}
         for change in self._state.changes():
@@ -164,7 +164,7 @@ class StateOnLast:
 
     Args:
         stage: the stage.
-        served: the modules whose calls are served, by name.
+        served: the modules with served calls, by name.
     """
 
     def __init__(self, stage: StageModule, served: Mapping[str, nn.Module]) -> None:
@@ -175,20 +175,20 @@ class StateOnLast:
         self._below = ModuleState(groups.chosen(groups.below))
         self._around = ModuleState(groups.chosen(groups.outside - groups.own))
         self._own = ModuleState(groups.chosen(groups.own))
-        self._pending: list[Change] = []  # not sent yet
-        self._left: dict[Place, tuple[Any, str, str]] = {}  # what layers have left: how it looks, where it is, remedy
-        self._hidden: dict[Place, tuple[Any, Any]] = {}  # in this batch: what stands there, and the value
-        self._heard: Note = {}  # in this call
-        self._code: dict[int, Any] = {}  # of the served modules, when the batch began
-        self._refusal = ""  # of this batch, which the loss may have caught
-        self._is_other = True  # whether the layers may write other things than in the last call
+        self._pending: list[Change] = []  # changes that were not sent yet
+        self._left: dict[Place, tuple[Any, str, str]] = {}  # values that layers wrote: description, text, remedy
+        self._hidden: dict[Place, tuple[Any, Any]] = {}  # in this batch: placeholder, and the value
+        self._heard: Note = {}  # values reported in this call
+        self._code: dict[int, Any] = {}  # code of the served modules at the start of the batch
+        self._refusal = ""  # error of this batch, which the loss may have caught
+        self._is_other = True  # whether the layers may write other values than in the last call
         self._had_gradients: bool | None = None
 
     # ------------------------------------------------------------------------------------ a batch
     def begin(self) -> None:
-        """A batch begins: what layers have left in earlier ones is hidden.
+        """Begin a batch: hide values that layers have written in earlier batches.
 
-        What was changed since the last one on this process may be so here alone.
+        Changes since the last batch may exist on this process only, so they are sent.
         """
         self._pending = [
             change
@@ -203,10 +203,10 @@ class StateOnLast:
         self._note()
 
     def end(self) -> Changes:
-        """The batch ends: what the loss has changed since its last call, and stays as it is.
+        """End the batch. Returns the loss's changes since its last call, which persist.
 
         Raises:
-            ValueError: what cannot be sent has been changed.
+            ValueError: the loss has changed a value that cannot be sent.
         """
         changes = self._changes_of_loss(None)
         for place in list(self._hidden):
@@ -218,35 +218,35 @@ class StateOnLast:
         return as_sent(changes)
 
     def abandon(self) -> None:
-        """The batch has failed: modules get back what was hidden."""
+        """Abort a failed batch: restore the hidden values."""
         for place in list(self._hidden):
             self._show(place)
 
     # ------------------------------------------------------------------------------------ a call
     def for_call(self, name: str) -> Changes:
-        """What the loss has changed since the last order.
+        """Return the loss's changes since the last order.
 
         Args:
-            name: of the module that is called.
+            name: name of the called module.
 
         Raises:
-            ValueError: what cannot be sent has been changed.
+            ValueError: the loss has changed a value that cannot be sent.
         """
         changes = self._changes_of_loss(name)
         self._is_other = self._is_other or bool(changes)
         return as_sent(changes)
 
     def for_backward(self) -> Changes:
-        """What is not as it was at the last order; checkpointed layers run again as things are now."""
+        """Return the changes since the last order: checkpointed layers run again with the current state."""
         changes = [c for state in (self._below, self._around) for c in state.changes(keep=True)]
         return as_sent(change for change in changes if can_be_sent(change.value))
 
     @contextmanager
     def running(self, is_split: bool) -> Iterator[None]:
-        """Inside, a call runs here: modules that run here have their own values.
+        """Inside the context, a call runs here: the modules of this stage have their own values.
 
         Args:
-            is_split: whether it runs in micro-batches.
+            is_split: whether the call runs in micro-batches.
         """
         self._is_other |= self._had_gradients is not torch.is_grad_enabled()
         self._had_gradients = torch.is_grad_enabled()
@@ -275,17 +275,17 @@ class StateOnLast:
             if shown or heard or self._heard:
                 self._note()
             else:
-                self._below.note()  # what the model's own forward sets on layers below is no change of the loss's
+                self._below.note()  # the model's own forward may set values on layers below: not a change of the loss
 
     def call_has_failed(self) -> None:
-        """A call has failed, and the loss may go on: what layers below have written in it is not said again."""
+        """Handle a failed call. The loss may continue, so the values that layers below have written are taken now."""
         for place, left in self._heard.items():
             self._take(place, left, False)
         self._heard = {}
         self._note()
 
     def hear(self, note: Note | None) -> None:
-        """What the stages below have written in the call that runs."""
+        """Receive the values that the stages below have written in the running call."""
         self._heard.update(note or {})
 
     # ------------------------------------------------------------------------------------ inside
@@ -305,9 +305,9 @@ class StateOnLast:
         return changes
 
     def _refuse_code(self, called: str | None) -> None:
-        """Refuse other hooks on modules that contain all layers, or another `forward`, unless they are called.
+        """Refuse changed hooks or `forward` of modules that contain all layers, unless the module is called.
 
-        Those of the module that is called run around the call, on this process alone.
+        The called module's own hooks run around the call, on this process only.
         """
         for number, name in self._served.items():
             is_inside = name.startswith(f"{called}.") if called else name != ""
@@ -330,7 +330,7 @@ class StateOnLast:
         raise ValueError(self._refusal)
 
     def _take(self, place: Place, left: Any, is_written_here: bool) -> None:
-        """Take what a stage below has written to its copy of a module."""
+        """Take a value that a stage below has written to its copy of a module."""
         if is_written_here:
             value = value_at(self._modules, place)
             is_known = not isinstance(value, torch.Tensor) or not bool(torch.isnan(value).any())
@@ -355,7 +355,7 @@ class StateOnLast:
             self._hidden[place] = stand_in, before if value is standing else value
 
     def _show(self, place: Place) -> bool:
-        """Give a module back what is hidden. Returns whether the loss has left it hidden."""
+        """Restore a hidden value. Returns False if the loss has replaced it."""
         stand_in, value = self._hidden.pop(place)
         if value_at(self._modules, place) is not stand_in:
             del self._left[place]
@@ -374,7 +374,7 @@ class StateOnLast:
         return Unreadable(about, remedy) if isinstance(left, _Other) else left
 
     def _take_own(self) -> None:
-        """Settings of modules of this stage that have changed are sent with the next order."""
+        """Send changed settings of this stage's modules with the next order."""
         changes = self._own.changes()
         self._pending += [c for c in changes if c.place not in self._left and _is_setting(c.value)]
 
@@ -384,16 +384,16 @@ class StateOnLast:
 
 
 def _code_of(module: nn.Module) -> list[Any]:
-    """Hooks and `forward` of a module."""
+    """Return the hooks and `forward` of a module."""
     return [vars(module).get("forward"), *(hook for table in HOOKS for hook in vars(module)[table].values())]
 
 
 def _described(value: Any, is_split: bool) -> Any:
-    """How a value looks that layers have written.
+    """Return a description of a value that layers have written.
 
     Args:
         value: the value.
-        is_split: whether they ran on micro-batches, so that also numbers are not those of the batch.
+        is_split: whether the layers ran on micro-batches. Then even numbers differ from one process's.
     """
     if isinstance(value, torch.Tensor):
         return _Shape(tuple(value.shape), value.dtype)
@@ -407,7 +407,7 @@ def _described(value: Any, is_split: bool) -> Any:
 
 
 def _is_whole(left: Any) -> bool:
-    """Whether a described value lacks nothing."""
+    """Whether a description contains the complete value."""
     if isinstance(left, (_Shape, _Other)):
         return False
     if type(left) not in REBUILT:

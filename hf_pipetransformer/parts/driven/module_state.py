@@ -1,8 +1,9 @@
-"""The state of a model's modules beside the values of its weights, and what has changed in it.
+"""The state of a model's modules besides the values of its weights, and its changes.
 
-State is what `vars(module)` has, containers and configurations by value; hooks, parts and parameters by identity;
-buffers by the number of writes; and `requires_grad` of parameters. Comparing it costs less than a millisecond for
-thousands of modules: what has not changed is the same object. What differs is looked at one by one.
+State consists of the entries of `vars(module)`, with containers and configurations by value; hooks, parts and
+parameters by identity; buffers by the number of writes; and `requires_grad` of parameters. Comparing it costs less
+than a millisecond for thousands of modules: unchanged values are the same objects. Only differing values are compared
+in detail.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ BUFFERS, PARAMETERS, PARTS = "_buffers", "_parameters", "_modules"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 TABLES = frozenset({BUFFERS, PARAMETERS, PARTS, *HOOKS})
 OF_CHECKPOINTING = frozenset({"_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks"})
-"""Names of what transformers sets when checkpointing is turned off and on (TRL's losses do): it changes no result."""
+"""Attributes that transformers sets when checkpointing is toggled (by TRL's losses). They do not affect results."""
 REQUIRES_GRAD = "make_inputs_require_grads"
-"""Name of the hook, for the same purpose."""
+"""Name of the hook that transformers sets for the same purpose."""
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | OF_CHECKPOINTING
 FLAG = "requires_grad"
 
@@ -36,13 +37,13 @@ PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, sli
 PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout)
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 REBUILT = frozenset({*CONTAINERS, OrderedDict})
-"""Types of containers that are made anew with other entries."""
+"""Types of containers that can be rebuilt with other entries."""
 MAX_DEPTH = 4
 MAX_ENTRIES = 2_000
-"""Containers with more entries, or more of them one in another, hold data and are compared by identity."""
+"""Containers with more entries, or deeper nesting, hold data and are compared by identity."""
 
 Path = tuple[str, ...]
-"""From a module to a value: the name of an attribute, then names of attributes of objects; or a table and a name."""
+"""Path from a module to a value: an attribute name, then attribute names of objects; or a table and a name."""
 Place = tuple[int, Path]
 """The number of a module in `model.modules()`, and the path of a value in it."""
 
@@ -61,9 +62,9 @@ class Change:
     """A value that has changed.
 
     Attributes:
-        place: where it is.
-        value: the new one.
-        is_written: whether it is a buffer that has been written to, and the same tensor as before.
+        place: place of the value.
+        value: the new value.
+        is_written: whether it is a buffer that was written in place, i.e. the same tensor as before.
     """
 
     place: Place
@@ -72,7 +73,7 @@ class Change:
 
 
 Changes = dict[tuple[Path, bool], tuple[list[int], list[Any]]]
-"""Changes as they are sent: for each path, and whether a buffer was written to, numbers of modules and values."""
+"""Changes in the form to send: (path, whether a buffer was written) -> numbers of modules, and values."""
 
 
 def as_sent(changes: Iterable[Change]) -> Changes:
@@ -85,7 +86,7 @@ def as_sent(changes: Iterable[Change]) -> Changes:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a string or the like, which is the same on another process."""
+    """Whether a value is a number, a string or the like: it is the same on another process."""
     return type(value) in PLAIN or isinstance(value, (Number, Enum, *PLAIN_OF_TORCH))
 
 
@@ -103,7 +104,7 @@ def can_be_sent(value: Any, depth: int = MAX_DEPTH) -> bool:
 # Values that can be compared with later ones
 # ---------------------------------------------------------------------------------------------------------
 class _Same:
-    """Equal to itself alone, and for a tensor while it is not written to."""
+    """Compares by identity. A tensor differs after a write."""
 
     def __init__(self, value: Any) -> None:
         self.value, self.version = value, version_of(value) if isinstance(value, torch.Tensor) else 0
@@ -126,7 +127,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def comparable(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """A value that is equal to that of a later moment if nothing in it has changed."""
+    """Return a form of a value that equals the form at a later time if the value has not changed."""
     if is_plain(value):
         return value
     if depth and isinstance(value, CONTAINERS) and len(value) <= MAX_ENTRIES:
@@ -141,7 +142,7 @@ def comparable(value: Any, depth: int = MAX_DEPTH) -> Any:
 
 
 def _has_settings(value: Any) -> bool:
-    """Whether a value is an object with attributes, and neither code nor a tensor."""
+    """Whether a value is an object with attributes, but neither code nor a tensor."""
     kind = type(value)
     if isinstance(value, (nn.Module, torch.Tensor, ModuleType)) or callable(value):
         return False
@@ -152,7 +153,7 @@ def _has_settings(value: Any) -> bool:
 
 
 def _differences(number: int, path: Path, before: Any, after: Any, value: Any) -> Iterator[Change]:
-    """The changes from one comparable value to another one, which is that of `value`."""
+    """Yield the changes between two comparable forms. `after` is the form of `value`."""
     if before is after or (type(before) is type(after) and before == after):
         return
     if isinstance(before, _Object) and isinstance(after, _Object) and before.kind is after.kind:
@@ -167,13 +168,13 @@ def _differences(number: int, path: Path, before: Any, after: Any, value: Any) -
 # All modules at once
 # ---------------------------------------------------------------------------------------------------------
 class _Reading(NamedTuple):
-    counts: list[Any]  # of attributes by module, and of entries by table
-    values: list[Any]  # of attributes
-    entries: list[Any]  # of the tables
-    versions: list[int]  # of the buffers
-    numbers: list[Any]  # of each buffer on the CPU the address and one value, as torch counts no write to `.data`
-    flags: list[bool]  # of the parameters
-    inside: list[Any]  # comparable values of attributes that can change and stay the same object
+    counts: list[Any]  # number of attributes by module, and of entries by table
+    values: list[Any]  # values of attributes
+    entries: list[Any]  # entries of the tables
+    versions: list[int]  # versions of the buffers
+    numbers: list[Any]  # address and one value of each CPU buffer: torch does not count writes to `.data`
+    flags: list[bool]  # flags of the parameters
+    inside: list[Any]  # comparable forms of mutable attributes
 
     def is_same(self, other: _Reading) -> bool:
         return (
@@ -191,7 +192,7 @@ _flag, _trained = attrgetter(FLAG), attrgetter("is_trained")
 
 
 class ModuleState:
-    """The state of modules, without that of the modules inside of them.
+    """The state of modules, without their submodules.
 
     Args:
         modules: the modules, by their number in `model.modules()`.
@@ -203,14 +204,14 @@ class ModuleState:
         self._noted = self._read()
 
     def note(self) -> None:
-        """Take the state as it is now for that to compare with."""
+        """Take the current state as the reference."""
         self.changes()
 
     def changes(self, keep: bool = False) -> list[Change]:
-        """What has changed since this was called last.
+        """Return the changes since the last call.
 
         Args:
-            keep: whether later changes are compared with the earlier state once more.
+            keep: whether to keep the earlier state as the reference.
         """
         now, noted = self._read(), self._noted
         if now.is_same(noted):
@@ -236,19 +237,19 @@ class ModuleState:
         return any(noted.values[index] is not now.values[index] for index in self._mutable)
 
     def _build(self) -> None:
-        """List what there is to compare."""
+        """List the values to compare."""
         self._owners = [vars(module) for module in self._modules.values()]
         self._of: list[dict[str, Any]] = []
         self._names: list[str] = []
-        self._numbers: list[int] = []  # of the modules of these attributes
+        self._numbers: list[int] = []  # module numbers of these attributes
         self._tables: list[dict[Any, Any]] = []
         self._of_tables: list[tuple[int, str, list[Any]]] = []  # module, name and keys
         self._empty: list[dict[Any, Any]] = []
         self._on_cpu: list[tuple[Place, torch.Tensor]] = []
         self._middles: dict[torch.dtype, list[torch.Tensor]] = {}
         self._buffer_tables: list[dict[Any, Any]] = []
-        self._parameters: tuple[dict[Place, Any], ...] = ({}, {})  # here, hidden
-        mutable: dict[int, int] = {}  # by id of a value: the first attribute that has it
+        self._parameters: tuple[dict[Place, Any], ...] = ({}, {})  # parameters here, and hidden ones
+        mutable: dict[int, int] = {}  # id of a value -> first attribute with it
         seen: set[int] = set()
         for (number, module), owner in zip(self._modules.items(), self._owners, strict=True):
             for name, value in owner.items():
@@ -274,7 +275,7 @@ class ModuleState:
         self._mutable = list(mutable.values())
 
     def _look_into(self, number: int, buffers: dict[str, Any]) -> None:
-        """Look at one value of each buffer on the CPU."""
+        """Prepare to compare one value of each CPU buffer."""
         for name, buffer in buffers.items():
             if type(buffer) is not torch.Tensor or buffer.device.type != "cpu" or buffer.layout != torch.strided:
                 continue
@@ -336,7 +337,7 @@ class ModuleState:
                 yield Change(place, flag_now)
 
     def _added(self) -> Iterator[Change]:
-        """Attributes, and entries of tables, that were not there."""
+        """Yield new attributes, and new entries of tables."""
         known: dict[int, set[str]] = {}
         for number, name in zip(self._numbers, self._names, strict=True):
             known.setdefault(number, set()).add(name)
@@ -351,10 +352,10 @@ class ModuleState:
                     yield from (Change((number, (name, key)), value) for key, value in entries)
 
     def _written(self, noted: _Reading, now: _Reading) -> Iterator[Change]:
-        """Buffers that were written to, and are the same tensors."""
+        """Yield buffers that were written in place."""
         keys = [(number, key) for number, table, names in self._of_tables if table == BUFFERS for key in names]
         if len(keys) != len(noted.versions) or len(keys) != len(now.versions):
-            return  # buffers were added or removed, which is a change of its own
+            return  # added or removed buffers are changes of their own
         earlier = {id(entry) for entry in noted.entries}
         for (number, key), before, after in zip(keys, noted.versions, now.versions, strict=True):
             buffer = self._modules[number]._buffers.get(key)
@@ -362,7 +363,7 @@ class ModuleState:
                 yield Change((number, (BUFFERS, key)), buffer, is_written=True)
 
     def _written_unnoticed(self, noted: _Reading, now: _Reading) -> Iterator[Change]:
-        """Buffers on the CPU that have another address or another value, whether or not torch has counted it."""
+        """Yield CPU buffers with another address or another value, even if torch has not counted a write."""
         of_types = zip(noted.numbers[1:], now.numbers[1:], strict=True)
         have_changed = {
             dtype: iter([before != after for before, after in zip(*values, strict=True)])
@@ -394,19 +395,19 @@ def _is_mutable(value: Any) -> bool:
 # Changing it
 # ---------------------------------------------------------------------------------------------------------
 def value_at(modules: list[nn.Module], place: Place) -> Any:
-    """The value at a place; `ABSENT` if there is none."""
+    """Return the value at a place; `ABSENT` if there is none."""
     owner, name = _owner_of(modules, place)
     return owner.get(name, ABSENT) if owner is not None else ABSENT
 
 
 def put(modules: list[nn.Module], place: Place, value: Any, is_written: bool = False) -> Callable[[], None]:
-    """Set a value, and return what undoes it.
+    """Set a value, and return a function that undoes it.
 
     Args:
         modules: all modules of the model.
-        place: where.
+        place: place of the value.
         value: the value; `ABSENT` removes the attribute.
-        is_written: whether a buffer is written to, and stays the same tensor.
+        is_written: whether to write a buffer in place.
     """
     number, path = place
     if path[-1] == FLAG and path[0] == PARAMETERS:
@@ -427,14 +428,14 @@ def put(modules: list[nn.Module], place: Place, value: Any, is_written: bool = F
         owner[name] = value
 
     def restore() -> None:
-        if owner.get(name, ABSENT) is value:  # otherwise code that has run meanwhile has set it
+        if owner.get(name, ABSENT) is value:  # otherwise other code has set it since
             _restore(owner, name, before)
 
     return restore
 
 
 def put_all(modules: list[nn.Module], changes: Changes) -> Callable[[], None]:
-    """Set values that another process has sent, and return what undoes it."""
+    """Set values from another process, and return a function that undoes it."""
     undo = [
         put(modules, (number, path), value, is_written)
         for (path, is_written), (numbers, values) in changes.items()
@@ -449,7 +450,7 @@ def put_all(modules: list[nn.Module], changes: Changes) -> Callable[[], None]:
 
 
 def plain_state(modules: list[nn.Module]) -> Changes:
-    """All plain attributes of modules, and containers of plain values, as they are sent."""
+    """Return all plain attributes of modules, and containers of plain values, in the form to send."""
     return as_sent(
         Change((number, (name,)), value)
         for number, module in enumerate(modules)
@@ -459,7 +460,7 @@ def plain_state(modules: list[nn.Module]) -> Changes:
 
 
 def _owner_of(modules: list[nn.Module], place: Place) -> tuple[dict[str, Any] | None, str]:
-    """The dictionary that has the value at a place, and its name there; None if an object is not there."""
+    """Return the dictionary that contains the value at a place, and its key; None if an object is missing."""
     number, path = place
     owner = vars(modules[number])
     for name in path[:-1]:

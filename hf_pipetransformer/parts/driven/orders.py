@@ -1,4 +1,4 @@
-"""What a stage is told to do for calls of the model on the last stage, and how any stage runs its part of a call."""
+"""The orders of the last stage to the stages below, and a stage's part in a call of the model."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from ...randomness import seeded
 from .module_state import Changes
 
 POSITIONAL = "positional argument {}"
-"""Name of an argument that a call passes by position, in an order."""
+"""Name in an order for a positional argument of the call."""
 PLAIN = (
     *(torch.Tensor, torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(bool, int, float, complex, str, bytes, enum.Enum, slice, range, np.ndarray, np.generic),
 )
-"""Classes of the values that an order may contain, besides containers."""
+"""Classes of values in an order, besides containers."""
 SEEDS_APART = 104729
 """Difference between the seeds of neighbouring stages."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """Stands for one of the batch's own tensors, which every stage has."""
+    """Stands for one of the batch's own tensors: every stage has them."""
 
     index: int
 
@@ -46,13 +46,13 @@ class Forward:
 
     Attributes:
         call: number of the call.
-        module: name of the module that was called; empty for the model.
-        spans: first row, and row after the last one, of each micro-batch; empty for a call that is not split.
+        module: name of the called module; empty for the model.
+        spans: first row, and row after the last one, of each micro-batch; empty for an unsplit call.
         has_gradients: whether autograd is on.
-        wanted: which of the inputs' tensors, by their order, the user's code may ask a gradient of.
-        seed: seed of the random numbers in the layers; None if they draw none.
+        wanted: indices of the input tensors that the user's code may request gradients of.
+        seed: seed of the random numbers in the layers; None if layers draw none.
         autocast: whether autocast is on, and its dtype.
-        changes: of the model's modules, by the loss since the last order.
+        changes: changes of the model's modules by the loss since the last order.
     """
 
     call: int
@@ -72,9 +72,9 @@ class Backward:
     Attributes:
         call: number of the call.
         part: index of the micro-batch.
-        only_inputs: whether only the gradients of the call's inputs are asked for (`torch.autograd.grad`).
+        only_inputs: whether only gradients of the call's inputs are requested (`torch.autograd.grad`).
         keeps_graph: whether another backward may follow (`retain_graph`).
-        changes: of the model's modules since the last forward; checkpointed layers run again, as things are now.
+        changes: changes of the model's modules since the last forward: checkpointed layers run again with them.
     """
 
     call: int
@@ -96,17 +96,17 @@ class End:
     """The user's code has returned.
 
     Attributes:
-        changes: of the model's modules since the last forward, which stay.
+        changes: changes of the model's modules since the last forward. They persist.
     """
 
     changes: Changes
 
 
 def refuse_objects(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Refuse a call on something of which each stage would have a copy: only values travel, not objects.
+    """Refuse a call with an object as input: each stage would have its own copy. Only values are sent.
 
     Raises:
-        ValueError: an input is or contains something other than tensors, plain values and containers of them.
+        ValueError: an input is or contains an object besides tensors, plain values and containers of them.
     """
     for name, value in inputs.items():
         found = _first_object(value)
@@ -120,7 +120,7 @@ def refuse_objects(model: nn.Module, inputs: Mapping[str, Any]) -> None:
 
 
 def _first_object(value: Any) -> Any:
-    """The first value that is not plain in a nested value; None if there is none."""
+    """Return the first value in a nested value that is not plain; None if there is none."""
     if value is None or isinstance(value, PLAIN):
         return None
     if isinstance(value, (Mapping, list, tuple, set, frozenset)):
@@ -138,19 +138,19 @@ class StageCalls:
     """
 
     is_driving = False
-    """Whether the user's code runs here, and its calls are served."""
+    """Whether the user's code runs here, with served calls."""
 
     def __init__(self, stage: StageModule, messages: PipelineMessages) -> None:
         self.stage, self.messages = stage, messages
         self.model, self.runner = stage.stack.model, stage.stack.runner
         self.index = messages.stage_index
         self.modules = _modules_around_all(self.model, [unit.module for unit in stage.stack.units])
-        """The modules whose calls are served, by name."""
+        """Modules with served calls, by name."""
         self._copies = any(map(is_users, self.modules.values()))
         self._pending: Pending = []
 
     def parts(self, inputs: Batch, spans: Sequence[tuple[int, int]]) -> list[Batch]:
-        """The inputs of each micro-batch; copies, if the model may write into them."""
+        """Return the inputs of each micro-batch. They are copies if the model may write into them."""
         parts = [slice_rows(inputs, start, stop) for start, stop in spans] or [dict(inputs)]
         if not self._copies:
             return parts
@@ -161,20 +161,20 @@ class StageCalls:
         self.keep(self.messages.send_tree(tree, stage))
 
     def keep(self, pending: Pending) -> None:
-        """Keep what is being sent until it has arrived.
+        """Keep pending messages until they have arrived.
 
-        The rest is let go of: a gradient cache makes hundreds of calls before the step is over.
+        Earlier messages are released: a gradient cache makes hundreds of calls in a step.
         """
         self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()] + pending
 
     def wait(self) -> None:
-        """Wait until all is sent."""
+        """Wait until all messages are sent."""
         wait_for(self._pending)
         self._pending = []
 
     @contextmanager
     def running(self, order: Forward, part: int, forward: Callable[..., Any]) -> Iterator[None]:
-        """Inside, the runner runs a micro-batch of a call as the call was made."""
+        """Inside the context, the runner runs a micro-batch with the call's own arguments and modes."""
         PROGRESS.tick()
         enabled, dtype = order.autocast
         seed = None if order.seed is None else order.seed + part + SEEDS_APART * self.index
@@ -188,7 +188,7 @@ class StageCalls:
             yield
 
     def _with_positional(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Call `forward` on the inputs of an order, some of which were passed by position."""
+        """Return a function that calls `forward` on the inputs of an order, some of them by position."""
 
         def call(**inputs: Any) -> Any:
             args: list[Any] = []
@@ -205,7 +205,7 @@ class StageCalls:
 
 
 def _modules_around_all(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The modules that contain all layers and can be called, by name: what a user's loss may call."""
+    """Return the modules that contain all layers and can be called, by name. A user's loss may call them."""
     inside = set(layers)
     return {
         name: module

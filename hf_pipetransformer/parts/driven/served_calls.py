@@ -1,15 +1,15 @@
-"""The user's loss drives the pipeline: each call of the model in it is served by the stages below.
+"""The user's loss drives the pipeline: the stages below serve each of its calls of the model.
 
-The last stage's process runs the user's code as one process would, once. A call of the model in it is an *order* to
-the stages below; the call's rows run as micro-batches, and what lies behind the last layer runs on all rows together:
+The last stage's process runs the user's code once, as one process would. A call of the model in it becomes an *order*
+to the stages below. The call's rows run as micro-batches, and the code after the last layer runs on all rows together:
 
     K = 3      rank 0  user's code   model(...)            · · F0 F1 F2 head   ... loss.backward()  B2 B1 B0
                rank 1  serves        └ order: forward      · F0 F1 F2          └ order: backward      B2 B1 B0
                rank 2  serves                              F0 F1 F2                                     B2 B1 B0
 
-Autograd runs the backward: one node for each micro-batch sends the gradient down as soon as it is known, and the nodes
-made last run first. Nothing has to be known about the user's code: how often it calls the model, on which inputs, with
-or without gradients, or inside of a backward pass.
+Autograd runs the backward: one node per micro-batch sends the gradient down as soon as it is known, and the latest
+nodes run first. The trainer needs no knowledge of the user's code: it may call the model any number of times, on any
+inputs, with or without gradients, and inside of a backward pass.
 
 Orders go from stage to stage, downwards; activations go upwards, each after its shapes.
 """
@@ -60,26 +60,26 @@ class ServedCalls(StageCalls):
         self._batch: Batch = {}
         self._given = RecordedInputs({})
         self._unread: Collection[str] = ()
-        self._own: dict[int, tuple[int, int]] = {}  # by id of a tensor of the batch: its index and version
+        self._own: dict[int, tuple[int, int]] = {}  # id of a tensor of the batch -> its index and version
         self._state = StateOnLast(stage, self.modules)
-        self._drops = self._runs_whole = False  # in these modes: whether dropout is active, and calls are not divided
-        self._finds_rows = True  # whether calls are cut unevenly; in all of a batch alike, as one may be made again
-        self._not_of_samples: set[str] = set()  # names of inputs that have no row for each sample
+        self._drops = self._runs_whole = False  # in the current modes: whether dropout is active, and calls stay whole
+        self._finds_rows = True  # whether calls are split unevenly; constant in a batch: calls may be repeated
+        self._not_of_samples: set[str] = set()  # names of inputs without a row for each sample
         self._number = 0
-        self._released: list[tuple[int, int]] = []  # micro-batches whose graph is gone
+        self._released: list[tuple[int, int]] = []  # micro-batches with freed graphs
         self._expected = 0  # micro-batches of the current call that the stages below have yet to send
-        self._first_call = 0  # of this batch
+        self._first_call = 0  # number of this batch's first call
         self._below = torch.zeros((), requires_grad=True, device=stage.device)  # the parameters below, for autograd
         self._row_dimensions: dict[int, tuple[int | None, ...]] | None = None
-        """By stack, the dimension of the samples in each tensor behind the last layer; None until it has been seen."""
+        """Stack -> dimension of the samples in each tensor after the last layer; None until known."""
 
     def run(self, batch: Batch, code: Callable[[], T], unread: Collection[str] = ()) -> T:
-        """Run the user's code; inside, each call of the model is served by the other stages (`ServingStage`).
+        """Run the user's code. The other stages serve each of its calls of the model (`ServingStage`).
 
         Args:
-            batch: the batch that all stages have, prepared.
-            code: the user's code, which may call the model on anything.
-            unread: names of inputs that frozen layers do not read, so that tags do not depend on them.
+            batch: the prepared batch, the same on all stages.
+            code: the user's code. It may call the model on any inputs.
+            unread: names of inputs that frozen layers do not read. Tags do not depend on them.
         """
         tensors = tensors_of(batch)
         self._own = {id(tensor): (index, version_of(tensor)) for index, tensor in enumerate(tensors)}
@@ -92,18 +92,18 @@ class ServedCalls(StageCalls):
             self._order(End(self._state.end()))
         self.wait()
         self._batch, self._own = {}, {}
-        self._first_call = self._number + 1  # the stages below have no graphs any more
+        self._first_call = self._number + 1  # the stages below have freed their graphs
         return result
 
     @contextmanager
     def _overriding(self) -> Iterator[None]:
-        """Inside, calls of the model, and of modules in it that contain all its layers, are served."""
+        """Inside the context, serve calls of the model, and of its modules that contain all layers."""
 
         def serving(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 return self._call(name, forward, args, kwargs)
 
-            # a compiled function of the user's calls the model as it is
+            # keeps a user's compiled function from compiling the served call
             is_compiling = "torch._dynamo" in sys.modules
             return torch.compiler.disable(call) if is_compiling else call
 
@@ -119,7 +119,7 @@ class ServedCalls(StageCalls):
             yield
 
     def _call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self.runner.is_running:  # inside of a call that is being served
+        if self.runner.is_running:  # inside of a served call
             return forward(*args, **kwargs)
         try:
             return self._serve_call(name, forward, args, kwargs)
@@ -130,10 +130,10 @@ class ServedCalls(StageCalls):
             self._state.call_has_failed()
             raise
         self._state.call_has_failed()
-        raise error  # here, where no error is handled, so that its own cause stays
+        raise error  # raised outside of the handler, to keep its own cause
 
     def _drain(self) -> None:
-        """Receive what the stages below still send of a call that has failed here. The user's code may go on."""
+        """Receive the remaining messages of a call that has failed here. The user's code may continue."""
         with suppress(FailedBelow):
             while self._expected:
                 self._expected -= 1
@@ -179,8 +179,8 @@ class ServedCalls(StageCalls):
         inputs: Batch,
         origin: torch.Tensor,
     ) -> Any:
-        """Run this stage's part of a call that has been ordered; returns the model's output."""
-        if not order.spans:  # one forward, as in one process: the model may count them
+        """Run this stage's part of an ordered call. Returns the model's output."""
+        if not order.spans:  # one forward, as in one process: the model may count forwards
             values = self._receive(order, 0, origin)
             with self.running(order, 0, forward), self.stage.running_to_the_end(values, inputs):
                 self.runner.begin_call()
@@ -201,14 +201,14 @@ class ServedCalls(StageCalls):
     def _run_part(
         self, order: Forward, forward: Callable[..., Any], part: Batch, number: int, origin: torch.Tensor
     ) -> Carry:
-        """Run this stage's layers on a micro-batch that arrives from below; returns what follows the last one."""
+        """Run this stage's layers on a micro-batch from below. Returns the outputs of the last layer."""
         values = self._receive(order, number, origin)
         with self.running(order, number, forward):
             inputs, start, carry = self.stage.begin(values, part)
             return self.runner.run(start, self.stage.stop, carry, inputs)
 
     def _receive(self, order: Forward, number: int, origin: torch.Tensor) -> list[torch.Tensor]:
-        """Receive a micro-batch's values from below, whose gradients go down again."""
+        """Receive a micro-batch's values from below. Their gradients are sent down in the backward."""
         self._expected -= 1
         values = self.messages.receive_values(self.index, self.stage.slots_in, with_gradients=order.has_gradients)
         self._state.hear(self.messages.note)
@@ -221,10 +221,10 @@ class ServedCalls(StageCalls):
         return values
 
     def _joined(self, ends: Sequence[Carry]) -> Carry:
-        """Join what follows the last layer, of all micro-batches, along the dimension of the samples.
+        """Join the last layer's outputs of all micro-batches along the dimension of the samples.
 
-        Values without such a dimension (a position bias) are those of the first micro-batch. Which dimension it is
-        shows where micro-batches have different sizes: the first ones that are run have.
+        Values without such a dimension (a position bias) are taken from the first micro-batch. The first call has
+        micro-batches of different sizes, which reveal the dimension.
         """
         if len(ends) == 1:
             return ends[0]
@@ -244,7 +244,7 @@ class ServedCalls(StageCalls):
         return joined
 
     def _refuse_unlike(self, ends: Sequence[Carry], dimensions: Mapping[int, Sequence[int | None]]) -> None:
-        """Refuse values without a dimension of the samples that are not the same in all micro-batches."""
+        """Refuse values without a dimension of the samples that differ between micro-batches."""
         for of, of_stack in dimensions.items():
             for index, dimension in enumerate(of_stack):
                 first = ends[0][of][index]
@@ -257,10 +257,10 @@ class ServedCalls(StageCalls):
                     )
 
     def _spans(self, inputs: Batch) -> tuple[tuple[int, int], ...]:
-        """Rows of each micro-batch of a call; empty if it is not split.
+        """Return the rows of each micro-batch of a call; empty if the call is not split.
 
-        It is split if all tensors have the same number of rows. An input that has had another number once (a prompt,
-        settings) is not taken for samples where the numbers happen to be equal.
+        A call is split if all tensors have the same number of rows. An input that once had another number (a prompt,
+        settings) never counts as samples, even if the numbers happen to be equal later.
         """
         rows_of = {name: numbers_of_rows(value) for name, value in inputs.items()}
         numbers = set[int]().union(*rows_of.values())
@@ -285,7 +285,7 @@ class ServedCalls(StageCalls):
         return tuple(zip([0, *stops], stops, strict=False))
 
     def _tags_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
-        """The tags of a call of the model on the batch's own inputs; those of other inputs are not known."""
+        """Return the tags of a call on the batch's own inputs. Other inputs have no tags."""
         shortcut = self.stage.shortcut
         called = named_inputs(self.model, args, kwargs)
         if TAGS not in self._batch or shortcut is None or shortcut.is_called_otherwise(called):
@@ -293,7 +293,7 @@ class ServedCalls(StageCalls):
         return {TAGS: self._batch[TAGS]} if self._given.are(called, self._unread) else {}
 
     def _by_name(self, tensor: torch.Tensor) -> Any:
-        """The batch's own tensor by its index, if it is unchanged; every other one as it is."""
+        """Replace an unchanged tensor of the batch by its index. Other tensors stay."""
         index, version = self._own.get(id(tensor), (None, None))
         return Own(index) if index is not None and version_of(tensor) == version else tensor
 
@@ -313,11 +313,11 @@ class ServedCalls(StageCalls):
         self._order(order, list(gradients))
 
     def changes_for_backward(self) -> Changes:
-        """Called by autograd: changes since the last order; not all stages below may get this order."""
+        """Called by autograd: return the changes since the last order. Some stages below may not get this order."""
         return self._state.for_backward()
 
     def gradients_of_inputs(self, call: int) -> list[torch.Tensor]:
-        """Called by autograd: the gradients of a call's inputs, summed over the stages below."""
+        """Called by autograd: return the gradients of a call's inputs, summed over the stages below."""
         self._order(Ask(call))
         found: list[torch.Tensor] = self.messages.receive_tree(0)
         for stage in range(1, self.index):
@@ -330,9 +330,9 @@ class ServedCalls(StageCalls):
 
 
 class _Boundary(torch.autograd.Function):
-    """A micro-batch's values from below. Their gradients go down as soon as autograd has them.
+    """A micro-batch's values from below. Their gradients are sent down as soon as autograd has them.
 
-    `below` stands for the parameters below: autograd reaches it in `backward()`, and not in `grad(_, inputs)`.
+    `below` stands for the parameters below: autograd reaches it in `backward()`, but not in `grad(_, inputs)`.
     """
 
     @staticmethod
@@ -366,7 +366,7 @@ class _Boundary(torch.autograd.Function):
 
 @dataclass(eq=False)
 class _Token:
-    """Lives as long as the node of a micro-batch, i.e. as long as a backward can come."""
+    """Lives as long as the node of a micro-batch, i.e. as long as a backward is possible."""
 
     served: ServedCalls
     call: int
@@ -377,7 +377,7 @@ class _Token:
 
 
 class _Inputs(torch.autograd.Function):
-    """Inputs of a call that require a gradient; it comes back from the stages below, when all parts have gone down."""
+    """Inputs of a call that require a gradient. The stages below return it after all micro-batches' backwards."""
 
     @staticmethod
     def forward(ctx: Any, served: ServedCalls, call: int, *inputs: torch.Tensor) -> torch.Tensor:
@@ -391,7 +391,7 @@ class _Inputs(torch.autograd.Function):
 
 # ---------------------------------------------------------------------------------------------------------
 def _row_dimension(values: Sequence[torch.Tensor]) -> int | None:
-    """The dimension along which the values of micro-batches of different sizes differ; None if none does."""
+    """Return the dimension that differs between micro-batches of different sizes; None if none does."""
     different = [
         dimension
         for dimension, sizes in enumerate(zip(*(value.shape for value in values), strict=True))
@@ -401,7 +401,7 @@ def _row_dimension(values: Sequence[torch.Tensor]) -> int | None:
 
 
 def _hiding_the_first(output: Any) -> Any:
-    """Hide the first of all hidden states as well, if a model returns them: it is not the output of a layer."""
+    """Hide the first hidden state as well, if a model returns all: it is not the output of a layer."""
     for name, states in list(output.items()) if isinstance(output, Mapping) else []:
         if name.endswith("hidden_states") and isinstance(states, tuple) and len(states) > 1:
             first = states[0]

@@ -1,4 +1,4 @@
-"""A stage below the last one does what the calls of the model there ask of it (`served_calls`)."""
+"""A stage below the last one serves calls of the model on the last stage (`served_calls`)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .orders import Ask, Backward, End, Forward, Own, StageCalls
 
 @dataclass
 class _Held:
-    """The graph of a micro-batch on a stage below: what it received, and what it has sent."""
+    """The graph of a micro-batch on a stage below: its received and its sent tensors."""
 
     received: list[torch.Tensor]
     sent: Sequence[torch.Tensor] = ()
 
 
 class ServingStage(StageCalls):
-    """Runs the layers of a stage below the last one for the calls that are made there.
+    """Runs the layers of a stage below the last one, for calls on the last stage.
 
     Args:
         stage: as in `StageCalls`.
@@ -40,15 +40,15 @@ class ServingStage(StageCalls):
     def __init__(self, stage: StageModule, messages: PipelineMessages) -> None:
         super().__init__(stage, messages)
         self._state = StateBelow(stage)
-        self._held: dict[tuple[int, int], _Held] = {}  # by call and micro-batch
-        self._leaves: dict[int, list[torch.Tensor]] = {}  # by call: inputs whose gradients may be asked for
+        self._held: dict[tuple[int, int], _Held] = {}  # (call, micro-batch) -> graph
+        self._leaves: dict[int, list[torch.Tensor]] = {}  # call -> inputs with gradients that may be requested
 
     def run(self, batch: Batch, code: Callable[[], Any], unread: Collection[str] = ()) -> None:
-        """Do what the last stage orders, until the user's code there has returned.
+        """Follow the orders of the last stage, until the user's code there has returned.
 
         Args:
-            batch: the batch that all stages have.
-            code: run on the last stage only, as with `unread`.
+            batch: the batch, the same on all stages.
+            code: used on the last stage only.
             unread: used on the last stage only.
         """
         tensors = tensors_of(batch)
@@ -77,7 +77,7 @@ class ServingStage(StageCalls):
         self._leaves.clear()
 
     def _answer(self, order: Ask) -> None:
-        """Send the gradients that the inputs of a call have got here."""
+        """Send the gradients of a call's inputs on this stage."""
         leaves = self._leaves[order.call]
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         for leaf in leaves:
@@ -116,7 +116,7 @@ class ServingStage(StageCalls):
                     return  # the stages below have left the call
             if has_failed:
                 self._state.keep(note)
-                continue  # what else the stages below still send of this call is not needed
+                continue  # the remaining messages of this call are not needed
             try:
                 crossing = self._run(order, number, module, values, part)
             except Exception as error:
@@ -130,13 +130,13 @@ class ServingStage(StageCalls):
                 self.keep(self.messages.send_values(noted))
 
     def _give_up(self, failure: FailedBelow) -> None:
-        """Tell the last stage, whose user's code may catch the error, that layers have failed in a call."""
+        """Report a failed call to the last stage. The user's code there may catch the error."""
         self.keep(self.messages.send_failure(self.index, failure))
 
     def _run(
         self, order: Forward, number: int, module: nn.Module, values: list[torch.Tensor], part: Batch
     ) -> Crossing:
-        """Run a micro-batch of a call; returns what the next stage receives."""
+        """Run a micro-batch of a call. Returns the values for the next stage."""
         held = _Held([value for value in values if value.requires_grad])
         # views, as in `StageModule`: autocast must not take them for weights
         values = [value.view_as(value) if value.requires_grad else value for value in values]

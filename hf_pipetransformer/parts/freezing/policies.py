@@ -4,7 +4,7 @@ At every *decision* T = 0, 1, 2, ... (0 before the first step) a policy returns 
 counted from the bottom, until the next decision. `next_num_frozen` enforces two rules for every policy: f never
 decreases, and some parameters stay trainable.
 
-    policy       f(T), with L units, f(0) = 0                                             where it comes from
+    policy       f(T), with L units, f(0) = 0                                             source
     none         0
     alpha        ceil(L (1 - (1 - a)^T))                                                  PipeTransformer, its code
     adaptive     min(ceil(f(T-1) + a (L - f(T-1))), argmin over active units of |g|)      PipeTransformer, equation 1
@@ -13,8 +13,7 @@ decreases, and some parameters stay trainable.
 
 PipeTransformer: He et al., ICML 2021, section 3.1. AutoFreeze: Liu et al. 2021 (arXiv 2102.01386).
 
-To add a policy, write a class and enter it in `POLICIES`. This module does not depend on models, process groups or
-tensors.
+To add a policy, write a class and enter it in `POLICIES`. The module is independent of models and process groups.
 """
 
 from __future__ import annotations
@@ -53,9 +52,10 @@ class FreezeDecision:
             last decision; 0.0 for a unit without gradient (a frozen one). None if no gradients were observed.
         max_frozen: the largest number of units that can be frozen while some parameters stay trainable.
 
-    >>> decision = FreezeDecision(1, 12, 0, epoch=1.0, global_step=500, gradient_norms=None, max_frozen=11)
-    >>> AlphaPolicy(1 / 3).num_frozen(decision)
-    4
+    Examples:
+        >>> decision = FreezeDecision(1, 12, 0, epoch=1.0, global_step=500, gradient_norms=None, max_frozen=11)
+        >>> AlphaPolicy(1 / 3).num_frozen(decision)
+        4
     """
 
     index: int
@@ -117,8 +117,9 @@ class AlphaPolicy(FreezePolicy):
 
     f(T) = ceil(L (1 - (1 - alpha)^T)):
 
-    >>> [AlphaPolicy(1 / 3).num_frozen(FreezeDecision(t, 12, 0, t, t, None, 12)) for t in range(1, 8)]
-    [4, 7, 9, 10, 11, 11, 12]
+    Examples:
+        >>> [AlphaPolicy(1 / 3).num_frozen(FreezeDecision(t, 12, 0, t, t, None, 12)) for t in range(1, 8)]
+        [4, 7, 9, 10, 11, 11, 12]
 
     Raises:
         ValueError: `alpha` is not between 0 and 1.
@@ -141,12 +142,12 @@ class AdaptivePolicy(FreezePolicy):
 
     Equation 1 of PipeTransformer: f(T) = min(f(T-1) + alpha (L - f(T-1)), argmin over l of |g_l|). The paper counts
     layers from 1, so the layer with the smallest norm is itself frozen; l runs over the active layers, because frozen
-    layers have no gradient. The first term is rounded up. If norms are equal, the lowest layer counts. Without
-    gradients no layer is frozen.
+    layers have no gradient. The first term is rounded up. Ties: the lowest layer. Without gradients none is frozen.
 
-    >>> decision = FreezeDecision(1, 6, 0, 1.0, 100, gradient_norms=(0.5, 0.2, 0.4, 0.6, 0.9, 1.0), max_frozen=6)
-    >>> AdaptivePolicy(alpha=0.5).num_frozen(decision)  # the second layer has the smallest norm
-    2
+    Examples:
+        >>> decision = FreezeDecision(1, 6, 0, 1.0, 100, gradient_norms=(0.5, 0.2, 0.4, 0.6, 0.9, 1.0), max_frozen=6)
+        >>> AdaptivePolicy(alpha=0.5).num_frozen(decision)  # the second layer has the smallest norm
+        2
 
     Raises:
         ValueError: `alpha` is not between 0 and 1.
@@ -175,11 +176,12 @@ class AutoFreezePolicy(FreezePolicy):
     implementation takes the root mean square of their norms, which needs no second copy of the gradients. The first
     decision with gradients has no earlier norms and freezes no layer.
 
-    >>> policy = AutoFreezePolicy(percentile=50)
-    >>> policy.num_frozen(FreezeDecision(1, 4, 0, 1.0, 100, gradient_norms=(1.0, 1.0, 1.0, 1.0), max_frozen=4))
-    0
-    >>> policy.num_frozen(FreezeDecision(2, 4, 0, 2.0, 200, gradient_norms=(0.9, 0.9, 0.5, 0.4), max_frozen=4))
-    2
+    Examples:
+        >>> policy = AutoFreezePolicy(percentile=50)
+        >>> policy.num_frozen(FreezeDecision(1, 4, 0, 1.0, 100, gradient_norms=(1.0, 1.0, 1.0, 1.0), max_frozen=4))
+        0
+        >>> policy.num_frozen(FreezeDecision(2, 4, 0, 2.0, 200, gradient_norms=(0.9, 0.9, 0.5, 0.4), max_frozen=4))
+        2
 
     Args:
         percentile: between 0 and 100; a higher value freezes faster.
@@ -360,8 +362,7 @@ def _arguments_of(make: Callable[..., FreezePolicy]) -> list[str]:
 def next_num_frozen(policy: FreezePolicy, decision: FreezeDecision, max_frozen_layers: int | None = None) -> int:
     """Return f(T): the policy's answer, clipped to the valid range.
 
-    f(T) is at least f(T - 1). It is at most the number of layers, the decision's `max_frozen`, and the user's
-    `max_frozen_layers`.
+    f(T) is at least f(T - 1), and at most `num_layers`, `max_frozen` and the user's `max_frozen_layers`.
 
     Raises:
         ValueError: the answer is not a whole number of at least 0.

@@ -1,1 +1,1 @@
-"""The outputs of layers that a freeze policy has frozen, stored on disk and read in later epochs."""
+"""The cache of frozen layers' outputs: one epoch stores them on disk, later epochs read them."""

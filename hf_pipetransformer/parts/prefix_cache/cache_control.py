@@ -1,4 +1,4 @@
-"""AutoCache: when frozen layers are cached, and up to which layer (PipeTransformer, ICML 2021, section 3.4).
+"""AutoCache: decides when and for how many layers to cache outputs (PipeTransformer, ICML 2021, section 3.4).
 
     epoch           1           2           3           4           5
     frozen          0           4           4           7           7
@@ -10,8 +10,8 @@
     first training  f frozen, put in every epoch, also in the last one; later ones read them from the first step
 
 While an epoch fills the store, the frozen layers run distributed over the stages. Once nearly all samples of an epoch
-are in the store, the layers count as cached: they cost nothing, and the remaining layers are rebalanced. All decisions
-are made between two steps, from the counts of all processes, which are exchanged over the control group.
+are in the store, the layers count as cached: they are free, and the remaining layers are rebalanced. All decisions are
+made between two steps, from the counts of all processes, which are exchanged over the control group.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ logger = logging.getLogger(__name__)
 ENOUGH = 0.9
 """Minimum fraction of an epoch's samples in the store for the layers to count as cached."""
 HARDLY_ANY = 0.05
-"""Fraction of samples found below which the inputs are assumed to change from epoch to epoch."""
+"""Fraction of found samples below which the inputs are assumed to change from epoch to epoch."""
 EARLY_STEPS = 16
-"""Number of steps in the first epoch that reads after which it is checked whether anything was found at all."""
+"""Number of steps of the first reading epoch before a check that at least one sample was found."""
 SLOW_EPOCHS = 2
-"""Number of consecutive epochs with loading slower than computing after which the cache is turned off.
+"""Number of consecutive epochs with slower loading than computing after which the cache is turned off.
 
-More than one, because the first may have read from a cold disk.
+It is above 1, because the first epoch may have read from a cold disk.
 """
 OTHER_INPUTS = (
     "compute_loss, _prepare_inputs, training_step or a forward pre-hook changes the inputs before the model receives"
@@ -67,11 +67,11 @@ class EpochReport:
     """The use of the cache in an epoch, over all processes.
 
     Attributes:
-        counts: the counts of samples, summed over all processes.
+        counts: counts of samples, summed over all processes.
         nbytes: size of the store on this node, in bytes.
-        failure: why a process can no longer write; None if all can.
-        is_full: whether a process cannot write because there is no space.
-        skipped: share of the forward passes that was not run, if it is not counted by layers.
+        failure: why a process can no longer write; None if all can write.
+        is_full: whether a process cannot write for lack of space.
+        skipped: share of skipped forward passes, if it is not counted by layers.
     """
 
     counts: CacheCounts
@@ -90,15 +90,15 @@ class AutoCache:
         pipeline: the model.
         cache: reads and writes the store in this process.
         store: the store of this node.
-        reasons: for each number of layers, why their output must not be cached; None if it may be.
+        reasons: number of layers -> why their output must not be cached; None if it may be cached.
         is_forced: cache even if loading is slower than computing.
         seconds_per_row: forward time per sample (per sequence of it) of each unit, in seconds; None if not measured.
-        description: everything that the hidden states depend on besides the weights.
-        is_shared: whether other trainings may use the store too; then nothing is deleted that they may read.
+        description: all dependencies of the hidden states besides the weights.
+        is_shared: whether other trainings may use the store, too. Generations that they may read are then kept.
         rows: a few samples, collated, the same on every process. The frozen layers' outputs for them are part of a
             generation's name.
-        epoch_bytes: what a node stores of an epoch behind each unit; empty if that is not known.
-        calls_per_sample: number of inputs for each sample of the dataset (two of a pair of sentences).
+        epoch_bytes: bytes per epoch on a node at each boundary; empty if unknown.
+        calls_per_sample: number of model inputs per sample of the dataset (two for a pair of sentences).
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class AutoCache:
         self.num_cached = 0
         """Number of layers that count as cached."""
         self.calls_per_sample = calls_per_sample
-        """Number of inputs for each sample in the loss's calls of the model."""
+        """Number of model inputs per sample of the dataset."""
         self.layers_skipped = 0
-        """Number of layers that were not run in this training, summed over the samples, on all processes."""
+        """Number of skipped layers in this training, summed over the samples, on all processes."""
         self.reason_off: str | None = None
-        """Why nothing is cached; None if the cache is in use."""
-        self._may_pay_later = False  # when more layers are frozen
+        """Why the cache is off; None if it is in use."""
+        self._may_pay_later = False  # whether the cache may pay when more layers are frozen
         self._pipeline, self._mesh, self._store = pipeline, pipeline.mesh, store
         self._allowed = [f for f, reason in reasons.items() if reason is None]
         self._reasons = reasons
@@ -134,42 +134,42 @@ class AutoCache:
         self._is_shared = is_shared
         self._epoch_bytes = epoch_bytes
         self._serves_others = False  # whether other trainings may freeze the same layers with the same weights
-        self._repeats = True  # whether the epoch's samples may come again
+        self._repeats = True  # whether the epoch's samples may recur
         self._function = FrozenFunction(pipeline, rows)
-        self._nodes: list[str] = self._mesh.gather_objects(node_name())  # of each rank
+        self._nodes: list[str] = self._mesh.gather_objects(node_name())  # node of each rank
         self._is_first_here = self._nodes.index(node_name()) == self._mesh.rank
-        self._boundary = 0  # number of layers whose outputs are being stored
+        self._boundary = 0  # number of layers below the stored outputs
         self._num_epochs = 0  # number of epochs begun in this `train()`
-        # of the epoch: whether what it stores will be read later, whether what is being filled has been open since its
-        # first batch, and how many steps have begun
+        # state of the epoch: whether later epochs read its stored outputs, whether its generation has been open since
+        # the first batch, and the number of steps begun
         self._writes, self._is_whole, self._num_steps = False, True, 0
         self._marked = time.monotonic()
-        self._in_store = 0  # number of samples at the end of the last epoch
+        self._in_store = 0  # number of stored samples at the end of the last epoch
         self._had_rows = False  # whether an earlier epoch has found its samples
-        self._slow_epochs = 0  # consecutive epochs
-        self._warned: set[str] = set()  # format strings of the warnings already logged
+        self._slow_epochs = 0  # number of consecutive slow epochs
+        self._warned: set[str] = set()  # format strings of logged warnings
 
     @property
     def is_on(self) -> bool:
         return self.reason_off is None
 
     def describe(self) -> str:
-        """Whether frozen layers will be cached, and why not, in words."""
+        """Return the state of the cache in words, with the reason if it is off."""
         if not self._allowed:
             return f"off ({next(filter(None, self._reasons.values()), 'this model has no layer that may be cached')})"
         return "on" if self._is_forced else "auto (used only if faster)"
 
     # ------------------------------------------------------------------------------------ decisions
     def freeze(self, num_frozen: int, is_start: bool = False, goes_on: bool = False) -> str | None:
-        """Start to store the outputs of the frozen layers, after the first `num_frozen` layers have been frozen.
+        """Start to store the outputs of frozen layers, after the first `num_frozen` layers have been frozen.
 
         Args:
             num_frozen: number of frozen layers.
-            is_start: they were frozen before the first step, so that their weights are those that were loaded.
-            goes_on: the resumed job had these layers cached, so they count as cached if all nodes still have them.
+            is_start: whether they were frozen before the first step, with their loaded weights.
+            goes_on: whether the resumed job had cached them. They count as cached if all nodes still have them.
 
         Returns:
-            What will be stored, in words, if that is new.
+            A sentence on the outputs to store, if they are new; otherwise None.
         """
         if not (self.is_on or self._may_pay_later):
             return None
@@ -191,22 +191,22 @@ class AutoCache:
             self._boundary = boundary
             self._serves_others = self._is_shared and is_start
             self._is_whole &= not self._num_steps
-            if not self.is_on:  # the weights were not checked in the meantime
+            if not self.is_on:  # the weights were not checked while it was off
                 self.reason_off = None
                 self._function.forget_weights()
             self._writes |= self._serves_others and self._repeats
             self.cache.write(self._writes)  # it may have been off
             fingerprint = xxhash.xxh3_128_hexdigest(f"{self._description} {self._function.name(boundary)}".encode())
-            # gathering is a barrier as well: nobody writes before all have looked
+            # gathering is also a barrier: no process writes before all have looked
             exists = all(self._mesh.gather_objects((boundary, fingerprint) in self._store.generations()))
             self.cache.advance(boundary, fingerprint, is_new=not exists)
             self._mark_used()  # an earlier training may have created the generation
             self._pipeline.use_shortcut(self.cache)
-            if exists and (self._is_shared or goes_on):  # what is missing of it is noticed as a loss
+            if exists and (self._is_shared or goes_on):  # missing entries are noticed later, as misses
                 self.num_cached, self._had_rows = boundary, True
                 if self._mesh.rank == 0:
                     logger.info("The activation cache holds the outputs of the first %d layers already.", boundary)
-        # records the weights that this process holds under the plan in force
+        # records this process's weights under the current plan
         self._function.note()
         self.judge_settings()
         if boundary <= before or self.num_cached == boundary or not (self.is_on and self._writes):
@@ -224,7 +224,7 @@ class AutoCache:
         Args:
             num_epochs_begun: number of epochs begun in this `train()`.
             state: the trainer's state.
-            may_never_repeat: whether the data may never start again from the beginning.
+            may_never_repeat: whether the data may never repeat.
             doubts_weights: whether a callback may have changed the frozen layers' weights since the last step.
 
         Returns:
@@ -238,11 +238,11 @@ class AutoCache:
         self._num_epochs = num_epochs_begun
         done = state.epoch or 0.0
         epochs_left = state.num_train_epochs - 1 - math.floor(done + 1e-6)
-        # a stream may never start again from the beginning, so its outputs are stored from the second epoch on
+        # a stream may never repeat, so its outputs are stored from the second epoch on
         self._repeats = num_epochs_begun > 1 or not may_never_repeat
         wrote, was_whole = self._writes, self._is_whole
         self._writes, self._num_steps = (epochs_left >= 1 or self._serves_others) and self._repeats, 0
-        # the epoch of a stream without a length has no exact fraction: there the Trainer counts by its steps
+        # for a stream without a length, `state.epoch` is inexact: the Trainer derives it from steps
         self._is_whole = num_epochs_begun > 1 or abs(done - round(done)) < 1e-6
         self.cache.write(self._writes)
         self.cache.read_all()
@@ -250,7 +250,7 @@ class AutoCache:
         return self._end_epoch(wrote, was_whole) if self.is_on and self._boundary else None
 
     def _end_epoch(self, wrote: bool, was_whole: bool) -> EpochReport | None:
-        """Draw the consequences of the epoch that has ended, and return its report; None if nothing was looked up."""
+        """Update the cache after an epoch, and return the epoch's report; None if no sample was looked up."""
         report = self.epoch_report()
         counts = report.counts
         was_used = counts.found or counts.stored or counts.present or counts.dropped or report.failure
@@ -270,7 +270,7 @@ class AutoCache:
                 self.num_cached = self._boundary
                 self._release_generations(self.cache.forget(keep=1))
         elif self._writes and report.is_full and len(self.cache.generations) > 1:
-            # no space for two generations: remove the one of fewer layers, and refill the store in the next epoch
+            # no space for two generations: remove the lower one, and refill the store in the next epoch
             self.num_cached = self._in_store = 0
             self._release_generations(self.cache.forget(keep=1))
             self.cache.resume_writing()
@@ -278,7 +278,7 @@ class AutoCache:
         return report
 
     def _begin_step(self) -> None:
-        """Check early whether the first epoch that reads finds anything."""
+        """Turn the cache off early if the first reading epoch finds no samples."""
         self._num_steps += 1
         if time.monotonic() - self._marked > SECONDS_BETWEEN_MARKS:
             self._mark_used()
@@ -316,18 +316,18 @@ class AutoCache:
         return EpochReport(counts, self._store.nbytes(), failure, any(is_full for *_, is_full in everyone))
 
     def _warn_once(self, message: str, *values: Any) -> None:
-        """Log a warning on the first process, unless it was logged before."""
+        """Log a warning once, on the first process."""
         if self._mesh.rank == 0 and message not in self._warned:
             self._warned.add(message)
             logger.warning(message, *values)
 
     def _pays(self) -> bool:
-        """Whether loading is enough faster than computing, if both can be measured; otherwise the cache goes off."""
+        """Whether loading is sufficiently faster than computing, as far as measured. If not, turns the cache off."""
         measured = self._mesh.gather_objects(self.cache.time_reading())
         loading = max((seconds for seconds in measured if seconds is not None), default=None)
         if loading is None or self._seconds_per_row is None:
             return True
-        # beside it, at least the first stage's other units run on an accelerator; a CPU loads with the same cores
+        # on an accelerator, loading overlaps at least the first stage's other units; a CPU loads with the same cores
         units = slice(self._boundary, self._pipeline.current_layout.stage_bounds[1])
         beside = 0.0 if self._pipeline.device.type == "cpu" else sum(self._seconds_per_row[units])
         if is_worth_loading(loading, self._seconds_of_computing, beside):
@@ -348,7 +348,7 @@ class AutoCache:
 
     @property
     def _seconds_of_computing(self) -> float:
-        """Time to compute one sample's output of the layers up to the boundary, in seconds."""
+        """Time to compute a sample's output of the layers up to the boundary, in seconds."""
         assert self._seconds_per_row is not None
         return sum(self._seconds_per_row[: self._boundary])
 
@@ -361,11 +361,11 @@ class AutoCache:
         )
 
     def _miss_all(self, counts: CacheCounts) -> None:
-        """React when hardly any of the stored samples were found: the inputs change, or the store was deleted."""
+        """React to hardly any found samples: the inputs change, or the store was deleted."""
         if not self._had_rows:
             self._turn_off(_changing(counts))
             return
-        self._had_rows = False  # if none are found next time either, the inputs do change
+        self._had_rows = False  # if the next epoch finds none either, the inputs do change
         if not _is_filled(counts):
             self.num_cached = 0
         self.cache.resume_writing()
@@ -377,7 +377,7 @@ class AutoCache:
             )
 
     def judge_settings(self) -> None:
-        """Turn the cache off if frozen layers, or what is returned of padding, may depend on the loss's settings.
+        """Turn the cache off if frozen layers, or outputs at padding, may depend on the loss's settings.
 
         With several stages, calls with settings are not looked up.
         """
@@ -393,8 +393,8 @@ class AutoCache:
     def check_weights(self) -> None:
         """Turn the cache off if a callback has changed the weights of frozen layers.
 
-        The outputs stored since the last check may come from the changed weights, under the name of the original ones,
-        so they are deleted.
+        Outputs stored since the last check may come from the changed weights under the original weights' name, so they
+        are deleted.
         """
         if self.is_on and self._boundary:
             changed = self._function.what_changed()
@@ -402,12 +402,13 @@ class AutoCache:
                 self._turn_off(changed, are_wrong=True)
 
     def _turn_off(self, reason: str, may_pay_later: bool = False, are_wrong: bool = False) -> None:
-        """Turn the cache off for good, or until more layers are frozen.
+        """Turn the cache off, for good or until more layers are frozen.
 
         Args:
-            reason: why, for the log.
-            may_pay_later: turn it on again when more layers are frozen.
-            are_wrong: the stored outputs may be wrong; delete them even if other trainings share the store.
+            reason: the reason, for the log.
+            may_pay_later: whether to turn it on again when more layers are frozen.
+            are_wrong: whether the stored outputs may be wrong. They are then deleted even if other trainings share the
+                store.
         """
         self.reason_off = reason
         self._may_pay_later = may_pay_later
@@ -415,7 +416,7 @@ class AutoCache:
         self.cache.write(False)
         self.cache.flush()
         generations = self.cache.forget(keep=0)
-        # a barrier as well: all processes have closed their files
+        # also a barrier: all processes have closed their files
         self.layers_skipped += sum(self._mesh.gather_objects(self.cache.take_counts().layers_skipped))
         self._release_generations(generations, are_wrong)
         self._pipeline.use_shortcut(None)
@@ -433,7 +434,7 @@ class AutoCache:
     def _release_generations(self, generations: Sequence[tuple[int, str]], are_wrong: bool = False) -> None:
         """Delete generations that this training no longer needs.
 
-        In a shared store they are only marked, and are deleted when space is needed, unless they are wrong.
+        In a shared store they are only marked, and deleted when space is needed, unless they are wrong.
         """
         if not self._is_first_here:
             return
@@ -446,24 +447,24 @@ class AutoCache:
 
     # ------------------------------------------------------------------------------------ the frozen layers
     def weights_hold(self) -> bool:
-        """Whether the frozen layers compute the same as when they were frozen. A callback may have changed them."""
+        """Whether the frozen layers still compute the same function. A callback may have changed them."""
         return self._function.what_changed() is None
 
     def weights_look_same(self) -> bool:
         """Whether one number of each frozen tensor is unchanged. Not collective.
 
-        This is cheap enough for every step, and is used if a user's callback may access weights at each step.
+        This check is cheap enough for every step. It is used if a user's callback may access weights at each step.
         """
         return not self.is_on or self._function.looks_same()
 
     def abandon(self, is_resumable: bool) -> str:
-        """Store nothing more, and remove a store that nobody can use again. Not collective; any thread may call it.
+        """Stop storing, and remove a store that cannot be used again. Not collective; any thread may call it.
 
         Args:
-            is_resumable: whether this training can be resumed, with what the store holds.
+            is_resumable: whether this training can be resumed, with the stored outputs.
 
         Returns:
-            What has become of the store, for a message.
+            A sentence on the store, for a message.
         """
         self.cache.stop_writing(OSError("the training was interrupted"))
         folder = self._store.folder
@@ -479,7 +480,7 @@ class AutoCache:
         """End the use of the cache. Not collective.
 
         Args:
-            has_ended: this training will not be resumed, so everything that only it could use is removed.
+            has_ended: whether this training will not be resumed. Generations that only it could use are then removed.
         """
         self._pipeline.use_shortcut(None)
         self._function.release()

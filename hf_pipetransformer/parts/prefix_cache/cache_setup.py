@@ -1,4 +1,4 @@
-"""Create the activation cache when training begins. A probe on a few samples tells which outputs may be cached."""
+"""Creates the activation cache when training begins. A probe on a few samples decides which outputs may be cached."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from .cache_control import HARDLY_ANY, AutoCache
 logger = logging.getLogger(__name__)
 
 MADE_TOKENS = (4, 13, 3)
-"""Numbers of tokens of samples that are made, as a range: 4, 7, 10."""
+"""Numbers of tokens of generated samples, as a range: 4, 7, 10."""
 SAMPLES_TO_PROBE = 32
-"""Number of samples from which those are chosen that probe whether frozen layers can be cached."""
+"""Number of candidate samples for the probe of the cache."""
 
 
 def check_folder(
@@ -53,11 +53,12 @@ def check_folder(
     Args:
         job: the training job.
         data: the training batches.
-        unit_costs: costs of the model's units, for samples as long as the longest of a few.
-        generations: a file in the folder.
+        unit_costs: costs of the model's units, for the length of the longest of a few samples.
+        generations: a path in the folder.
 
     Raises:
-        ValueError: it cannot be used, with `activation_cache="on"`; or others may write to it. All processes raise it.
+        ValueError: the folder cannot be used, with `activation_cache="on"`; or others may write to it. All processes
+            raise it.
     """
     store, mesh, args = FileStore(generations.parent, user=generations.stem), job.mesh, job.args
     nodes: list[str] = mesh.gather_objects(node_name())
@@ -76,7 +77,7 @@ def check_folder(
 def epoch_bytes(
     job: TrainingJob, data: TrainingBatches, unit_costs: Sequence[UnitCost], nodes: Sequence[str]
 ) -> list[int]:
-    """What a node stores of an epoch behind each unit but the last; empty if the number of samples is not known."""
+    """Return a node's bytes per epoch at each boundary between units; empty if the number of samples is unknown."""
     if not isinstance(data.dataset, Sized):
         return []
     dtype = CACHE_DTYPES[job.args.activation_cache_dtype]
@@ -85,7 +86,7 @@ def epoch_bytes(
 
 
 def _trouble_with(store: FileStore, needed: int | None) -> tuple[str, bool] | None:
-    """Why a store is of no use, and whether others could write to it; or None."""
+    """Return why a store is unusable, and whether others could write to it; None if it is usable."""
     folder, refusal = store.folder, store.why_refused()
     if refusal is not None:
         return (
@@ -114,13 +115,13 @@ def make_cache(
     generations: Path,
     most: int | None = None,
 ) -> AutoCache:
-    """Create the cache, which is off for layers whose outputs must not be cached. Collective over all processes.
+    """Create the cache. It is off for layers that must not be cached. Collective over all processes.
 
     Args:
-        found: the model, which is complete, and its loss.
+        found: the complete model and its loss.
         job, data: as for `check_folder`.
-        generations: this training's name in the folder of the store.
-        most: number of layers that will be frozen at most, if it is known; keys have only what these read.
+        generations: this training's path in the folder of the store.
+        most: maximum number of frozen layers, if known. Keys then contain only the inputs that these layers read.
     """
     pipeline, loss, examples = found.cut.pipeline, found.loss, found.cut.examples
     args, trainer, runner = job.args, job.trainer, pipeline.stack.runner
@@ -145,7 +146,7 @@ def make_cache(
         samples,
         collate,
         ignored=not_in_keys,
-        # a user's loss is not run, and may read anything that the model returns, also the padding in it
+        # a user's loss is not run here: it may read all of the model's outputs, including the padding
         loss_of=loss_of_batch if loss.is_stock else None,
         is_read_whole=not loss.is_stock,
         most=most,
@@ -153,7 +154,7 @@ def make_cache(
     keeps_padding = False
     with trainer.compute_loss_context_manager():
         trial = probe()
-        if all(verdict.slot is None for verdict in trial.verdicts):  # perhaps something reads the padding
+        if all(verdict.slot is None for verdict in trial.verdicts):  # perhaps some code reads the padding
             with_padding = probe(keeps_padding=True)
             keeps_padding = any(verdict.slot is not None for verdict in with_padding.verdicts)
             trial = with_padding if keeps_padding else trial
@@ -161,7 +162,7 @@ def make_cache(
     if len(set(pipeline.mesh.gather_objects((unread, keeps_padding)))) > 1:
         why_not = "processes have found that it depends on different inputs, or on the padding in some only"
     not_in_keys |= unread
-    if isinstance(data, NumberedBatches):  # of other batches the model's calls are looked up, by their inputs
+    if isinstance(data, NumberedBatches):  # for other batches, the model's calls are looked up by their inputs
         data.wrap_collator(partial(KeyingCollator, ignored=not_in_keys, keeps_padding=keeps_padding))
     if why_not is not None:
         verdicts = tuple(replace(verdict, slot=None, reason=why_not) for verdict in verdicts)
@@ -196,7 +197,7 @@ def make_cache(
         seconds_per_row=[unit.forward.per_row / sequences for unit in found.times.units]
         if found.times is not None
         else None,
-        # that of process 0: values without a fixed text representation differ between processes
+        # process 0's description: some values have no fixed text representation
         description=mesh.gather_objects(description)[0],
         is_shared=job.shares_store,
         rows=mesh.gather_objects(rows if mesh.rank == 0 else {})[0],
@@ -208,9 +209,9 @@ def make_cache(
 def _rows_of_calls(
     model: nn.Module, examples: ExampleInputs, samples: Sequence[Any], collate: Collator
 ) -> tuple[Sequence[Any], Collator]:
-    """Samples of which each is one input of the model, and their collator, for a loss that calls it on others.
+    """Return samples that are single inputs of the model, and their collator, for a loss with inputs of its own.
 
-    Where the batch has none, they are made: ever more tokens.
+    If the batch has none, they are generated, with increasing numbers of tokens.
     """
     if not examples.are_made:
         return samples, lambda rows: examples.of(model, collate(rows))
@@ -219,7 +220,7 @@ def _rows_of_calls(
 
 
 def _padded_together(rows: Sequence[Batch]) -> Batch:
-    """One batch of batches of one sample each, in which some tensors are longer than in others; the padding is 0."""
+    """Join batches of one sample each into one batch. Shorter tensors are padded with 0."""
     batch = {}
     for name in rows[0]:
         longest = max(row[name].shape[-1] for row in rows)
@@ -228,7 +229,7 @@ def _padded_together(rows: Sequence[Batch]) -> Batch:
 
 
 def describe_model(model: nn.Module, precision: str) -> str:
-    """Describe what frozen layers' outputs depend on besides weights and buffers, as far as it can be named."""
+    """Describe the dependencies of frozen layers' outputs besides weights and buffers, as far as they have names."""
     config: Any = getattr(model, "config", None)
     values: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {"config": repr(config)}
     return json.dumps(
@@ -247,6 +248,6 @@ def describe_model(model: nn.Module, precision: str) -> str:
 def _is_of_head_or_training(name: str) -> bool:
     """Whether a field of a configuration does not affect frozen layers, which run in evaluation mode.
 
-    What this is wrong about shows in the frozen layers' outputs, which are part of a generation's name as well.
+    A wrong answer still shows in the frozen layers' outputs, which are also part of a generation's name.
     """
     return name in ("_name_or_path", "id2label", "label2id", "problem_type") or "dropout" in name or "pdrop" in name

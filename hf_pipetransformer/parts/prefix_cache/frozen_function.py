@@ -1,8 +1,8 @@
-"""Detect changes in the function that frozen layers compute, to which all cached outputs belong.
+"""Detects changes of the function that frozen layers compute: cached outputs belong to one function.
 
     generation opened   name(boundary)    digests of weights, buffers and the outputs for a few samples -> its name
-    check               what_changed()    weights, buffers, and the outputs for the same samples: are they unchanged?
-    each step           looks_same()      number of writes and one number of each tensor, settings of the modules
+    check               what_changed()    compares weights, buffers, and the outputs for the same samples
+    each step           looks_same()      compares numbers of writes, one number of each tensor, and settings
 
 A configuration does not show a changed activation function in a user's module, an adapter's scale, a pruning mask or a
 hook. The outputs do, if they change for these samples.
@@ -32,7 +32,7 @@ from .cache.watched_weights import WatchedWeights, digest_of
 logger = logging.getLogger(__name__)
 
 MOST_NUMBERS = 2**16
-"""Maximum number of values of an output, evenly spaced, that are kept for comparisons."""
+"""Maximum number of values of an output to keep for comparisons, evenly spaced."""
 OTHER_WEIGHTS = "the frozen layers' weights or buffers have been changed"
 OTHER_OUTPUTS = (
     "the frozen layers return different outputs for the same samples than before, although their weights are the same"
@@ -42,7 +42,7 @@ OTHER_OUTPUTS = (
 
 
 class FrozenFunction:
-    """The function of a model's first units, all frozen, whose outputs are cached.
+    """The function of a model's first, frozen units. Their outputs are cached.
 
     Args:
         pipeline: the model.
@@ -54,17 +54,17 @@ class FrozenFunction:
         self._rows = on_device(rows, pipeline.device)
         self._boundary = 0
         self._digests: dict[str, str] = {}  # weight name -> digest
-        self._outputs: list[torch.Tensor] = []  # some values of each for the samples, since opening
+        self._outputs: list[torch.Tensor] = []  # some values of each output, from opening
         self._num_looks = 0
-        self._watched: WatchedWeights | None = None  # what this process holds of it
-        self._are_settings_known = True  # False: they change without changing the outputs
+        self._watched: WatchedWeights | None = None  # this process's part of the function
+        self._are_settings_known = True  # False: settings change without changing outputs
 
     def forget_weights(self) -> None:
-        """Discard the digests of weights, because the weights may have changed since they were digested."""
+        """Discard the digests of weights: the weights may have changed since."""
         self._digests.clear()
 
     def name(self, boundary: int) -> str:
-        """Return a digest of the function of the first `boundary` units, which are frozen from now on.
+        """Return a digest of the function of the first `boundary` units, which stay frozen from now on.
 
         Collective over all processes.
         """
@@ -87,26 +87,26 @@ class FrozenFunction:
         return xxhash.xxh3_128_hexdigest("\n".join(content).encode())
 
     def note(self) -> None:
-        """Record the weights and buffers on this process under the plan in force, and guard them. Not collective."""
+        """Record the weights and buffers on this process under the current plan, and guard them. Not collective."""
         self.release()
         table = self._pipeline.stack.table
         self._watched = self._watch()
         self._watched.guard({id(table[name]): digest for name, digest in self._digests.items()})
 
     def release(self) -> None:
-        """Guard the weights no longer."""
+        """Remove the guards from the weights."""
         if self._watched is not None:
             self._watched.release()
 
     def what_changed(self) -> str | None:
-        """Return why the cached outputs are no longer those of the frozen layers; None if they are.
+        """Return why the cached outputs no longer match the frozen layers; None if they match.
 
         Collective over all processes.
         """
         self._num_looks += 1
         weights_hold = self._watched is None or self._watched.what_changed(settings=False) is None
         self._are_settings_known &= self.looks_same() or not weights_hold
-        # with another seed each time, because frozen layers must not depend on random numbers
+        # a new seed each time: frozen layers must not depend on random numbers
         outputs = self._run(self._boundary, seed=self._num_looks)
         outputs_hold = outputs is None or all(
             are_close(output, noted, SAME, SAME) for output, noted in zip(outputs, self._outputs, strict=True)
@@ -117,14 +117,14 @@ class FrozenFunction:
         return None if all(outputs for _, outputs in votes) else OTHER_OUTPUTS
 
     def depends_on(self, settings: Mapping[str, Any]) -> bool:
-        """Whether the outputs for the samples are others if the model is called with such settings as well.
+        """Whether additional settings of a call change the outputs for the samples.
 
-        With one stage. Collective over all processes.
+        Requires one stage. Collective over all processes.
         """
         outputs: list[torch.Tensor] = []
         try:
             outputs = self._run(self._boundary, seed=0, settings=settings) or []
-        except TypeError:  # it takes them for what else the loss adds, perhaps
+        except TypeError:  # the settings may need other arguments of the loss
             logger.debug("The frozen layers could not be run with %s.", settings, exc_info=True)
         is_same = len(outputs) == len(self._outputs) and all(
             are_close(one, other, SAME, SAME) for one, other in zip(outputs, self._outputs, strict=True)

@@ -1,4 +1,4 @@
-"""The cache of frozen layers' outputs as a part of a training with a freeze policy, or with frozen lowest layers."""
+"""The cache of frozen layers' outputs as a part of a training with a freeze policy or frozen lowest layers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from .cache_setup import check_folder, make_cache
 
 
 class PrefixCache(RunPart):
-    """Holds the cache, and tells it what the run has noticed.
+    """Holds the cache, and passes the run's events to it.
 
     Args:
         run: the run of the training.
 
     Attributes:
         cache: the cache; None if frozen layers cannot be cached.
-        why_not: why there is none.
+        why_not: why there is no cache.
     """
 
     num_votes = 2
@@ -48,10 +48,10 @@ class PrefixCache(RunPart):
         self._run, self._job = run, run.job
         self.cache: AutoCache | None = None
         self.why_not: str | None = None
-        self._seen: dict[str, Any] | None = None  # settings that the loss has added to the first batch
-        self._has_learnt = False  # whether all processes know of them
-        self._other_weights = False  # a callback seems to have changed frozen weights on this process
-        # what any process has noticed since the last step
+        self._seen: dict[str, Any] | None = None  # settings that the loss adds to the first batch
+        self._has_learnt = False  # whether all processes know these settings
+        self._other_weights = False  # whether a callback seems to have changed frozen weights here
+        # votes of any process since the last step
         self._met_other_inputs = self._doubts_weights = False
 
     # ------------------------------------------------------------------------------------ before the first step
@@ -63,10 +63,10 @@ class PrefixCache(RunPart):
         self.calls_per_sample = self.cache.calls_per_sample if self.cache is not None else 1
 
     def _make(self, found: Findings) -> AutoCache | str:
-        """Return the cache, or why there is none. Collective over all processes.
+        """Return the cache, or the reason for having none. Collective over all processes.
 
         Raises:
-            ValueError: there is none, with `activation_cache="on"`. Every process raises it.
+            ValueError: caching is impossible, with `activation_cache="on"`. Every process raises it.
         """
         job, run = self._job, self._run
         data, generations = run.training_batches, store_file(job)
@@ -88,7 +88,7 @@ class PrefixCache(RunPart):
             return make_cache(found, job, data, generations, run.most_frozen)
 
     def _why_not_known(self, stack: LayerStack) -> str:
-        """Why layers that the user has frozen are not stored: their code is not known. A policy asks for a trial."""
+        """Return why the user's frozen layers are not stored: their code is unknown. A policy relies on the trial."""
         declared = self._job.args.cached_modules or ()
         for name, module in stack.model.named_modules():
             is_layer = any(module is unit.module for unit in stack.units)
@@ -117,7 +117,7 @@ class PrefixCache(RunPart):
         if self._seen is not None and not self._has_learnt:  # after the first step, on all processes
             self._has_learnt = True
             everyone = self._job.mesh.gather_objects(self._seen)
-            self.cache.cache.settings = everyone[0]  # rank 0 computes a loss in any layout
+            self.cache.cache.settings = everyone[0]  # rank 0 computes the loss in any layout
             if self._run.pipeline.num_stages == 1 and any(theirs != everyone[0] for theirs in everyone):
                 self.cache.disable(OTHER_INPUTS)
             self.cache.judge_settings()
@@ -151,7 +151,7 @@ class PrefixCache(RunPart):
     # ------------------------------------------------------------------------------------ steps
     @contextmanager
     def around_step(self, batch: Batch) -> Iterator[None]:
-        """In the first step, note what settings the loss adds to the batch."""
+        """In the first step, note the settings that the loss adds to the batch."""
         if self.cache is None or self._seen is not None:
             yield
             return
@@ -169,7 +169,7 @@ class PrefixCache(RunPart):
         self._seen = calls[0] if calls else {}
 
     def blanks_tags(self) -> bool:
-        # if a callback has changed frozen weights since the last step, the stored outputs no longer belong to them
+        # if a callback has changed frozen weights since the last step, the stored outputs no longer match
         watches = self._run.watches_steps and self.cache is not None
         self._other_weights = watches and self.cache is not None and not self.cache.weights_look_same()
         return self._other_weights
@@ -184,7 +184,7 @@ class PrefixCache(RunPart):
         self._met_other_inputs |= other_inputs
         self._doubts_weights |= other_weights
 
-    # ------------------------------------------------------------------------------------ weights that may be others
+    # ------------------------------------------------------------------------------------ changed weights
     def weights_shown(self) -> None:
         self._doubts_weights = True
 
@@ -196,19 +196,19 @@ class PrefixCache(RunPart):
         self._check_weights()
 
     def _check_weights(self) -> None:
-        """Check the frozen weights at the end, because a later training may read what the last epoch has stored."""
+        """Check the frozen weights at the end: a later training may read the last epoch's outputs."""
         if self.cache is not None and self._run.pipeline.shortcut is not None:
             self.cache.check_weights()
 
     @contextmanager
     def around_evaluation(self, dataloader: Any, prefix: str) -> Iterator[None]:
-        """Inside, an evaluation reads the cache, if the frozen weights are those with which it was filled."""
+        """Inside the context, an evaluation reads the cache, if the frozen weights still match it."""
         cache, pipeline = self.cache, self._run.pipeline
         with ExitStack() as stack:
             if cache is not None:
                 stack.enter_context(cache.cache.counting_evaluation())
                 base: Any = getattr(dataloader, "base_dataloader", dataloader)
-                # also before the first freeze, because persistent workers keep the collator that they started with
+                # also before the first freeze: persistent workers keep their first collator
                 if isinstance(base, DataLoader) and not isinstance(base.collate_fn, KeyingCollator):
                     stack.callback(setattr, base, "collate_fn", base.collate_fn)
                     ignored = self._job.not_in_keys | pipeline.stack.runner.called.kept_back
@@ -221,7 +221,7 @@ class PrefixCache(RunPart):
     # ------------------------------------------------------------------------------------ the end
     def release(self) -> None:
         if self.cache is not None:
-            self.cache.close(has_ended=False)  # removes nothing: others may write until the model is whole
+            self.cache.close(has_ended=False)  # removes no files: others may still write
 
     def abandon(self, is_resumable: bool) -> str:
         return self.cache.abandon(is_resumable) if self.cache is not None else ""
@@ -229,14 +229,14 @@ class PrefixCache(RunPart):
     def close(self, ending: Ending) -> None:
         if self.cache is None:
             return
-        # after a complete run, remove what no other run can use; an interrupted run is resumed with its cache
+        # after a complete run, remove generations that no other run can use; an interrupted run resumes with its cache
         is_interrupted = isinstance(ending.error, KeyboardInterrupt)
         has_ended = ending.error is None or (is_interrupted and ending.newest is None)
         close = partial(self.cache.close, has_ended=has_ended)
         if ending.has_failed and self._job.device.type != "cpu":
             closing = threading.Thread(target=close, daemon=True)
             closing.start()
-            closing.join(SECONDS)  # its writer waits for the device, where a kernel may wait for other processes
+            closing.join(SECONDS)  # the writer may wait for a kernel that waits for other processes
         else:
             close()
         self.cache = None
@@ -248,10 +248,10 @@ def make(run: PipelineRun) -> PrefixCache:
 
 @contextmanager
 def around_search(job: TrainingJob) -> Iterator[None]:
-    """Around several trainings that share a store; the default one is removed at the end, also after an error.
+    """Context for several trainings that share a store. The default store is removed at the end, even on errors.
 
-    One that is there before, kept for a training that was interrupted, stays. Entering is collective over all
-    processes; leaving is not, because an error may be of one process alone.
+    An existing store, kept for an interrupted training, stays. Entering is collective over all processes; leaving is
+    not, because a single process may have failed.
     """
     current = store_file(job) if job.args.activation_cache_dir is None else None
     is_new = current is not None and not job.mesh.any(current.parent.exists())

@@ -11,7 +11,7 @@ from ...progress import UNKNOWN_PACE, Round
 LEAVING = "leaving"
 """Phase of a process that has lost a connection and waits for the verdict that explains it."""
 SLACK = 1.0
-"""Extra seconds before a verdict, to let a more specific verdict come first."""
+"""Extra seconds before a verdict: a more specific verdict may come first."""
 SECONDS_OF_SILENCE = 2.0
 """Seconds without a beat after which a process counts as dead, if it is not known to run and another process has lost
 a connection."""

@@ -1,7 +1,7 @@
 """Watchdog: if a process of a job dies, stops or hangs, the others log its rank and position, and exit.
 
-Without it, the peers of a dead process fail with an error that names only a port, and the peers of a hung process wait
-for the timeout of their collectives, half an hour. With it, a thread of each process writes the state of the process
+Without it, the peers of a dead process fail with an error that names only a port. The peers of a hung process wait for
+the timeout of their collectives, half an hour. With it, a thread of each process writes the state of the process
 (`Beat`) into the job's store at each interval. Rank 0 reads all beats and judges; the others read rank 0's beat. The
 first verdict in the store wins:
 

@@ -1,18 +1,19 @@
-"""AutoCache in one process: read frozen layers' outputs from the store, compute and store those that are missing.
+"""AutoCache in one process: read frozen layers' outputs from the store; compute and store the missing ones.
 
-    samples of a micro-batch     a    b    c    d           f = 4 layers are frozen, before it were 2
+    samples of a micro-batch     a    b    c    d           f = 4 layers are frozen, 2 in an earlier epoch
     in the store                 4    2    -    4           begin() looks for 4, then for 2
     run                         2-4  0-4                    c from the first unit, b from the third, without a graph
     continue together from 4     a    b    c    d
     put                               b    c
 
-If all samples are found at the same boundary, nothing is computed twice: the stage's own pass starts at that boundary,
-and what it computes at the last frozen layer is put into the store.
+If all samples are found at the same boundary, no layer runs twice: the stage's own pass starts at that boundary, and
+its state at the last frozen layer is put into the store.
 
 On the last stage (with K = 1, the only one), a user's `compute_loss` calls the model. It may call the model on other
-inputs than those that were looked up: for example on mixed ones, in training only, in some of the steps. On any stage,
-a user's forward pre-hook may change the inputs. Therefore nothing is put into the store, and on the last stage nothing
-that was read is used, until the model's own `forward` is about to run on exactly the inputs that were looked up.
+inputs than the looked-up ones: for example on mixed samples, in training only, in some of the steps. On any stage, a
+user's forward pre-hook may change the inputs. Therefore the cache first waits until the model's own `forward` is about
+to run on exactly the looked-up inputs. Only then does it store states and, on the last stage, use states from the
+store.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ from .watched_weights import WatchedWeights
 from .writing import FULL, StoreWriting
 
 SECONDS_BETWEEN_MARKS = 600.0
-"""Interval at which a training marks its generations as in use, so that other trainings do not evict them."""
+"""Interval at which a training marks its generations as in use: other trainings do not evict marked ones."""
 
 RECORDS = ("output_hidden_states", "output_attentions")
-"""Settings of a call for which a model returns what each of its layers computes."""
+"""Arguments of a call that make a model return the outputs of each layer."""
 
 SECONDS_MARKS_LAST = 2 * SECONDS_BETWEEN_MARKS
 
@@ -61,13 +62,13 @@ class ActivationCache:
 
     Args:
         stack: the model's units.
-        slots: for each number of units whose output may be cached, which of the output tensors is cached.
+        slots: boundary (a number of units) -> the output tensor to cache there. Only boundaries that may be cached.
         store: the store of this node.
-        storage_dtype: data type of the stored states; None stores them as they are computed.
+        storage_dtype: data type of the stored states; None keeps the data type of the computation.
         device: device of this process.
         padded_left: whether samples with padding on the left may be cached, too.
         ignored: names of inputs that are not part of a key.
-        keeps_padding: whether samples are stored with their padding, which then is part of their keys.
+        keeps_padding: whether samples are stored with their padding. The padding is then part of their keys.
     """
 
     def __init__(
@@ -87,9 +88,9 @@ class ActivationCache:
         self.evaluated = CacheCounts()
         """Counts of the latest evaluation (`counting_evaluation`)."""
         self.met_other_inputs = False
-        """Whether the model was called, in training, on other inputs than those that were looked up."""
+        """Whether a training step called the model on other inputs than the looked-up ones."""
         self.settings: Mapping[str, Any] | None = None
-        """What the loss adds to every batch, and frozen layers do not depend on; None until a call has shown it."""
+        """Arguments that the loss adds to every batch without affecting frozen layers; None until the first call."""
         self._stack = stack
         self._slots = slots
         self._store = store
@@ -99,28 +100,28 @@ class ActivationCache:
         self._writing = StoreWriting(store, copies, time.time() - SECONDS_MARKS_LAST)
         self._padded_left = padded_left
         self._ignored = frozenset(ignored)
-        self._num_calls = 0  # of the model, in the current pass of `watching_calls`
+        self._num_calls = 0  # calls of the model in the current pass of `watching_calls`
         self._has_adapters = any(hasattr(module, "adapter_layer_names") for module in stack.model.modules())
         self._noted: WatchedWeights | None = None  # settings of frozen modules between two steps
-        # inputs of a call that is looked up, and what begins it where they were found
+        # inputs of a looked-up call, and the function that begins the call at the boundary of their states
         self._awaited: tuple[RecordedInputs, Callable[[], None]] | None = None
         self._hook: RemovableHandle | None = None
         self._writes = False
 
     # ------------------------------------------------------------------------------------ generations
     def advance(self, num_frozen: int, fingerprint: str, is_new: bool = False) -> None:
-        """Make the output of the first `num_frozen` units the current generation; older ones are still looked up.
+        """Make the outputs of the first `num_frozen` units the current generation. Older ones are still looked up.
 
         Args:
             num_frozen: number of units.
-            fingerprint: of their weights.
-            is_new: nothing has been stored in it, so it is not read before `read_all` is called. Whether a sample that
-                comes twice is found the second time would depend on how fast it was written.
+            fingerprint: fingerprint of their weights.
+            is_new: whether the generation is still empty. It is then not read before `read_all`: otherwise a sample's
+                second occurrence would be a hit or a miss depending on the speed of the writer.
         """
         self.flush()
-        if not self._stack.runner.takes_batch:  # a loss may change them between its calls
+        if not self._stack.runner.takes_batch:  # a loss may change settings between its calls
             self._noted = WatchedWeights.of(list(frozen_modules(self._stack.model).values()))
-        counts = self.counts  # nothing has been counted at the new boundary yet
+        counts = self.counts  # no sample has been counted at the new boundary yet
         counts.older_hits, counts.hits = counts.found, 0
         counts.older_stored, counts.stored, counts.present = counts.older_stored + counts.stored, 0, 0
         if (num_frozen, fingerprint) not in self.generations:
@@ -132,11 +133,11 @@ class ActivationCache:
         self.resume_writing()
 
     def read_all(self) -> None:
-        """Read all generations from now on, also those that were new in the epoch that has ended."""
+        """Read all generations from now on, including generations that were new in the last epoch."""
         self._reading.unread.clear()
 
     def forget(self, keep: int) -> list[tuple[int, str]]:
-        """Keep only the newest `keep` generations; return the others, which may be deleted."""
+        """Keep only the newest `keep` generations. Return the others, which may be deleted."""
         if not keep:
             self.flush()
             self._writing.close_generation()
@@ -146,16 +147,16 @@ class ActivationCache:
 
     @property
     def generations(self) -> list[tuple[int, str]]:
-        """(number of units, fingerprint) of the generations that are looked up, newest first."""
+        """(number of units, fingerprint) of the generations to look up, newest first."""
         return [generation.name for generation in self._reading.generations]
 
     def write(self, writes: bool) -> None:
-        """Set whether states are stored from now on, that is, whether any process will read them."""
+        """Set whether to store states from now on: only if a process will read them."""
         self._writes = writes
 
     # ------------------------------------------------------------------------------------ reading
     def time_reading(self) -> float | None:
-        """Seconds per sample to read back the states that were stored last; None if this process stored none."""
+        """Return the seconds per sample to read back the latest stored states; None if this process stored none."""
         self.flush()
         if self._writing.last is None:
             return None
@@ -164,7 +165,7 @@ class ActivationCache:
         return found.seconds / len(here[0]) if here else None
 
     def read_ahead(self, tags: BatchTags, stop: int) -> None:
-        """Begin to read the samples of the batch that will be looked up after the current one.
+        """Begin to read the samples of the next batch.
 
         Args:
             tags: the samples' keys, as tags, and their inputs.
@@ -183,18 +184,18 @@ class ActivationCache:
             batch: the model's inputs on its device, without tags.
             tags: the samples' keys, as tags.
             start: the first unit of this stage.
-            carry: what the units before it have returned; None if there are none.
+            carry: outputs of the earlier units; None if there are none.
             stop: the first unit that does not belong to this stage.
 
         Returns:
-            The unit to continue with, and what the units before it would have returned. These are `start` and `carry`
-            if nothing was found, or if the pass includes the head: what was found then waits for the model's call.
+            The unit to continue with, and the outputs of the units before it. These are `start` and `carry` if no
+            sample was found, or if the pass includes the head: the found states then wait for the model's call.
         """
         keys = keys_of(tags)
         if keys is None:
             return start, carry
         includes_head = stop == self._stack.num_units
-        if includes_head and self._awaited is not None:  # the previous pass ran without a call of the whole model
+        if includes_head and self._awaited is not None:  # the previous pass did not call the whole model
             self.met_other_inputs = True
         level, found = self._look_up(batch, keys, stop) if start == 0 else (0, None)
         begin = max(start, level)
@@ -209,7 +210,7 @@ class ActivationCache:
     def _look_up(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> tuple[int, Carry | None]:
         """Find the samples' states at the highest boundary in the store, and compute the others up to that boundary.
 
-        Returns that boundary and what the units before it would have returned; 0 and None if no sample was found.
+        Returns that boundary and the outputs of the units before it; 0 and None if no sample was found.
         """
         size = sequences_per_sample(batch)
         read = self._find(batch, keys, stop)
@@ -233,7 +234,7 @@ class ActivationCache:
         return level, self._as_carry(level, joined([place[row] for row in range(len(keys))]))
 
     def _find(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> Found:
-        """Find samples in the store. Call `_count` with those that are used."""
+        """Find samples in the store. Call `_count` with the used ones."""
         self.counts.rows += len(keys)
         if self._is_refused(keys):
             return Found({})
@@ -253,7 +254,7 @@ class ActivationCache:
     def _run(
         self, start: int, stop: int, state: torch.Tensor | None, batch: Batch, keys: Sequence[RowKey]
     ) -> torch.Tensor:
-        """Compute a few samples from one boundary to another; store them if the frozen layers end there."""
+        """Compute a few samples from one boundary to another. Store them if the frozen layers end there."""
         carry = None if state is None else self._as_carry(start, state)
         runner = self._stack.runner
         self._await(runner.arguments(batch), start, None, self.observer(batch, keys, start, stop))
@@ -263,9 +264,9 @@ class ActivationCache:
         return reached[slot.stack][slot.position]
 
     def _as_carry(self, boundary: int, state: torch.Tensor) -> Carry:
-        """The state, with placeholders for the tensors that are not read above the boundary.
+        """Return the state, with placeholders for the tensors that are not read above the boundary.
 
-        They have the state's shape: code of the model may take parts of them that nothing reads.
+        Placeholders have the state's shape: the model's code may slice them without reading the values.
         """
         slot, runner = self._slots[boundary], self._stack.runner
         unread = state.new_zeros(()).expand(state.shape)
@@ -279,10 +280,10 @@ class ActivationCache:
     # ------------------------------------------------------------------------------------ a pass started by the user
     @contextmanager
     def watching_calls(self) -> Iterator[None]:
-        """Inside, in a pass to the end, each call of the model is looked up, and stored, by its own inputs.
+        """Inside the context, in a pass to the end, look up and store each call of the model by its own inputs.
 
-        For losses that call the model on inputs of their own (pairs of sentences), and for batches without keys, of
-        which only the first call is. All samples of a call are read, or all are computed.
+        For losses that call the model on inputs of their own (pairs of sentences), and for batches without keys. In
+        the latter only the first call is looked up. A call reads all of its samples, or computes all of them.
         """
         self._num_calls, self._awaited = 0, None
         self._before_calls(self._on_own_call)
@@ -294,7 +295,7 @@ class ActivationCache:
     def _on_own_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         runner, stop = self._stack.runner, self._stack.num_units
         self._num_calls += 1
-        # keys are of the inputs alone: a loss may turn adapters off for some of its calls
+        # keys contain only the inputs, but a loss may turn adapters off for some of its calls
         if self._has_adapters if not runner.takes_batch else self._num_calls > 1:
             return
         if self._noted is not None and self._noted.what_changed(values=False, modes=False) is not None:
@@ -303,7 +304,7 @@ class ActivationCache:
         inputs = runner.batch_of(called)
         nested_in = runner.called.nested_in
         is_plain = nested_in is None or all(called[name] is None for name in called.keys() - {nested_in})
-        if not is_plain or self.is_called_otherwise(inputs):  # keys are of the one dict alone
+        if not is_plain or self.is_called_otherwise(inputs):  # keys contain only that dict
             return
         keys = row_keys(inputs, self._ignored, self.keeps_padding) if inputs else None
         if keys is None or self._is_refused(keys):
@@ -316,10 +317,10 @@ class ActivationCache:
         runner.begin_elsewhere(level, carry, self.observer(inputs, keys, level, stop))
 
     def is_called_otherwise(self, called: Mapping[str, Any]) -> bool:
-        """Whether the model is called on what keys do not cover, or for what entries do not have.
+        """Whether keys do not cover the inputs of a call, or entries do not have its outputs.
 
-        Predictions without labels compute no loss, and may pass on what that keeps back. Entries have the outputs of
-        one layer.
+        A prediction without labels computes no loss, and may pass on arguments that the loss keeps back. An entry has
+        the outputs of one layer only.
         """
         kept_back = self._stack.runner.called.kept_back - LABELS_AND_DECODER
         is_less = any(name not in called for name in self.settings or ())
@@ -332,13 +333,13 @@ class ActivationCache:
         self._before_calls(self.begin_call)
 
     def _before_calls(self, react: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
-        """Have the model's next calls in a pass announced, and no others any more.
+        """Call `react` before each of the model's next calls in a pass, instead of an earlier function.
 
-        Registered anew for each pass, so that it runs after the user's hooks, which may change the inputs.
+        The hook is registered for each pass: it must run after the user's hooks, which may change the inputs.
         """
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is self._stack.model and self._stack.runner.is_running:  # not of a copy of the model
+            if module is self._stack.model and self._stack.runner.is_running:  # not for a copy of the model
                 react(args, kwargs)
 
         self._remove_hook()
@@ -350,9 +351,9 @@ class ActivationCache:
             self._hook = None
 
     def begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Let a call of the model begin where its inputs' states were found, if it gets the inputs looked up.
+        """Begin a call of the model at the found states, if its inputs are the looked-up ones.
 
-        Whoever calls the model's forward in a pass without its hooks calls this before.
+        Code that calls the model's forward in a pass without its hooks must call this before.
         """
         awaited, runner = self._awaited, self._stack.runner
         if awaited is None or not runner.is_running:
@@ -382,7 +383,7 @@ class ActivationCache:
             return None
         slot = self._slots[end]
         position = start
-        state: torch.Tensor | None = None  # the last layer may not be the one whose output is read
+        state: torch.Tensor | None = None  # the last layer's output may not be the state
 
         def observer(unit: Unit, output: Any) -> None:
             nonlocal position, state
@@ -397,7 +398,7 @@ class ActivationCache:
     def _put(self, keys: Sequence[RowKey], state: torch.Tensor, batch: Batch) -> None:
         if self._is_refused(keys):
             return
-        counts = self.counts  # they may be others when the states have been written
+        counts = self.counts  # `self.counts` may be replaced before the states are written
 
         def done(stored: int, present: int) -> None:
             counts.stored += stored
@@ -413,26 +414,26 @@ class ActivationCache:
         return not self._padded_left and any(key.span.start for key in keys)
 
     def stop_writing(self, error: OSError) -> None:
-        """Stop writing after an error. Stored states are still read; the others are recomputed from now on."""
+        """Stop writing after an error. Stored states are still read, and others are recomputed from now on."""
         self._writing.failure = error
 
     def resume_writing(self) -> None:
-        """Write again, because there may be space again."""
+        """Resume writing: there may be space again."""
         self._writing.failure = None
 
     @property
     def is_full(self) -> bool:
-        """Whether writing stopped because of missing space, and for no other reason."""
+        """Whether writing stopped because of missing space."""
         return self._writing.failure is not None and self._writing.failure.errno in FULL
 
     @property
     def why_full(self) -> str | None:
-        """The reason why writing stopped, in words."""
+        """The reason for which writing stopped, in words; None if it has not stopped."""
         error = self._writing.failure
         return error.strerror if isinstance(error, StoreFull) else str(error) if error is not None else None
 
     def flush(self) -> None:
-        """Wait until everything that was put has been written."""
+        """Wait until all pending states are written."""
         self._writing.flush()
 
     def close(self) -> None:
@@ -442,7 +443,7 @@ class ActivationCache:
 
     @contextmanager
     def counting_evaluation(self) -> Iterator[None]:
-        """Context manager: count for an evaluation inside it, separately from the counts of the training."""
+        """Inside the context, count for an evaluation, separately from the training."""
         counts, self.counts = self.counts, CacheCounts()
         met_other_inputs = self.met_other_inputs
         try:
@@ -458,7 +459,7 @@ class ActivationCache:
 
 
 def _of_whole_samples(found: States, sequences: int) -> States:
-    """Of the rows that were found, keep those of samples all of whose sequences were found behind as many units.
+    """Keep the found rows of complete samples: all sequences of the sample were found at the same boundary.
 
     A sample's rows follow one another.
     """

@@ -1,22 +1,22 @@
-"""The files of one generation of cached activations: how entries are found, read, verified and written.
+"""The files of one generation of cached activations: finding, reading, verifying and writing entries.
 
     <generation>/
       facts               format version and facts about all entries, with their checksum
       segment-<writer>    payloads, one after another                                       (append-only)
       index-<writer>      a record for each of them: key, offset, checksum, nbytes          (append-only)
-      used-<training>     empty; its modification time is when this training last needed the generation
+      used-<training>     empty; its modification time is this training's latest use of the generation
 
-    index files ──read once, then what was appended──> sorted records ──> bytes of a segment ──> checksum? ──> hit
+    index files ──read once, then the appended part──> sorted records ──> bytes of a segment ──> checksum? ──> hit
 
-Every writer appends to files of its own, so there are no locks, and nothing is fsynced. Files may be damaged,
-truncated or deleted at any time. Therefore:
+Every writer appends to files of its own, without locks and without fsync. Files may be damaged, truncated or deleted
+at any time. Therefore:
 
 1. A checksum covers an entry's key, its payload and the facts. A damaged record, payload or `facts` leads to a miss.
-2. A payload is written before its record: what a killed writer leaves behind is not found.
+2. A payload is written before its record: readers do not find the remains of a killed writer.
 3. Files are read and written at explicit offsets and are never memory-mapped. A full disk or a truncated file then
    results in an error or a short read, not in a SIGBUS, and forked processes share no file position.
 4. Files are opened relative to the generation's folder, so they belong together even if the folder is moved away. No
-   symbolic link is followed, and nothing is opened that another user owns or may write to.
+   symbolic link is followed, and no file is opened that another user owns or may write to.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Row: TypeAlias = npt.NDArray[np.uint8] | memoryview
 
 FORMAT_VERSION = 3
 FACTS, INDEX, SEGMENT, USED = "facts", "index-", "segment-", "used-"
-"""Name of a file, and prefixes of others."""
+"""Name of the facts file, and prefixes of the other files."""
 
 RECORD = np.dtype([("key", "<u8"), ("offset", "<i8"), ("nbytes", "<u8"), ("check", "<u8")])
 """`key` is the first half of a key; the second half seeds the checksum."""
@@ -53,7 +53,7 @@ OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class _Run(NamedTuple):
-    """Records sorted by their keys, which are apart from them to be searched fast."""
+    """Records sorted by their keys. The keys are a separate array, for fast search."""
 
     keys: npt.NDArray[np.uint64]
     records: npt.NDArray[Any]
@@ -62,13 +62,13 @@ class _Run(NamedTuple):
 class FileReader:
     """Looks up samples in one generation, which may be created and deleted at any time. Not thread-safe.
 
-    Whatever cannot be read is a miss. A reader works in forked processes; a pickled copy opens the files again.
+    Unreadable entries are misses. A reader works in forked processes; a pickled copy opens the files again.
 
     Args:
         path: the generation's folder.
 
     Attributes:
-        num_damaged: number of entries that were found, but were truncated or had wrong bytes.
+        num_damaged: number of found entries that were truncated or had wrong bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,13 +80,13 @@ class FileReader:
         self._closing = ExitStack()
         self._folder = self._facts_file = -1
         self._facts: dict[str, Any] | None = None
-        self._seed = 0  # of checksums
+        self._seed = 0  # seed of checksums
         self._runs: list[_Run] = []
-        self._seen: dict[str, int] = {}  # for each writer, the bytes of its index that were read
-        self._segments: dict[int, int] = {}  # open files, by the writer's place in `_seen`
+        self._seen: dict[str, int] = {}  # writer -> bytes read from its index
+        self._segments: dict[int, int] = {}  # writer's place in `_seen` -> open file
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FileReader, (self._path,)  # descriptors are not valid in another process
+        return FileReader, (self._path,)  # descriptors are invalid in another process
 
     @property
     def facts(self) -> dict[str, Any] | None:
@@ -98,15 +98,15 @@ class FileReader:
 
         Args:
             keys: 16 bytes each.
-            rows: writable buffers; a payload whose length differs from its buffer's is a miss.
+            rows: writable buffers. A payload of another length than its buffer is a miss.
 
         Returns:
-            For each key whether its buffer now holds the payload. If not, the buffer's bytes are undefined.
+            For each key, whether its buffer now holds the payload. Otherwise the buffer's bytes are undefined.
         """
         return self.look_up(keys, [_flat(row) for row in rows]) if self._is_open() else [False] * len(keys)
 
     def sizes(self, keys: Sequence[bytes]) -> list[int]:
-        """Length in bytes of the longest payload of each key; 0 if there is none."""
+        """Return the length in bytes of the longest payload of each key; 0 if there is none."""
         if not self._is_open():
             return [0] * len(keys)
         found = self._find(keys)
@@ -115,7 +115,7 @@ class FileReader:
         return [max((nbytes for _, _, nbytes, _ in records), default=0) for records in found]
 
     def look_up(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[bool]:
-        """Read payloads as `read_into` does, from the generation that is open, even if it was deleted meanwhile."""
+        """Read payloads as `read_into` does, from the open generation, even if it was deleted meanwhile."""
         found = self._read_known(keys, payloads)
         missing = [place for place, hit in enumerate(found) if not hit]
         if missing and self._read_indices():
@@ -134,11 +134,11 @@ class FileReader:
         """Open the files, and return the facts about the generation.
 
         Args:
-            facts: recorded if the folder or its facts are missing or damaged, as for JSON; None changes nothing.
+            facts: facts to record if the folder or its facts are missing or damaged, as for JSON; None never writes.
 
         Raises:
             OSError: the folder or its facts cannot be opened.
-            ValueError: the facts are damaged, or of another version.
+            ValueError: the facts are damaged, or have another version.
         """
         if facts is not None:
             with suppress(FileExistsError):
@@ -165,14 +165,14 @@ class FileReader:
         return descriptor
 
     def is_outdated(self) -> bool:
-        """Whether the generation was deleted, or has got other facts. Open files still work."""
+        """Whether the generation was deleted, or its facts were replaced. Open files still work."""
         try:
             return os.fstat(self._facts_file).st_nlink == 0
         except OSError:  # closed, or lost by a network file system
             return True
 
     def record(self, key: bytes, payload: memoryview, offset: int) -> _Record:
-        """The record of an entry of this generation."""
+        """Return the record of an entry of this generation."""
         check = xxhash.xxh3_64_intdigest(payload, int.from_bytes(key[8:], "little") ^ self._seed)
         return int.from_bytes(key[:8], "little"), offset, payload.nbytes, check
 
@@ -186,12 +186,12 @@ class FileReader:
         return self._facts is not None
 
     def _read_known(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[bool | None]:
-        """For each key, whether its payload was read; False if it was damaged, None if there is no record of it."""
+        """Return for each key: True if its payload was read, False if it was damaged, None if it has no record."""
         found = [
             [record for record in records if record[2] == payload.nbytes]
             for records, payload in zip(self._find(keys), payloads, strict=True)
         ]
-        if hasattr(os, "posix_fadvise"):  # a disk is faster if it knows what it will be asked for
+        if hasattr(os, "posix_fadvise"):  # announced reads make a disk faster
             for writer, offset, nbytes, _ in (record for records in found for record in records):
                 with suppress(OSError):
                     os.posix_fadvise(self._segment(writer), offset, nbytes, os.POSIX_FADV_WILLNEED)
@@ -217,7 +217,7 @@ class FileReader:
         return self._segments[writer]
 
     def _find(self, keys: Sequence[bytes]) -> list[list[_Record]]:
-        """All records of each key, with the writer's number: there may be several, of which some are damaged."""
+        """Return all records of each key, with the writer's number. There may be several, some of them damaged."""
         found: list[list[_Record]] = [[] for _ in keys]
         wanted = np.frombuffer(b"".join(key[:8] for key in keys), "<u8")
         for run in self._runs:
@@ -228,7 +228,7 @@ class FileReader:
         return found
 
     def _read_indices(self) -> bool:
-        """Read what was appended to the index files. Returns whether that was anything."""
+        """Read new records from the index files. Returns True if there were any."""
         new: list[_Run] = []
         with suppress(OSError), os.scandir(self._folder) as files:
             for file in files:
@@ -237,7 +237,7 @@ class FileReader:
                         new.append(self._read_index(file.name, file.stat(follow_symlinks=False).st_size))
         if not any(len(run.keys) for run in new):
             return False
-        # each run is more than twice as long as the next, so there are few, and each record is sorted a few times only
+        # each run is more than twice as long as the next: there are few runs, and few sorts of each record
         merged = _merged(new)
         while self._runs and len(self._runs[-1].keys) <= 2 * len(merged.keys):
             merged = _merged([merged, self._runs.pop()])
@@ -257,13 +257,13 @@ class FileReader:
         records = np.frombuffer(raw, RECORD, len(raw) // RECORD.itemsize).copy()
         self._seen[writer] += records.nbytes
         keys = records["key"].copy()
-        records["key"] = list(self._seen).index(writer)  # that is what is needed besides the keys
+        records["key"] = list(self._seen).index(writer)  # the writer's number: the keys are stored separately
         return _Run(keys, records)
 
     def _read_facts(self) -> dict[str, Any]:
         self._facts_file = self.open_file(FACTS, os.O_RDONLY)
         checksum, _, content = os.pread(self._facts_file, 2**20, 0).partition(b"\n")
-        # a damaged fact could be the size of a reader's allocation
+        # a damaged fact could become the size of a reader's allocation
         if checksum.decode("latin-1") != xxhash.xxh3_64_hexdigest(content):
             raise ValueError(f"{FACTS} is damaged or was written by another version.")
         read = json.loads(content)
@@ -273,11 +273,11 @@ class FileReader:
         return dict(read["facts"])
 
     def _write_facts(self, facts: Mapping[str, Any], is_first: bool) -> None:
-        """Write the facts in one step. If they replace others, entries become misses, and their writers are outdated.
+        """Write the facts atomically. Replacing facts turns all entries into misses and outdates their writers.
 
         Args:
             facts: the facts.
-            is_first: there are no others. If another process is quicker, its facts stay.
+            is_first: whether there are no facts yet. If another process is quicker, its facts stay.
         """
         content = json.dumps({"version": FORMAT_VERSION, "facts": dict(facts)}, sort_keys=True).encode()
         checksum = xxhash.xxh3_64_hexdigest(content).encode()
@@ -287,19 +287,19 @@ class FileReader:
 class FileWriter:
     """Adds samples to one generation. Created by `FileStore.writer`. Not thread-safe.
 
-    It remains usable after an error, because there may be space again. Its files are created by the first entry.
+    It remains usable after an error, because there may be space again. The first entry creates its files.
 
     Args:
         path: the generation's folder.
-        facts: used if the generation is created.
-        claim: called with a number of bytes before they are written; raises an error if they must not be.
+        facts: facts to record if the generation is created.
+        claim: called with a number of bytes before a write. It raises an error to forbid the write.
 
     Raises:
         OSError: the folder cannot be written to.
 
     Attributes:
         facts: facts about the generation, recorded by the process that created it.
-        num_present: number of samples given to `put` that were in the store already.
+        num_present: number of samples passed to `put` that were already in the store.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any], claim: Callable[[int], None]) -> None:
@@ -308,13 +308,13 @@ class FileWriter:
         self._claim = claim
         self._reader = FileReader(path)
         self.facts = self._reader.open(facts)
-        self._outputs: tuple[int, int] | None = None  # segment and index
+        self._outputs: tuple[int, int] | None = None  # descriptors of segment and index
         self._ends = (0, 0)
 
     def put(self, keys: Sequence[bytes], rows: Sequence[Row]) -> int:
-        """Store samples, so that the readers of all processes find them.
+        """Store samples. Readers in all processes then find them.
 
-        1. Skip what a reader would find already. A damaged entry is not found, so it is stored again.
+        1. Skip entries that a reader finds. A damaged entry is not found, so it is stored again.
         2. Write the payloads.
         3. Write their records.
 
@@ -326,9 +326,9 @@ class FileWriter:
             The number of entries written.
 
         Raises:
-            StoreFull: the store would exceed its limit. Nothing was written.
-            OSError: the disk is full or fails, or the generation has been deleted (`errno.ESTALE`). Nothing remains of
-                the entries.
+            StoreFull: the store would exceed its limit. No bytes were written.
+            OSError: the disk is full or fails, or the generation has been deleted (`errno.ESTALE`). None of the
+                entries is stored.
         """
         if self._reader.is_outdated() or any(os.fstat(file).st_nlink == 0 for file in self._outputs or ()):
             raise _deleted(self._path)
@@ -367,7 +367,7 @@ class FileWriter:
             write_all(index, written, end_of_index)  # (3)
         except OSError:
             for file, before in zip(self._outputs, self._ends, strict=True):
-                with suppress(OSError):  # if space cannot be freed, it is wasted, but no entry is wrong
+                with suppress(OSError):  # failure only wastes space: no entry is wrong
                     os.ftruncate(file, before)
             raise
         self._ends = end, end_of_index + written.nbytes
@@ -412,7 +412,7 @@ def open_private(path: str | Path, flags: int, folder: int | None = None) -> int
 
 
 def why_not_private(status: os.stat_result) -> str | None:
-    """Why a file or folder is not trusted, in words; None if only this user, or root, may write to it."""
+    """Return why a file or folder is not trusted, in words; None if only this user or root may write to it."""
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         return "it is neither a file nor a folder"
     if status.st_uid not in (os.geteuid(), 0):

@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 class BackgroundThread:
-    """Runs functions one after another in a thread, which ends with the process.
+    """Runs functions one after another in a thread that ends with the process.
 
-    Not an executor's thread: at exit the interpreter would wait for a read or a copy that never ends.
+    It is not an executor: at exit the interpreter would wait for a read or a copy that never ends.
 
     Args:
         name: name of the thread.
@@ -26,7 +26,7 @@ class BackgroundThread:
         self._thread: threading.Thread | None = None
 
     def run(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function after those that were given before. What it raises is raised by the future."""
+        """Run a function after all earlier ones. The future raises its error."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -35,12 +35,12 @@ class BackgroundThread:
         return future
 
     def flush(self) -> None:
-        """Wait until all functions have been run."""
+        """Wait until all functions have run."""
         if self._thread is not None:
             self.run(lambda: None).result()
 
     def close(self) -> None:
-        """Run all functions that were given, and end the thread. The next `run` starts another one."""
+        """Run all pending functions, and end the thread. The next `run` starts a new thread."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -51,6 +51,6 @@ class BackgroundThread:
             future, function = task
             try:
                 future.set_result(function())
-            except BaseException as error:  # raised where the result is asked for
+            except BaseException as error:  # `Future.result` raises it
                 future.set_exception(error)
             del task, future, function  # the latest result must not live until the next task

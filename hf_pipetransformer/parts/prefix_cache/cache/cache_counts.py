@@ -1,4 +1,4 @@
-"""What a process has done with a cache: numbers of samples, and times."""
+"""Counts of a process's use of the cache: numbers of samples, and times."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class CacheCounts:
-    """What a process has done with the cache since the counts were last taken."""
+    """A process's use of the cache since the counts were last taken."""
 
     rows: int = 0
-    """Number of samples whose hidden states were needed."""
+    """Number of samples that needed hidden states."""
     hits: int = 0
-    """Number of them that were found at the current boundary of the frozen layers."""
+    """Number of samples found at the current boundary of the frozen layers."""
     older_hits: int = 0
-    """Number of them that were found at an earlier, lower boundary."""
+    """Number of samples found at an earlier, lower boundary."""
     stored: int = 0
     """Number of samples stored at the current boundary."""
     older_stored: int = 0
     present: int = 0
-    """Number of samples that were not stored because they were in the store already."""
+    """Number of samples that were not stored because the store already had them."""
     dropped: int = 0
     """Number of samples that were not stored because the writer was too slow."""
     damaged: int = 0
-    """Number of entries that were damaged in the store, and were therefore recomputed."""
+    """Number of damaged entries in the store, which were recomputed."""
     layers_skipped: int = 0
-    """Number of layers that were not run, summed over the samples that were found."""
+    """Number of skipped layers, summed over the found samples."""
     load_seconds: float = 0.0
-    """Time spent loading the samples that were found."""
+    """Time spent loading the found samples, in seconds."""
 
     @property
     def found(self) -> int:

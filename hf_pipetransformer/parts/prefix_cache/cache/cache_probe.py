@@ -1,14 +1,15 @@
-"""Finds out whether the output of frozen layers may be cached for each sample and reused in other batches.
+"""Probes whether the output of frozen layers may be cached for each sample and reused in other batches.
 
-It may only if a sample's real tokens have the same hidden state whatever other samples are in the batch and however
-far it is padded, and if nothing above the cached layers reads the padding, which is not stored. There is no list of
-model families for this: one trial on a few real samples shows it, for all boundaries between layers at once.
+Two conditions must hold. The hidden states of a sample's real tokens must not depend on the other samples in the
+batch, nor on the amount of padding. And no code above the cached layers may read the padding, which is not stored.
+There is no list of model families: one trial on a few real samples tests this, for all boundaries between layers at
+once.
 
-    1  a b c d     watched: what each state is computed of. Its parameters must be frozen, its inputs are what a
-                   sample's key is made of, and a single tensor of [samples, tokens, ...] is read above it
-    2  a b c d     as in a step, with noise as padding: nothing draws, counts calls or reads the padding
+    1  a b c d     track the sources of each state. Its parameters must be frozen, its inputs make up a sample's
+                   key, and the layers above must read a single tensor of [samples, tokens, ...]
+    2  a b c d     as in a step, with noise as padding: no layer draws, counts calls or reads the padding
     3  d b, a b, a a sample's state is the same in other batches, with other padding, and alone
-    4  a b c d     its loss is the same from the states above: it reads no padding and nothing below
+    4  a b c d     its loss is the same if computed from the states: it reads no padding and no lower states
 
 `varied_samples` selects samples of different lengths. If all have the same length, every second sample is shortened,
 since later samples of the dataset may be shorter.
@@ -58,13 +59,13 @@ LossOf = Callable[[Batch], torch.Tensor]
 
 @dataclass(frozen=True)
 class CacheVerdict:
-    """Whether the output of the first `num_frozen` units may be cached for each sample.
+    """The verdict on caching the output of the first `num_frozen` units for each sample.
 
     Attributes:
         num_frozen: number of units.
-        reason: why it may not be cached; None if it may.
+        reason: why it must not be cached; None if it may be cached.
         slot: the tensor to cache, if it may be cached.
-        padded_left: whether the sample had padding on the left. If not, such samples have not been checked.
+        padded_left: whether the probed samples had padding on the left. If not, such samples were not checked.
     """
 
     num_frozen: int
@@ -75,11 +76,11 @@ class CacheVerdict:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial has shown.
+    """The result of a trial.
 
     Attributes:
-        verdicts: for each number of frozen units, from 1 to all of them.
-        unread: names of the inputs of which no state is computed that may be cached; no key has them.
+        verdicts: one verdict for each number of frozen units, from 1 to all.
+        unread: names of inputs that no cacheable state depends on. Keys leave them out.
     """
 
     verdicts: tuple[CacheVerdict, ...]
@@ -100,21 +101,21 @@ def probe_boundaries(
 ) -> Trial:
     """Try every number of frozen units on a complete model, and leave the model as it was.
 
-    It takes about four forwards of four samples, whatever the number of units, and the memory of their states. Call
-    it under the same autocast as the training. Not collective: a difference close to its tolerance may be judged
-    differently by another process.
+    It takes about four forwards of four samples, for any number of units, and the memory of their states. Call it
+    under the same autocast as the training. Not collective: processes may judge a difference close to its tolerance
+    differently.
 
     Args:
         stack: the units of the complete model.
-        freezable: which parameters are frozen for each number of units.
+        freezable: the frozen parameters for each number of units.
         samples: about four samples of the dataset, of different lengths if it has them.
         collate: the user's collator.
-        ignored: names of inputs that are not part of a sample's key (`row_keys`), whatever reads them.
-        loss_of: the loss of a batch as the Trainer computes it, if it is not the model's own.
-        is_read_whole: whether something may read all of what the model returns, also the padding in it.
-        keeps_padding: whether samples are stored with their padding. Then it may be read, but a sample must have the
+        ignored: names of inputs that are never part of a sample's key (`row_keys`).
+        loss_of: the loss of a batch as the Trainer computes it; None to compare the model's own loss, if it has one.
+        is_read_whole: whether code may read all of the model's outputs, including the padding.
+        keeps_padding: whether samples are stored with their padding. Code may then read it, but a sample must have the
             same padding in each batch.
-        most: the largest number of units that will be frozen, if that is known.
+        most: the largest number of units that will be frozen, if known.
     """
     probe = _Probe(stack, samples, collate, ignored, keeps_padding, most or stack.num_units)
     probe.is_read_whole = is_read_whole
@@ -126,7 +127,7 @@ def probe_boundaries(
                 probe.run(freezable, loss_of)
             except _Refusal as refusal:
                 probe.refuse_all(str(refusal))
-            except Exception as error:  # models and collators may raise anything; training continues without a cache
+            except Exception as error:  # models and collators may raise any error; training continues without a cache
                 what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
                 probe.refuse_all(f"the model or the data collator fails on a part of the sample ({what})")
     numbers = range(1, stack.num_units + 1)
@@ -142,7 +143,7 @@ class _Probe:
     """Runs the trial and collects its results for each boundary (the number of units below it).
 
     Attributes:
-        open: boundaries that nothing has refused so far -> the only tensor that crosses them.
+        open: boundary that has not been refused so far -> the only tensor that crosses it.
         reasons: boundary -> why it was refused.
         padded_left: whether some samples had padding on the left.
         unread: as in `Trial`.
@@ -178,7 +179,7 @@ class _Probe:
             self.refuse(boundary, reason)
 
     def run(self, freezable: FreezableLayers, loss_of: LossOf | None) -> None:
-        """Run the trial; each part skips the boundaries that an earlier one has refused."""
+        """Run the trial. Each part skips boundaries that an earlier part has refused."""
         self._watch(freezable)  # 1
         everyone = range(len(self._samples))
         sample = self._rows(everyone)
@@ -187,7 +188,7 @@ class _Probe:
             self._keys.clear()
             sample = self._rows(everyone)
         self.padded_left = any(bool(span.start) for span in sample.spans)
-        with left_as_found(self._stack.model):  # one context for both forwards, so that a counter of calls shows up
+        with left_as_found(self._stack.model):  # one context for both forwards: reveals a counter of calls
             output, carry = self._forward(sample.batch, self._crossing(partial(self._record, sample)))
             with_noise = self._repeat(sample)  # 2
         order = sorted(everyone, key=lambda i: num_tokens(sample.spans[i * sample.sequences]))
@@ -200,12 +201,12 @@ class _Probe:
 
     # ------------------------------------------------------------------------------------ the parts of the trial
     def _watch(self, freezable: FreezableLayers) -> None:
-        """Part 1: what crosses each boundary, and what it is computed of."""
+        """Part 1: find the tensors that cross each boundary, and the sources of their values."""
         table, rows = self._stack.table, self._unkeyed([0])
         read: dict[int, frozenset[str]] = {}
-        decided: dict[int, frozenset[str]] = {}  # inputs whose values the code has looked at
+        decided: dict[int, frozenset[str]] = {}  # boundary -> inputs with values that the code has read
         seen: Origins | None = None
-        for _ in range(2):  # what was first seen in one pass, and is the same object in the next, is a constant
+        for _ in range(2):  # an object that is first seen in one pass and recurs in the next is a constant
             origins = Origins(self._stack.model, rows, {name: table[name] for name in table.names})
             if seen is not None:
                 origins.take_constants(seen)
@@ -248,7 +249,7 @@ class _Probe:
         self._keeps_padding |= MASK in self.unread
 
     def _read_by_the_head(self, rows: Batch, carry: Carry) -> list[CarrySlot]:
-        """The tensors that cross the boundary above all units, which `LayerStack.boundaries` does not include."""
+        """Return the tensors that cross the boundary above all units: `LayerStack.boundaries` lacks it."""
         leaves = {
             stack: tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
             for stack, tensors in carry.items()
@@ -263,8 +264,8 @@ class _Probe:
         ]
 
     def _record(self, sample: Rows, boundary: int, state: torch.Tensor) -> None:
-        """Record the states that all others are compared with."""
-        if sample.fits(state):  # cloned, because a layer may write into its input
+        """Record the reference states."""
+        if sample.fits(state):  # cloned: a layer may write into its input
             self._states[boundary] = [state[row, span].clone() for row, span in enumerate(sample.spans)]
         else:
             tokens = "some" if sample.mask is None else sample.mask.shape[1]
@@ -272,20 +273,20 @@ class _Probe:
             self.refuse(boundary, f"the hidden state has shape {list(state.shape)}, not {expected}")
 
     def _repeat(self, sample: Rows) -> Carry:
-        """Part 2: repeat the batch as in a step, the model in training mode, all layers frozen in eval mode.
+        """Part 2: repeat the batch as in a step: the model in training mode, with all layers frozen in eval mode.
 
-        The padding has other token ids, and noise and zeros after each unit. A single unit that reads it rules out all
-        boundaries: below it, states would be wrong in other batches; above it, the padding is missing, because it is
-        not stored.
+        The padding gets other token ids, and noise and zeros after each unit. A single unit that reads it rules out
+        all boundaries: at boundaries below the unit, the padding would be missing, because it is not stored; at
+        boundaries above it, states would be wrong in other batches.
         """
         runner, mask, num_frozen = self._stack.runner, sample.mask, self._stack.runner.num_frozen
-        generator = torch.Generator(self._device).manual_seed(0)  # so that all processes reach the same verdict
+        generator = torch.Generator(self._device).manual_seed(0)  # all processes reach the same verdict
         errors = [0.0]
 
         def disturb(boundary: int, state: torch.Tensor) -> None:
             errors.append(self._error(boundary, state, sample))
             if mask is not None and not mask.all() and sample.fits(state):
-                state.copy_(with_noise(state, mask, generator))  # in place, because the next unit reads this tensor
+                state.copy_(with_noise(state, mask, generator))  # in place: the next unit reads this tensor
 
         runner.freeze(self._stack.num_units)
         self._stack.model.train()
@@ -298,7 +299,7 @@ class _Probe:
         return carry
 
     def _compare_in(self, rows: Rows) -> None:
-        """Part 3: some of the samples in a batch of their own."""
+        """Part 3: compare the states of some samples in a batch of their own."""
 
         def judge(boundary: int, state: torch.Tensor) -> None:
             error = self._error(boundary, state, rows)
@@ -308,7 +309,7 @@ class _Probe:
         self._forward(rows.batch, self._crossing(judge))
 
     def _check_above(self, sample: Rows, expected: Any, carries: Sequence[Carry], loss_of: LossOf | None) -> None:
-        """Part 4: what is computed of the last layer's output, also of one with noise as padding."""
+        """Part 4: compare outputs and losses from the last layer's output, with and without noise as padding."""
         outputs = expected, self._above(carries[-1], sample.batch, self._call)
         if self.is_read_whole:
             results = [list(output_tensors(output).values()) for output in outputs]
@@ -324,14 +325,14 @@ class _Probe:
 
     # ------------------------------------------------------------------------------------ running and judging
     def _unkeyed(self, indices: Sequence[int]) -> Batch:
-        # copied, because some collators remove the labels from the samples
+        # copied: some collators remove the labels from the samples
         return on_device(dict(self._collate([copy.copy(self._samples[i]) for i in indices])), self._device)
 
     def _rows(self, indices: Sequence[int]) -> Rows:
         """Collate some of the samples. A collator may make several rows of each, in blocks (`micro_batch`).
 
         Raises:
-            _Refusal: they have no keys, or their keys differ from those in another batch.
+            _Refusal: the samples have no keys, or other keys than in another batch.
         """
         batch = self._unkeyed(indices)
         if self._shortens:
@@ -361,7 +362,7 @@ class _Probe:
         return Rows(batch, tuple(indices), [key.span for key in keys], count, self._keeps_padding)
 
     def _crossing(self, visit: Callable[[int, torch.Tensor], None]) -> Callable[[Unit, Any], None]:
-        """Call `visit` with each open boundary and the tensor that crosses it."""
+        """Return an observer that calls `visit` with each open boundary and its tensor."""
         num_done = itertools.count(1)
 
         def observer(unit: Unit, output: Any) -> None:
@@ -375,7 +376,7 @@ class _Probe:
     def _forward(self, batch: Batch, observer: Callable[[Unit, Any], None]) -> tuple[Any, Carry]:
         """Run the whole model. Returns its output, and the last output of each stack's units.
 
-        Within `left_as_found`: BigBird permanently turns its sparse attention off when it meets a short batch.
+        Call it within `left_as_found`: BigBird permanently turns its sparse attention off after a short batch.
         """
         carry: Carry = {}
 
@@ -398,7 +399,7 @@ class _Probe:
             return call(dict(batch))
 
     def _error(self, boundary: int, state: torch.Tensor, rows: Rows) -> float:
-        """Difference of the real tokens' states from the recorded ones, relative to the largest value."""
+        """Return the difference of the real tokens' states from the reference, relative to the largest value."""
         if not rows.fits(state):
             return math.inf
         expected = [self._states[boundary][i] for i in rows.indices]
@@ -410,7 +411,7 @@ class _Probe:
 
 
 def _results(output: Any, mask: torch.Tensor | None, with_loss: bool) -> list[torch.Tensor]:
-    """The outputs that a loss reads, at real tokens, and the model's own loss if requested or if there is no other."""
+    """Return the outputs for a loss, at real tokens, and the model's own loss if requested or if there are none."""
     tensors = output_tensors(output)
     loss = tensors.pop("loss", None)
     of_tokens = [
@@ -423,10 +424,10 @@ def _results(output: Any, mask: torch.Tensor | None, with_loss: bool) -> list[to
 # ------------------------------------------------------------------------------------ restoring the model
 @contextmanager
 def _evaluating(stack: LayerStack) -> Iterator[None]:
-    """Context manager that installs the runner, sets evaluation mode and disables gradients; all is restored on exit.
+    """Context manager that installs the runner, sets evaluation mode and disables gradients. Exit restores all state.
 
-    The user's own code before the layers stays in training mode, because it is trained beside frozen layers. The state
-    of the random number generators is restored, too.
+    The user's own code before the layers stays in training mode, because it still trains beside frozen layers. The
+    state of the random number generators is restored, too.
     """
     runner, model = stack.runner, stack.model
     was_installed, units = runner.installed, runner.units

@@ -1,4 +1,4 @@
-"""When computed values count as the same, and noise that shows who reads padding."""
+"""Comparing computed values, and noise that reveals reads of the padding."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 SAME = 1e-6
-"""Relative to the largest value. If the same kernels run on the same shapes, the results must be identical."""
+"""Tolerance relative to the largest value, for the same kernels on the same shapes: results must be identical."""
 
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
-"""Relative to the largest value, in other batches: other shapes run other kernels, with another order of summation."""
+"""Tolerances relative to the largest value, for other batches: other shapes run other kernels, which sum in another
+order."""
 
 FLOAT32_TOLERANCE = 1e-5
 
@@ -30,7 +31,7 @@ def aligned(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def relative_difference(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """Largest difference, relative to the largest expected value; infinite if shapes differ or a value is NaN."""
+    """Return the largest difference, relative to the largest expected value; infinite if shapes differ or for NaN."""
     if any(a.shape != b.shape for a, b in zip(actual, expected, strict=True)):
         return math.inf
     differences = [(a.float() - b.float()).abs().max() for a, b in zip(actual, expected, strict=True)]
@@ -40,11 +41,11 @@ def relative_difference(actual: Sequence[torch.Tensor], expected: Sequence[torch
 
 
 def rounding_of(state: torch.Tensor) -> float:
-    """The difference that rounding explains if other kernels run, for the dtype of the state or of its computation."""
+    """Return the tolerance for rounding if other kernels run, for the dtype of the state or of its computation."""
     device = state.device.type
     dtypes = [state.dtype]
     if torch.is_autocast_enabled(device):
         dtypes.append(torch.get_autocast_dtype(device))
     if device == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        dtypes.append(torch.float16)  # which has as many mantissa bits
+        dtypes.append(torch.float16)  # fp16 has as many mantissa bits as TF32
     return max(TOLERANCES.get(dtype, FLOAT32_TOLERANCE) for dtype in dtypes)

@@ -1,18 +1,17 @@
-"""Content keys: a hash of each sample's model inputs, under which its activations are cached.
+"""Content keys: a hash of each sample's model inputs identifies its cached activations.
 
     input_ids       7 8 9 0 0    attention_mask  1 1 1 0 0    labels  1        -> 16 bytes of  7 8 9, 1 1 1
     input_ids       7 8 9        attention_mask  1 1 1        labels  0        -> the same key
     input_ids       7 8 6 0 0    attention_mask  1 1 1 0 0    labels  1        -> another key
 
 A key is computed from the contents, not from an index. A shuffled, streamed or augmented dataset therefore needs no
-special treatment, and a sample whose inputs have changed is a miss. The hash is xxh3: different inputs share one by
-chance only (128 bits), but it is no protection against data that somebody has crafted to collide. Whoever may write to
-a shared folder is trusted likewise: entries are checked for damage, not for forgery. What is left out of a key must
-not affect the frozen layers: the padding, which no model should read, and the labels. `cache_probe` checks both on
-the model.
+special treatment, and a sample with changed inputs is a miss. The hash is xxh3: different inputs share one by chance
+only (128 bits), but crafted data may collide. Users who may write to a shared folder are trusted as well: entries are
+checked for damage, not for forgery. A key leaves out the padding, which no model should read, and the labels. Neither
+may affect the frozen layers, and `cache_probe` checks this on the model.
 
-A key does not cover changes to the inputs on their way to the model: `RecordedInputs` checks whether the model is
-called on the same inputs.
+A key does not cover changes to the inputs on their way to the model: `RecordedInputs` checks that the model gets the
+same inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ....model.called_inputs import LABELS_AND_DECODER, PLAIN
 from ....model.micro_batch import batch_rows
 from ....model.tags import BLANK, TAGS
 
-_WHOLE_ROW = -1  # in place of a span
+_WHOLE_ROW = -1  # stands for the span of a whole row
 
 MASK = "attention_mask"
 IGNORED_LABEL = -100
@@ -37,15 +36,15 @@ IGNORED_LABEL = -100
 TOKEN_INPUTS: frozenset[str] = frozenset(
     {"attention_mask", "bbox", "input_ids", "inputs_embeds", "position_ids", "token_type_ids"}
 )
-"""Inputs that have one entry per token in every model, so that their padding can be removed.
+"""Inputs with one entry per token in every model. Their padding can be removed.
 
-For any other tensor that is as long as the attention mask this is unknown: it may have five features beside five
-tokens. If it were truncated, two samples that differ only in their features could get the same key.
+Other tensors of the attention mask's length are ambiguous: five entries may be five features beside five tokens. If
+they were truncated, two samples that differ only in their features could get the same key.
 """
 
 
 class RowKey(NamedTuple):
-    """The key under which a sample's state is stored."""
+    """The key of a sample's stored state."""
 
     digest: bytes
     """16 bytes (`row_keys`)."""
@@ -54,7 +53,7 @@ class RowKey(NamedTuple):
 
 
 def sequences_per_sample(batch: Mapping[str, Any]) -> int:
-    """Number of sequences of each sample: C if mask and tokens are [B, C, T] (choices of an answer), otherwise 1."""
+    """Return the number of sequences per sample: C if mask and tokens are [B, C, T] (choices of an answer), else 1."""
     mask = batch.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.dim() != 3:
         return 1
@@ -63,9 +62,9 @@ def sequences_per_sample(batch: Mapping[str, Any]) -> int:
 
 
 def by_sequences(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The batch with a row for each sequence, as layers see it: inputs [B, C, T] as [B * C, T].
+    """Return the batch with a row for each sequence, as layers see it: inputs [B, C, T] as [B * C, T].
 
-    Inputs of a sample that have no entry per token are repeated for each of its sequences.
+    A sample's inputs without an entry per token are repeated for each of its sequences.
     """
     if (count := sequences_per_sample(batch)) == 1:
         return batch
@@ -82,15 +81,15 @@ def by_sequences(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def spans_of(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> list[slice] | None:
-    """Positions of each sample's own tokens, first to last + 1; without an attention mask all positions.
+    """Return the positions of each sample's own tokens, first to last + 1; all positions without an attention mask.
 
     Args:
         batch: the model's inputs. A mask must be [B, T] or [B, C, T] (`by_sequences`) of zeros and ones, with padding
             on either side.
-        ignored: names of inputs that are not part of a key. If the mask is one of them, there is none.
+        ignored: names of inputs that are not part of a key. An ignored mask counts as absent.
 
     Returns:
-        B (or B * C) slices, or None if samples and padding cannot be told apart: a mask of another shape (4-D, packed)
+        B (or B * C) slices, or None if samples and padding cannot be separated: a mask of another shape (4-D, packed)
         or with other values, a sample with gaps or without tokens; without a mask, tensors with different batch sizes.
     """
     mask = batch.get(MASK) if MASK not in ignored else None
@@ -107,15 +106,15 @@ def spans_of(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> list[sl
         return None
     ones = valid.int()
     counts = ones.sum(1)
-    starts = ones.argmax(1)  # the first of them
+    starts = ones.argmax(1)  # position of the first one
     stops = ones.shape[1] - ones.flip(1).argmax(1)
-    if not torch.equal(stops - starts, counts):  # also true for a sample without tokens
+    if not torch.equal(stops - starts, counts):  # also unequal for a sample without tokens
         return None
     return [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 
 def padded_length(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> int | None:
-    """Padded length of a batch that has keys; None if there is no attention mask, or it is ignored."""
+    """Return the padded length of a batch with keys; None if there is no attention mask, or it is ignored."""
     mask = batch.get(MASK) if MASK not in ignored else None
     return None if mask is None else int(mask.shape[-1])
 
@@ -123,22 +122,22 @@ def padded_length(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> in
 def row_keys(
     batch: Mapping[str, Any], ignored: Collection[str] = LABELS_AND_DECODER, keeps_padding: bool = False
 ) -> list[RowKey] | None:
-    """16 bytes for each sample: a hash of names, dtypes, shapes and values of the inputs that the sample depends on.
+    """Return 16 bytes per sample: a hash of names, dtypes, shapes and values of the inputs that it depends on.
 
-    1. `TOKEN_INPUTS` count without padding, if what is removed repeats one value; otherwise they count unchanged.
+    1. `TOKEN_INPUTS` count without padding, if the padding repeats one value; otherwise they count unchanged.
     2. A sample also has its own entry in a tensor [B] or in integers [B, T], and its own part of the only other
        input, if there is just one. The latter two bind the key to the padded length.
-    3. Any other tensor counts as a whole for each sample, and so do plain values: of two images beside two texts, both
-       may belong to the first.
+    3. Any other tensor counts as a whole for each sample, and so do plain values: two images beside two texts may both
+       belong to the first text.
 
     Args:
         batch: the model's inputs.
         ignored: names of inputs that are not part of the key.
-        keeps_padding: whether the padding counts as well, since the loss reads what layers make of it.
+        keeps_padding: whether the padding counts as well, because the loss reads its states.
 
     Returns:
-        One key per sample (per sequence, `by_sequences`), or None for a batch without keys: `spans_of` it is None, or
-        an input is neither a tensor nor None, a bool, a number or a string.
+        One key per sample (per sequence, `by_sequences`); None if `spans_of` returns None, or if an input is neither a
+        tensor nor None, a bool, a number or a string.
     """
     spans = spans_of(batch, ignored)
     if spans is None:
@@ -172,14 +171,14 @@ def keys_of_parts(
     whole: Mapping[str, torch.Tensor],
     plain: Any,
 ) -> list[RowKey]:
-    """A key for each row, of the values that belong to it.
+    """Return a key for each row, from the values that belong to it.
 
     Args:
         spans: positions of each row's own tokens.
-        by_token: tensors `[rows, tokens, ...]`. Their padding counts if it is not the same everywhere.
+        by_token: tensors `[rows, tokens, ...]`. Their padding counts unless it repeats one value.
         by_row: tensors `[rows, ...]`.
         whole: tensors that count for each row.
-        plain: what else does.
+        plain: plain values that count for each row.
     """
     rows, length = len(spans), next((tensor.shape[1] for tensor in by_token.values()), 0)
     described = [
@@ -210,9 +209,9 @@ def keys_of_parts(
 
 
 class KeyingCollator:
-    """Calls the user's collator and adds the keys of the batch that it returns.
+    """Calls the user's collator and adds keys to its batch.
 
-    It can be pickled for a loader's workers if `inner` can.
+    It is picklable, for a loader's workers, if `inner` is.
 
     Args:
         inner: the user's collator.
@@ -231,7 +230,7 @@ class KeyingCollator:
         self.keeps_padding = keeps_padding
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Return the user's batch, with its keys if it is a mapping for which keys can be computed.
+        """Return the user's batch, with its keys if it is a mapping and keys can be computed.
 
         Raises:
             ValueError: the user's batch has an input with the reserved name.
@@ -249,16 +248,16 @@ class KeyingCollator:
             return batch
         tensor = _as_tensor(keys)
         if (count := sequences_per_sample(batch)) > 1:
-            tensor = tensor.view(-1, count, tensor.shape[1])  # cut along the samples, as the inputs are
+            tensor = tensor.view(-1, count, tensor.shape[1])  # split along the samples, as the inputs are
         if not isinstance(batch, MutableMapping):
             return {**batch, TAGS: tensor}
-        keyed = copy.copy(batch)  # a dataset of complete batches returns the same object in each epoch
+        keyed = copy.copy(batch)  # a dataset of whole batches returns the same object in each epoch
         keyed[TAGS] = tensor
         return keyed
 
 
 def keys_of(tags: torch.Tensor | None) -> list[RowKey] | None:
-    """The keys of the samples that have these tags; None if there are none, or blank ones."""
+    """Return the keys in tags; None if there are no tags, or blank ones."""
     if tags is None:
         return None
     keys = tags.cpu().reshape(-1, tags.shape[-1])
@@ -278,7 +277,7 @@ def _as_tensor(keys: list[RowKey]) -> torch.Tensor:
 
 
 class _Parts:
-    """The bytes of a tensor as `count` equal parts: its samples, or its tokens."""
+    """The bytes of a tensor as `count` equal parts: its samples or its tokens."""
 
     def __init__(self, tensor: torch.Tensor, count: int) -> None:
         self._data = bytes_of(tensor)
@@ -288,11 +287,11 @@ class _Parts:
         return self._data[start * self._size : stop * self._size]
 
     def repeat_outside(self, first: int, start: int, stop: int, last: int) -> bool:
-        """Whether the parts in [first, start) and [stop, last) are all equal, as padding is."""
+        """Whether the parts in [first, start) and [stop, last) are all equal, like padding."""
         outside = bytes(self.between(first, start)) + bytes(self.between(stop, last))
         return outside == outside[: self._size] * (start - first + last - stop)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor's values, on the CPU."""
+    """Return the bytes of a tensor's values, on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""How a sample's hidden state is represented by bytes in the store."""
+"""The byte format of a sample's hidden state in the store."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .side_stream import SideStream
 
 @dataclass(frozen=True)
 class EntryFormat:
-    """How a sample's bytes represent a hidden state.
+    """Format of a hidden state in a sample's bytes.
 
     Attributes:
         features: shape of one token's state; without an attention mask, the shape of a sample's state.
         has_mask: whether only a sample's own tokens are stored.
         stored_dtype: data type of the stored bytes.
-        computed_dtype: data type of the state that the model continues with.
+        computed_dtype: data type of the state in the model.
     """
 
     features: tuple[int, ...]
@@ -53,14 +53,14 @@ class EntryFormat:
     def empty(
         self, spans: Sequence[slice], tokens: int | None, copies: SideStream
     ) -> tuple[torch.Tensor, list[memoryview]]:
-        """Allocate states to read into, and return for each sample the memory of its own tokens."""
+        """Allocate states to read into. Also return the memory of each sample's own tokens."""
         shape = (len(spans), tokens or 0, *self.features) if self.has_mask else (len(spans), *self.features)
         states = copies.empty_on_host(shape, self.stored_dtype)
         return states, [bytes_of(row[span]) for row, span in zip(states, spans, strict=True)]
 
 
 def bytes_of(row: torch.Tensor) -> memoryview:
-    """Memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     flat: Any = row.view(math.prod(row.shape)).view(torch.uint8).numpy()
     return memoryview(flat)
 

@@ -10,9 +10,9 @@
 All processes of a node read and write one folder concurrently, without locks. A process that loses a race or finds a
 damaged file gets a miss; it never gets wrong bytes (see `activation_files.py`), and a reader never raises an error. A
 generation is deleted by a single rename of its folder. Only this user may write to the folder and its contents
-(`why_refused`), no symbolic link is followed, and what is renamed or deleted is in the folder, which this package has
-created (`OwnFolder`). Nothing is synchronized to the disk; a power failure results in misses. The page cache serves as
-the in-memory tier. A store handles bytes only: keys and fingerprints are computed elsewhere.
+(`why_refused`), and no symbolic link is followed. Only files inside the folder, which this package has created
+(`OwnFolder`), are renamed or deleted. Files are not synchronized to the disk; a power failure results in misses. The
+page cache serves as the in-memory tier. A store handles bytes only: keys and fingerprints are computed elsewhere.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from ....planning.tables import MIB
 from .activation_files import USED, FileReader, FileWriter, open_private, why_not_private
 
 PROBED_BYTES = 4096
-"""Size of the file that shows whether the store can be written to."""
+"""Size of the file that tests whether the store can be written to."""
 USABLE_DISK = 0.8
 """Share of the free disk that the store may fill."""
 SHARE_OF_USABLE = 0.25
-"""Of what it may fill, where no limit is given."""
+"""Default limit, as a share of the usable disk."""
 MOST_ATTEMPTS = 10
-"""Number of times that a generation is opened for writing, while other processes delete it."""
+"""Number of attempts to open a generation for writing while other processes delete it."""
 
 _GENERATION = re.compile(r"(\d{3,})-([\w-]+)", re.ASCII)
 _DELETED = ".deleted-"
@@ -51,17 +51,17 @@ class StoreFull(OSError):
 
 
 class FileStore:
-    """A folder of generations, shared by the processes of a node, by jobs, and by models.
+    """A folder of generations, shared by the processes of a node, by jobs and by models.
 
-    A generation's name is (number of frozen layers, fingerprint). The fingerprint identifies everything that the
-    activations depend on besides the sample; it may contain letters, digits, `-` and `_`. A store keeps no files open
-    and may be pickled.
+    A generation's name is (number of frozen layers, fingerprint). The fingerprint identifies all dependencies of the
+    activations besides the sample; it may contain letters, digits, `-` and `_`. A store keeps no files open and may be
+    pickled.
 
     Args:
         folder: path of the folder; the first writer creates it, with the marker of an `OwnFolder`.
-        max_bytes: upper bound on the size of all generations together, whichever process wrote them. Writers that
-            append at the same time may each exceed it by one batch. None: no bound but the disk's size.
-        user: name of the training for its marks; it becomes part of a file name.
+        max_bytes: upper bound on the size of all generations together, of all processes. Concurrent writers may each
+            exceed it by one batch. None: only the disk's size bounds it.
+        user: name of the training in its marks. It becomes part of a file name.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, max_bytes: int | None = None, user: str = "anybody") -> None:
@@ -72,19 +72,20 @@ class FileStore:
 
     # ------------------------------------------------------------------------------------ the folder
     def why_refused(self) -> str | None:
-        """Why the folder is neither read nor written, in words; None if it may be used, or does not exist yet.
+        """Return why the folder must not be used, in words; None if it may be used, or does not exist yet.
 
-        The user may have made it, and other users who may write to it could replace a generation by anything.
+        A folder is refused if this package has not created it, or if other users may write to it: they could replace
+        a generation.
         """
         try:
             return self._own.why_foreign() or why_not_private(os.lstat(self.folder))
         except OSError:
-            return None  # a writer will get the error
+            return None  # a writer will raise the error
 
     def why_unwritable(self) -> str | None:
-        """Write a file without a name into the folder, or where it would be created; why that fails, or None."""
+        """Try to write an unnamed file into the folder or its parent. Return the error in words, or None."""
         if self.why_refused() is not None:
-            return None  # nothing is written, and the reason is another one
+            return None  # `why_refused` has the reason
         try:
             with tempfile.TemporaryFile(dir=self._existing_folder()) as file:
                 file.write(bytes(PROBED_BYTES))
@@ -94,24 +95,24 @@ class FileStore:
         return None
 
     def usable_bytes(self) -> int | None:
-        """What is stored, and most of what the disk has free; None if that cannot be found out."""
+        """Bytes of the stored generations plus the usable part of the free disk; None if unknown."""
         try:
             return self.nbytes() + int(shutil.disk_usage(self._existing_folder()).free * USABLE_DISK)
         except OSError:
             return None
 
     def limit(self, max_gib: float | None) -> None:
-        """Bound its size: as given, or a part of the disk, and not more than there is, if that can be found out."""
+        """Limit the store's size to `max_gib`, by default a share of the disk, and to the usable disk, if known."""
         usable = self.usable_bytes()
-        most = sys.maxsize if usable is None else usable  # who writes will be told what is wrong with the folder
+        most = sys.maxsize if usable is None else usable  # a writer will raise the folder's error
         self.max_bytes = int(SHARE_OF_USABLE * most if max_gib is None else min(max_gib * 2**30, most))
 
     def epoch_in_words(self, nbytes: int | None, is_bound: bool = False) -> str:
-        """The size of an epoch's outputs, and what of it fits within the limit, as a clause; "" if it is not known.
+        """Return the size of an epoch's outputs, and the share that fits within the limit, as a clause; "" if unknown.
 
         Args:
-            nbytes: the size.
-            is_bound: whether shorter samples make it less.
+            nbytes: the size in bytes; None if unknown.
+            is_bound: whether the size is an upper bound, because samples may be shorter.
         """
         if nbytes is None:
             return ""
@@ -123,7 +124,7 @@ class FileStore:
         )
 
     def nbytes(self) -> int:
-        """Size of all generations, including those about to be removed, which still take up space."""
+        """Return the size of all generations. Generations about to be removed still count."""
         files = [
             file
             for name in self._names()
@@ -133,13 +134,13 @@ class FileStore:
         return sum(status.st_size for file in files if (status := _status(file)) is not None)
 
     def remove(self) -> None:
-        """Delete everything, of a store that no other training uses."""
+        """Delete the store. No other training may use it."""
         with suppress(OSError):
             self._own.destroy()
 
     # ------------------------------------------------------------------------------------ generations
     def reader(self, num_frozen: int, fingerprint: str) -> FileReader:
-        """Return a reader of a generation, whether or not the generation exists yet."""
+        """Return a reader of a generation, which need not exist yet."""
         return FileReader(self._path(num_frozen, fingerprint))
 
     def writer(self, num_frozen: int, fingerprint: str, facts: Mapping[str, Any] | None = None) -> FileWriter:
@@ -147,7 +148,7 @@ class FileStore:
 
         Args:
             num_frozen: f, the number of frozen layers.
-            fingerprint: of the generation.
+            fingerprint: fingerprint of the generation.
             facts: facts to record about the generation, as for JSON; used only if the generation is created.
 
         Raises:
@@ -160,19 +161,19 @@ class FileStore:
             raise PermissionError(errno.EPERM, refusal, str(self.folder))
         self._remove_deleted()
         for _ in range(MOST_ATTEMPTS):
-            with suppress(FileNotFoundError, ValueError):  # another process has deleted what was just created
+            with suppress(FileNotFoundError, ValueError):  # another process has just deleted the new folder
                 opened = FileWriter(path, facts or {}, self._claim)
                 self.mark_used(num_frozen, fingerprint)
                 return opened
         raise OSError(errno.ESTALE, "other processes keep deleting the generation", str(path))
 
     def generations(self) -> list[tuple[int, str]]:
-        """The names of all generations, including those of other trainings, sorted."""
+        """Return the sorted names of all generations, including other trainings'."""
         names = map(_GENERATION.fullmatch, self._names())
         return sorted((int(name[1]), name[2]) for name in names if name is not None)
 
     def mark_used(self, num_frozen: int, fingerprint: str) -> None:
-        """Mark a generation as needed by this training. One that is missing is ignored."""
+        """Mark a generation as needed by this training, if it exists."""
         self._mark(num_frozen, fingerprint, None)
 
     def mark_superseded(self, num_frozen: int, fingerprint: str) -> None:
@@ -180,11 +181,11 @@ class FileStore:
         self._mark(num_frozen, fingerprint, (0, 0))
 
     def evict(self, unused_since: float) -> bool:
-        """Delete the least recently used generation, whichever process created it. Returns whether space was freed.
+        """Delete the least recently used generation of any process. Returns True if space was freed.
 
         Args:
-            unused_since: seconds since the epoch. A generation that was marked or created later is not deleted, unless
-                its training has removed the mark.
+            unused_since: seconds since the epoch. A generation with a later mark or creation stays, unless its
+                training has removed the mark.
 
         Raises:
             OSError: the folder cannot be written to.
@@ -210,7 +211,7 @@ class FileStore:
         self._remove_deleted()
 
     def leave(self, num_frozen: int, fingerprint: str) -> None:
-        """Delete a generation that this training was the last to mark, and the store if nothing else is in it."""
+        """Delete a generation if this training has marked it last, and the store if it is then empty."""
         marks = {mark.name: _status(mark) for mark in _scan(self._path(num_frozen, fingerprint))}
         times = {name: mark.st_mtime_ns for name, mark in marks.items() if mark is not None and name.startswith(USED)}
         if times and times.get(f"{USED}{self.user}") != max(times.values()):
@@ -233,11 +234,11 @@ class FileStore:
     def _names(self) -> list[str]:
         try:
             return self._own.names()
-        except OSError:  # a folder of the user's, a file, or without permission
+        except OSError:  # a user's folder, a file, or no permission
             return []
 
     def _claim(self, size: int) -> None:
-        """Raise an error if that many more bytes must not be stored."""
+        """Raise an error if `size` more bytes exceed the limit."""
         if self.max_bytes is None or (used := self.nbytes()) + size <= self.max_bytes:
             return
         raise StoreFull(
@@ -248,7 +249,7 @@ class FileStore:
         )
 
     def _mark(self, num_frozen: int, fingerprint: str, times: tuple[int, int] | None) -> None:
-        """Set the times of this training's mark, and of the generation if they are given; None: now."""
+        """Set the times of this training's mark, and of the generation if `times` is given. None: now."""
         with suppress(OSError):
             folder = open_private(self._path(num_frozen, fingerprint), os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -261,7 +262,7 @@ class FileStore:
                 os.close(folder)
 
     def _remove_deleted(self) -> bool:
-        """Remove deleted generations, also those of processes that were killed. Returns whether there were any."""
+        """Remove deleted generations, also of killed processes. Returns True if there were any."""
         left = [name for name in self._names() if name.startswith(_DELETED)]
         if left:
             self._own.remove(*left)
@@ -269,7 +270,7 @@ class FileStore:
 
 
 def _last_used(generation: Path) -> float:
-    """Seconds since the epoch at which a generation was created or last marked as needed; infinite if it is gone."""
+    """Return the time, in seconds since the epoch, of a generation's creation or last mark; infinite if it is gone."""
     marks = (mark for mark in _scan(generation) if mark.name.startswith(USED))
     times = [status.st_mtime for path in (generation, *marks) if (status := _status(path)) is not None]
     return max(times, default=float("inf"))

@@ -1,7 +1,7 @@
-"""Notices that a tensor's memory has been given out, through which it may be written to without being counted.
+"""Notices accesses to a tensor's memory, which allow writes that PyTorch does not count.
 
-PyTorch counts writes into a tensor and its views, but not those through `.data`, a NumPy array or a pointer. A guarded
-tensor stays the object that it is; only its class changes. Operations on it are PyTorch's own, at PyTorch's speed.
+PyTorch counts writes into a tensor and its views, but not writes through `.data`, a NumPy array or a pointer. A
+guarded tensor stays the same object; only its class changes. Operations on it are PyTorch's own, at PyTorch's speed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ GIVES_OUT = (
     *("ravel", "diagonal", "unfold", "movedim", "swapaxes", "swapdims", "unsqueeze_", "unflatten", "tensor_split"),
     *("narrow", "select", "unbind", "split", "chunk", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand"),
 )
-"""Methods that return memory, or views of which one can ask for memory."""
+"""Methods that return memory, or views that give access to memory."""
 
 
 def unnoticed() -> AbstractContextManager[None]:
-    """Inside, on this thread, accesses are not noted: by the module itself when it runs, and by this package."""
+    """Inside the context, accesses on this thread are not noted: by a running module itself, and by this package."""
     return on_this_thread(_state, "is_inside", True)
 
 
@@ -59,16 +59,16 @@ def _note(tensor: Any, access: str) -> None:
 
 
 class _Guard:
-    """What guarded parameters and buffers have in common."""
+    """Common base of guarded parameters and buffers."""
 
     plain_class: type
-    """The class that it has without a guard."""
+    """Class of the tensor without a guard."""
     num_guards: int
-    """Number of those who have guarded it."""
+    """Number of guards on the tensor."""
     num_given_out: int
-    """Number of accesses through which it may have been written to."""
+    """Number of accesses to its memory, which may have written to it."""
     access: str
-    """The latest one."""
+    """Name of the latest access."""
 
     @property
     def data(self) -> Any:
@@ -97,7 +97,7 @@ class GuardedParameter(_Guard, nn.Parameter):
 
 
 class GuardedBuffer(_Guard, torch.Tensor):
-    """A guarded tensor that is no parameter. Copies and pickles are plain tensors."""
+    """A guarded tensor that is not a parameter. Copies and pickles are plain tensors."""
 
     plain_class = torch.Tensor
 
@@ -113,7 +113,7 @@ class GuardedBuffer(_Guard, torch.Tensor):
 
 PLAIN: dict[type, type] = {guarded.plain_class: guarded for guarded in (GuardedParameter, GuardedBuffer)}
 _OVERRIDES: dict[str, Any] = {name: _noting(name) for name in GIVES_OUT}
-# as a parameter's own: otherwise each operation would call Python
+# as for parameters: otherwise each operation would call Python
 _OVERRIDES["__torch_function__"] = nn.Parameter.__torch_function__
 for _name in ("T", "mT", "H", "mH"):
     _OVERRIDES[_name] = _noting_property(_name)
@@ -123,7 +123,7 @@ for _guarded in PLAIN.values():
 
 
 def guard(tensors: Sequence[torch.Tensor]) -> None:
-    """Guard tensors. Those of other classes (quantised weights) stay as they are."""
+    """Guard tensors. Tensors of other classes (quantised weights) stay unguarded."""
     for tensor in tensors:
         if type(tensor) in PLAIN:
             tensor.__class__ = PLAIN[type(tensor)]
@@ -133,7 +133,7 @@ def guard(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def unguard(tensors: Sequence[torch.Tensor]) -> None:
-    """Make tensors plain ones again that nobody else guards."""
+    """Remove a guard from tensors. They become plain tensors when no guard is left."""
     for tensor in tensors:
         if isinstance(tensor, _Guard):
             tensor.num_guards -= 1
@@ -143,5 +143,5 @@ def unguard(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def accesses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often the memory of each of these tensors has been given out; 0 for those that are not guarded."""
+    """Return the number of accesses to each tensor's memory; 0 for unguarded tensors."""
     return [getattr(tensor, "num_given_out", 0) for tensor in tensors]

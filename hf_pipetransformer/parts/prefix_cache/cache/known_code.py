@@ -1,7 +1,7 @@
-"""Whose code computes what a module returns: a known library's, or somebody else's.
+"""Tells known libraries' code from other code in a module's forward.
 
-The code of known libraries computes a function of a module's inputs, weights and settings. Of other code that is not
-known, so its outputs are stored only if the user has declared the module (`cached_modules`).
+The code of known libraries computes a function of a module's inputs, weights and settings. Other code may not, so its
+outputs are stored only if the user has declared the module (`cached_modules`).
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ LIBRARIES = frozenset(
         *("torch", "torchao", "torchvision", "transformers"),
     }
 )
-"""Top-level packages whose code is known."""
+"""Top-level packages of known libraries."""
 FOREIGN = (
     "{}. If its output for a sample depends on nothing but the sample, its weights, its buffers and its attributes,"
     " declare it with cached_modules=['{}']"
 )
-"""Why a module is not stored whose code is not known: what is not known of it, and its name."""
+"""Reason for not storing a module with unknown code, with the code and the module's name as fields."""
 HELPERS = frozenset({"contextlib", "functools", "hf_pipetransformer"})
-"""Top-level packages of functions that may wrap others."""
+"""Top-level packages of functions that may wrap other functions."""
 
 
 def is_declared(name: str, declared: Collection[str]) -> bool:
-    """Whether a module, or one that contains it, is among the modules that the user has declared, all by name."""
+    """Whether the user has declared a module, or a module that contains it, by name."""
     return any(name == other or name.startswith(f"{other}.") for other in declared)
 
 
 def candidates(model: nn.Module, opened: Collection[str], declared: Collection[str]) -> dict[str, str]:
-    """The largest frozen modules that may be looked at, by name, with why each may not be stored; empty if it may.
+    """Return name -> reason for the largest frozen modules. The reason is empty if the module may be stored.
 
-    A module with code of somebody else's is replaced by its parts if a larger module of a known library is in it.
+    A module with other code is replaced by its parts if it contains a larger module of a known library.
 
     Args:
         model: the model.
@@ -60,7 +60,7 @@ def candidates(model: nn.Module, opened: Collection[str], declared: Collection[s
 
 
 def _has_known_inside(module: nn.Module, known: Callable[[type], str]) -> bool:
-    """Whether a module contains another one that has parts itself, and is of a known library with all of them."""
+    """Whether a module contains a module with parts that consists of a known library's code only."""
     return any(
         next(part.children(), None) is not None and not foreign_code(part, known)
         for part in module.modules()
@@ -69,14 +69,14 @@ def _has_known_inside(module: nn.Module, known: Callable[[type], str]) -> bool:
 
 
 def foreign_code(module: nn.Module, known: Callable[[type], str] | None = None) -> str:
-    """Describe the first code in a module that is not of a known library; empty if there is none.
+    """Describe the first code in a module from outside the known libraries; empty if there is none.
 
-    Looked at are the classes of all parts, functions that replace methods, attributes that can be called, hooks on
-    the parts (those on the module itself run when its output is read as well), and attention functions.
+    Checks the classes of all parts, functions that replace methods, callable attributes, hooks on the parts, and
+    attention functions. Hooks on the module itself do not count: they also run when its output is read.
 
     Args:
         module: the module.
-        known: `_why_not_known`, with a memory.
+        known: a memoized `_why_not_known`.
     """
     known = known or functools.cache(_why_not_known)
     for part in module.modules():
@@ -92,7 +92,7 @@ def foreign_code(module: nn.Module, known: Callable[[type], str] | None = None) 
 
 
 def _why_not_known(cls: type) -> str:
-    """Describe the first code of a module's class that is not of a known library; empty if there is none."""
+    """Describe the first code of a module's class from outside the known libraries; empty if there is none."""
     for base in cls.__mro__:
         is_of_library = _package(base.__module__) in LIBRARIES
         for value in vars(base).values():
@@ -108,7 +108,7 @@ def _why_not_known(cls: type) -> str:
 
 
 def is_known(value: Any) -> bool:
-    """Whether a function, with the functions that it wraps, or the class of an object, is of a known library."""
+    """Whether a function and the functions that it wraps, or an object's class, come from a known library."""
     while value is not None:
         if isinstance(value, MethodOverride):
             value = value.replaced
@@ -119,7 +119,7 @@ def is_known(value: Any) -> bool:
         elif isinstance(value, MethodType):
             value = value.__func__
         elif isinstance(value, FunctionType):
-            # the module in which it was written, while `__module__` is copied from what it wraps
+            # the module that defines it: `__module__` is copied from the wrapped function
             if _package(value.__globals__.get("__name__")) not in LIBRARIES | HELPERS:
                 return False
             value = getattr(value, "__wrapped__", None)

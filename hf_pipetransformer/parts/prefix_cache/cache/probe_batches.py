@@ -1,4 +1,4 @@
-"""The samples that a probe runs, and batches of some of them."""
+"""Samples for a probe, and batches of some of them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Collator = Callable[[list[Any]], Any]
 
 
 def varied_samples(samples: Sequence[Any], collate: Collator, count: int = 4) -> list[Any]:
-    """Select the shortest sample, the longest, and some in between, by their number of tokens."""
+    """Select the shortest, the longest and some intermediate samples, by their number of tokens."""
     lengths = []
     try:
         for sample in samples:
             spans = spans_of(collate([copy.copy(sample)])) or [slice(None)]
             lengths.append(max(map(num_tokens, spans)))
-    except Exception:  # the collator does not accept a single sample; the probe will report it
+    except Exception:  # the collator rejects a single sample; the probe will report it
         return list(samples[:count])
     order = sorted(range(len(samples)), key=lengths.__getitem__)
     count = min(count, len(samples))
@@ -36,9 +36,9 @@ class Rows:
     """A batch of some of the samples, on the model's device."""
 
     batch: Batch
-    indices: Sequence[int]  # for each row (each sequence) its index in a batch of all samples
+    indices: Sequence[int]  # each row's (sequence's) index in a batch of all samples
     spans: Sequence[slice]
-    sequences: int = 1  # of each sample, one after the other
+    sequences: int = 1  # number of sequences per sample, one after the other
     keeps_padding: bool = False
 
     @property
@@ -55,9 +55,9 @@ class Rows:
 
 
 def shortened(batch: Batch, rows: Sequence[int], pad_id: int) -> Batch:
-    """Turn the last third of some samples into padding, as if these samples were shorter.
+    """Turn the last third of some samples into padding, to imitate shorter samples.
 
-    A batch of such samples only becomes narrower, unless other inputs may refer to positions in it.
+    If all samples of a batch are shortened, the batch becomes narrower, unless other inputs may refer to positions.
     """
     mask = batch["attention_mask"].clone()
     tokens = mask.shape[-1]
@@ -79,7 +79,7 @@ def shortened(batch: Batch, rows: Sequence[int], pad_id: int) -> Batch:
 
 
 def with_other_padding(rows: Rows) -> Batch:
-    """The batch with the sample's first token in place of all padding."""
+    """Return the batch with the sample's first token in place of all padding."""
     if rows.mask is None:
         return rows.batch
     number = torch.arange(len(rows.indices), device=rows.mask.device)

@@ -1,10 +1,10 @@
-"""Finds the samples of a batch in the store, and reads those of the next batch while this one is computed.
+"""Finds the samples of a batch in the store, and reads the next batch's samples during the computation.
 
     main      step n ........................  find(n + 1)   step n + 1 ................
     thread    read(n + 1)  copy to device      read(n + 2)   copy to device
 
-All files are read in one thread. So a batch that was not read ahead, or another one than was expected, is read by the
-same code; `find` then waits for it.
+One thread reads all files. A batch that was not read ahead, or differs from the expected one, takes the same path;
+`find` then waits for it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .entry_format import EntryFormat, clear_padding
 from .side_stream import Copied, SideStream
 
 KEPT_BATCHES = 2
-"""The batch that is trained on, whose micro-batches are found one after another, and the next one."""
+"""Number of batches in memory: the current one, found micro-batch by micro-batch, and the next one."""
 
 States: TypeAlias = dict[int, tuple[list[int], torch.Tensor]]
-"""Number of units -> the samples found behind them, and their states on the device."""
+"""Boundary (number of units) -> the samples found there, and their states on the device."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class _Request:
     """A batch that is being read.
 
     Attributes:
-        samples: those that were not given out yet. Each is given out once, because a model may write into its inputs.
+        samples: samples that were not returned yet. Each is returned once, because a model may write into its inputs.
         tokens: as for `StoreReading.find`.
-        stop: likewise.
-        places: for each sample that was found, the number of units behind which, and its index among those.
-        states: by number of units, the states that were found.
-        damaged: number of entries that were damaged, until they are reported.
-        done: when all this is known.
+        stop: as for `StoreReading.find`.
+        places: found sample -> its boundary (number of units), and its index there.
+        states: boundary -> the found states.
+        damaged: number of damaged entries that were not reported yet.
+        done: resolved when the fields above are complete.
     """
 
     samples: set[tuple[Any, ...]]
@@ -73,12 +73,12 @@ class _Request:
 
 @dataclass(frozen=True)
 class Found:
-    """The samples of a batch that were found.
+    """The found samples of a batch.
 
     Attributes:
         states: their states.
-        damaged: number of entries that were damaged.
-        seconds: how long the program has waited for them.
+        damaged: number of damaged entries.
+        seconds: time that the program has waited for the states.
     """
 
     states: States
@@ -87,7 +87,7 @@ class Found:
 
 
 class StoreReading:
-    """Reads batches from the generations that are looked up.
+    """Reads batches from the current generations.
 
     Args:
         copies: copies to the device.
@@ -95,15 +95,15 @@ class StoreReading:
 
     def __init__(self, copies: SideStream) -> None:
         self.generations: tuple[Generation, ...] = ()
-        """Those that are looked up, newest first. Change them by `use`."""
+        """Generations to look up, newest first. Change them by `use`."""
         self.unread: set[tuple[int, str]] = set()
-        """Names of those that are not looked up yet."""
+        """Names of generations that are not looked up yet."""
         self._copies = copies
         self._requests: deque[_Request] = deque(maxlen=KEPT_BATCHES)
         self._thread = BackgroundThread("activation-cache-reader")
 
     def use(self, generations: Iterable[Generation]) -> None:
-        """Look up these generations from now on. Close the files of the others."""
+        """Look up these generations from now on. Close the files of other generations."""
         self._requests.clear()
         before, self.generations = self.generations, tuple(generations)
         for generation in before:
@@ -130,7 +130,7 @@ class StoreReading:
         request = request or self._request(keys, tokens, stop)
         request.samples.difference_update(map(_identity, keys))
         request.done.result()
-        places: dict[int, list[tuple[int, int]]] = {}  # of samples in the batch, and in what was read
+        places: dict[int, list[tuple[int, int]]] = {}  # indices in the batch, and in the read states
         for row, key in enumerate(keys):
             if (place := request.places.get(_identity(key))) is not None:
                 places.setdefault(place[0], []).append((row, place[1]))
@@ -154,7 +154,7 @@ class StoreReading:
         return request
 
     def _read(self, request: _Request, generations: Sequence[Generation], keys: Sequence[RowKey]) -> None:
-        """In the thread: look for the samples in one generation after another."""
+        """Runs in the thread: look for the samples in one generation after another."""
         missing = list(keys)
         for generation in generations:
             reader = generation.reader
@@ -175,9 +175,9 @@ class StoreReading:
 
 
 def joined(rows: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    """The given rows of tensors as one tensor, a view where they follow one another in one tensor.
+    """Return the given rows of tensors as one tensor: a view if they are consecutive rows of one tensor.
 
-    Indexing by a list would copy the indices to the device, and wait.
+    Indexing by a list would copy the indices to the device and wait.
     """
     runs: list[tuple[torch.Tensor, int, int]] = []
     for tensor, row in rows:
@@ -190,5 +190,5 @@ def joined(rows: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
 
 
 def _identity(key: RowKey) -> tuple[Any, ...]:
-    """What tells samples of a batch apart: the same tokens may be padded on the left or on the right."""
+    """Return the identity of a sample in a batch: the same tokens may be padded on the left or on the right."""
     return key.digest, key.span.start, key.span.stop

@@ -1,8 +1,8 @@
-"""Notices changes of what frozen modules compute with besides their weights: attributes, code, and what it reads.
+"""Notices changes to frozen modules besides their weights: attributes, code, and values that the code reads.
 
-attributes        of each part, also private ones; containers and configurations by their values
+attributes        of each part, including private ones; containers and configurations by their values
 code              `forward` of each part, the functions of its class, and hooks
-what code reads   global variables and closures of functions that are not of a known library
+values read       global variables and closures of functions outside the known libraries
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from ....model.method_override import MethodOverride
 from .known_code import is_known
 
 PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
-"""Types of values that are compared as they are."""
+"""Types of values that are compared directly."""
 OF_CALLS = frozenset({"_disable_adapters", "_active_adapter"})
-"""Names of attributes that a loss may change from call to call: PEFT's. What is stored is of a call in one state."""
+"""Attributes of PEFT that a loss may change from call to call. Only calls in the same state are stored."""
 OF_MODULES = frozenset(vars(nn.Module())) | {"forward"} | OF_CALLS
-"""Names of the attributes that each module has: its parts, hooks and mode, which are compared in other ways."""
+"""Names of the attributes of every module: parts, hooks and mode. They are compared separately."""
 OF_FILES = frozenset({"_name_or_path", "_original_object_hash", "architectures", "dtype", "transformers_version"})
-"""Names of a configuration's fields that loading and saving write, and no module computes with."""
+"""Names of a configuration's fields that loading and saving write, but modules do not read."""
 TABLES = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
 MOST_ENTRIES = 256
-"""Maximum number of entries in a container or object that is a setting; larger ones are data."""
+"""Maximum number of entries of a setting that is a container or object; larger ones are data."""
 DEEPEST = 4
-"""Maximum depth of containers and objects inside one another."""
+"""Maximum nesting depth of containers and objects."""
 MOST_FUNCTIONS = 200
-"""Maximum number of functions whose global variables are compared."""
+"""Maximum number of functions to compare global variables of."""
 
 Slot = tuple[Mapping[str, Any], str]
-"""Where a value is: a namespace, and its name there."""
+"""Location of a value: a namespace, and a name in it."""
 
 
 class Settings:
-    """Attributes and code of modules, as they are now.
+    """A snapshot of the attributes and code of modules.
 
     Args:
-        modules: the modules, each without those inside of it.
+        modules: the modules. Their submodules are not included.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -60,16 +60,16 @@ class Settings:
         self._slots += _read_by(functions, self._cells)
         attributes = (of.get(name) for of, name in self._slots[: self._num_attributes])
         self.tensors = [value for value in attributes if type(value) is torch.Tensor]
-        """Tensors that are attributes and no buffers."""
+        """Tensors that are plain attributes, not buffers."""
         self._noted = self._now()
         self._containers = [(one, list(_entries(one))) for one in _containers_in(self._noted[1])]
 
     def _note_code(self) -> Iterator[FunctionType]:
-        """Note where the functions of the modules' classes are; yield those that are not of a known library."""
+        """Note the locations of the functions of the modules' classes. Yield functions outside the known libraries."""
         self._num_attributes = len(self._slots)
         for base in dict.fromkeys(base for cls in dict.fromkeys(self._types) for base in _bases(cls)):
             if "forward" not in vars(base):
-                self._slots.append((vars(base), "forward"))  # it may be given one
+                self._slots.append((vars(base), "forward"))  # `forward` may be added later
             for name, value in vars(base).items():
                 function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
                 if isinstance(function, FunctionType):
@@ -79,7 +79,7 @@ class Settings:
         yield from (f for of in self._owners if isinstance(f := _own_forward(of), FunctionType) and not is_known(f))
 
     def are_same(self) -> bool:
-        """Whether nothing has changed. Objects are compared first, as only what is inside of them may change then."""
+        """Whether all settings are unchanged. Compares objects first, then the contents of identical objects."""
         (sizes, values, code), (noted_sizes, noted, noted_code) = self._now(), self._noted
         if sizes != noted_sizes or not are_identical(code, noted_code):
             return False
@@ -89,7 +89,7 @@ class Settings:
         return are_equal and all(map(_is_same_inside, self._containers))
 
     def described(self) -> str:
-        """What modules compute with besides their weights, in words that are the same in another process."""
+        """Return the settings in words that are the same in every process."""
         attributes = [(name, _told(of.get(name))) for of, name in self._slots[: self._num_attributes]]
         read = {(name, _told(of.get(name))) for of, name in self._slots[self._num_attributes :]}
         cells = sorted(_told(_content(cell)) for cell in self._cells)
@@ -98,7 +98,7 @@ class Settings:
         return repr(([_told(cls) for cls in self._types], attributes, sorted(read), cells, own, hooks))
 
     def _now(self) -> tuple[list[int], list[Any], list[Any]]:
-        """Numbers of attributes, values, and parts, hooks and methods that were replaced."""
+        """Return the numbers of attributes, the values, and the parts, hooks and replaced methods."""
         sizes = [len(of) - ("forward" in of) for of in self._owners]
         tables = [of[table] for of in self._owners for table in TABLES if of[table]]
         code = [*chain.from_iterable(tables), *chain.from_iterable([table.values() for table in tables])]
@@ -116,7 +116,7 @@ def are_identical(now: Sequence[Any], noted: Sequence[Any]) -> bool:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not bound any more
+    except ValueError:  # the cell is empty
         return None
 
 
@@ -125,7 +125,7 @@ def _bases(cls: type) -> Iterable[type]:
 
 
 def _own_forward(of: Mapping[str, Any]) -> Any:
-    """What replaces a module's `forward`, apart from our own overrides."""
+    """Return the function that replaces a module's `forward`, apart from our own overrides."""
     function = of.get("forward")
     while isinstance(function, MethodOverride):
         function = function.earlier
@@ -133,11 +133,11 @@ def _own_forward(of: Mapping[str, Any]) -> Any:
 
 
 def _read_by(functions: Sequence[FunctionType], cells: list[CellType]) -> Iterator[Slot]:
-    """Where the global variables are that functions read, with those of other users' functions among them.
+    """Yield the locations of global variables that functions read, directly or through other users' functions.
 
     Args:
         functions: the functions.
-        cells: their closures are added here.
+        cells: receives the functions' closures.
     """
     waiting, seen = list(functions), set[int]()
     while waiting and len(seen) < MOST_FUNCTIONS:
@@ -162,12 +162,12 @@ def _read_by(functions: Sequence[FunctionType], cells: list[CellType]) -> Iterat
 def _names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
-        if isinstance(constant, CodeType):  # a function inside
+        if isinstance(constant, CodeType):  # an inner function
             yield from _names_in(constant)
 
 
 def _told(value: Any, depth: int = DEEPEST) -> str:
-    """A value in words: plain ones as they are, functions by their code, containers and objects by what is inside."""
+    """Return a value in words: functions by their code, containers and objects by their contents."""
     if isinstance(value, (*PLAIN, float)):
         return repr(value)
     if isinstance(value, MethodOverride):
@@ -195,14 +195,14 @@ def _code_told(code: CodeType) -> str:
 
 
 def _has_inside(value: Any) -> bool:
-    """Whether something may change inside of a value while it stays the same object."""
+    """Whether a value may change its contents while it stays the same object."""
     if isinstance(value, (*PLAIN, float, torch.Tensor, nn.Module, type, ModuleType)) or callable(value):
         return False
     return isinstance(value, (Mapping, list, tuple, set, frozenset, np.ndarray)) or hasattr(value, "__dict__")
 
 
 def _containers_in(values: Iterable[Any]) -> list[Any]:
-    """The containers and objects among values, and inside of these, each once."""
+    """Return the containers and objects among values, and inside of them, each once."""
     found: dict[int, Any] = {}
     level = list(values)
     for _ in range(DEEPEST):
@@ -214,7 +214,7 @@ def _containers_in(values: Iterable[Any]) -> list[Any]:
 
 
 def _entries(container: Any) -> list[Any]:
-    """What is inside of a container or object; its length or bytes instead, if it is data."""
+    """Return the contents of a container or object; its length or bytes instead, if it is data."""
     kind = type(container)
     if kind is dict and len(container) <= MOST_ENTRIES:
         return [*container, *container.values()]
@@ -231,16 +231,16 @@ def _entries(container: Any) -> list[Any]:
 
 
 def _is_same_inside(container: tuple[Any, list[Any]]) -> bool:
-    """Whether a container has the entries that it had."""
+    """Whether a container still has its noted entries."""
     value, noted = container
     now = _entries(value)
     return are_identical(now, noted) or list(map(_value, now)) == list(map(_value, noted))
 
 
 def _value(value: Any) -> Any:
-    """Something that equals that of another value if both are the same setting."""
+    """Return a key for comparing settings: equal keys mean equal settings."""
     if isinstance(value, float):
-        return repr(value)  # NaN equals nothing
+        return repr(value)  # NaN is not equal to itself
     if isinstance(value, PLAIN):
         return value
     if type(value) in (list, tuple):

@@ -1,4 +1,4 @@
-"""Notices when frozen modules no longer compute what was stored of them."""
+"""Notices when frozen modules no longer match their stored outputs."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from .guards import accesses, guard, unguard, unnoticed
 from .settings import Settings, are_identical
 
 OFTEN, MOST_OF_TIME = 10, 0.03
-"""Number of comparisons of all values after which they may not take more than this share of the time."""
+"""Number of full comparisons of values, and the share of time that they may take after this number."""
 
 
 class WatchedWeights:
-    """Weights, buffers, modes and settings of frozen modules, as they are now.
+    """A snapshot of the weights, buffers, modes and settings of frozen modules.
 
-    PyTorch counts writes into a tensor. Where its memory is given out (`.data`, NumPy), through which it may be
-    written to without being counted, a guarded tensor notes it, and all its values are compared before the next use.
-    One number of each tensor is compared always, as memory may have been given out before.
+    PyTorch counts writes into a tensor, but not writes through its memory (`.data`, NumPy). A guarded tensor notes
+    accesses to its memory, and all of its values are compared before the next use. One number of each tensor is always
+    compared, because its memory may have been accessed earlier.
 
     Args:
-        modules: the modules, each without those inside of it.
-        parameters: those that are watched.
+        modules: the modules. Their submodules are not included.
+        parameters: the parameters to watch.
     """
 
     def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> None:
-        self._compared = 0, 0.0, 0.0  # how often all values of a tensor were compared, when first, and for how long
-        self._access = ""  # the latest one after which they were
+        self._compared = 0, 0.0, 0.0  # full comparisons: number, time of the first, total seconds
+        self._access = ""  # the access before the latest full comparison
         self._modules = list(dict.fromkeys(modules))
         self._parameters = list(dict.fromkeys(parameters))
         self._owners = [vars(module) for module in self._modules]
         self._settings = Settings(self._modules)
         held = [buffer for buffer in self._held_buffers() if buffer is not None]
         self.buffers = list(dict.fromkeys(b for b in (*held, *self._settings.tensors) if b.numel()))
-        """The buffers of the modules, and tensors that are attributes."""
+        """The buffers of the modules, and tensors that are plain attributes."""
         self._tensors = [*self._parameters, *self.buffers]
-        self._counting = [p for p in self._parameters if not p.is_inference()]  # those whose writes are counted
+        self._counting = [p for p in self._parameters if not p.is_inference()]  # parameters with counted writes
         self._held, self._wrappers = ([t for t in self._tensors if is_wrapper(t) is kind] for kind in (False, True))
-        self._where: list[int] = []  # of the parameters that the views belong to
+        self._where: list[int] = []  # addresses of the tensors of `_middles`
         self._middles: list[list[torch.Tensor]] = []
-        self._digests: dict[int, str] = {}  # of all values, by identity; while they are guarded
+        self._digests: dict[int, str] = {}  # id of a guarded tensor -> digest of all values
         self._is_guarding = False
-        self._accesses: list[int] = []  # to the memory of the tensors, that were counted
-        self._checksums: dict[int, tuple[int, str]] = {}  # of buffers: with the number of writes
+        self._accesses: list[int] = []  # number of accesses to each tensor's memory
+        self._checksums: dict[int, tuple[int, str]] = {}  # id of a buffer -> number of writes, digest
         self._noted_modes = self._modes()
         self._noted_buffers, self._noted_values = self._held_buffers(), self._values()
 
@@ -58,7 +58,7 @@ class WatchedWeights:
         return cls([m for root in roots for m in root.modules()], [p for root in roots for p in root.parameters()])
 
     def guard(self, known: Mapping[int, str] | None = None) -> None:
-        """Note from now on that memory of the tensors is given out, until `release`.
+        """Note accesses to the tensors' memory from now on, until `release`.
 
         Args:
             known: digests of some of the tensors, by identity.
@@ -71,13 +71,13 @@ class WatchedWeights:
         self._accesses = accesses(self._tensors)
 
     def release(self) -> None:
-        """Make the tensors plain ones again."""
+        """Remove the guards from the tensors."""
         if self._is_guarding:
             unguard(self._tensors)
         self._digests, self._is_guarding = {}, False
 
     def digest(self) -> str:
-        """Of all values, and of the modes."""
+        """Return a digest of all values and of the modes."""
         content = xxhash.xxh3_128(repr(self._modes()).encode())
         with unnoticed():
             for tensor in self._tensors:
@@ -85,11 +85,11 @@ class WatchedWeights:
         return content.hexdigest()
 
     def described(self) -> str:
-        """What the modules compute with besides weights and buffers, in words that are the same in another process."""
+        """Return the modules' settings in words that are the same in every process."""
         return self._settings.described()
 
     def what_changed(self, settings: bool = True, values: bool = True, modes: bool = True) -> str | None:
-        """What is another than when this was made, in words; None if nothing is.
+        """Return the change since this snapshot in words; None if there is none.
 
         Args:
             settings: whether attributes, code, hooks and modes count.
@@ -109,7 +109,7 @@ class WatchedWeights:
         return None
 
     def why_too_slow(self) -> str | None:
-        """Why watching takes too long: memory is given out again and again, and each time all values are compared."""
+        """Return why watching takes too long, or None. Each access to memory costs a comparison of all values."""
         number, first, seconds = self._compared
         if number < OFTEN or seconds < MOST_OF_TIME * (time.perf_counter() - first):
             return None
@@ -117,7 +117,7 @@ class WatchedWeights:
         return f"its weights are accessed again and again (.{self._access}), and comparing them takes {share}"
 
     def take_rewritten(self, digest: str) -> bool:
-        """Take values that were written anew for the noted ones, if all are equal. Returns whether they are.
+        """Accept rewritten values as the noted ones, if all are equal. Returns True if they are.
 
         Args:
             digest: `digest()` of the noted values.
@@ -132,10 +132,10 @@ class WatchedWeights:
         self._accesses = accesses(self._tensors)
         with unnoticed():
             noted, self._noted_values = self._noted_values, self._values()
-        return bool(self._noted_values[0] == noted[0])  # what is trained again is another model
+        return bool(self._noted_values[0] == noted[0])  # False if parameters are trained again
 
     def _are_given_out_same(self) -> bool:
-        """Whether the tensors whose memory has been given out have the values that they had."""
+        """Whether tensors with accessed memory still have their noted values."""
         now = accesses(self._tensors)
         if not self._digests or now == self._accesses:
             return True
@@ -156,21 +156,21 @@ class WatchedWeights:
         return [buffer for of in self._owners for buffer in of["_buffers"].values()]
 
     def _values(self) -> tuple[list[Any], ...]:
-        """Flags of weights, how often they were written to, what is in buffers, and one number of each tensor."""
-        where = [torch.Tensor.data_ptr(tensor) for tensor in self._held]  # also of guarded ones
+        """Return the weights' flags and numbers of writes, digests of the buffers, and one number of each tensor."""
+        where = [torch.Tensor.data_ptr(tensor) for tensor in self._held]  # works for guarded tensors, too
         where += [values_of(tensor)[0].data_ptr() for tensor in self._wrappers]
-        if where != self._where:  # weights may be moved to other memory
+        if where != self._where:  # weights may have moved to other memory
             self._where, self._middles = where, self._views_of_middles()
         numbers = [torch.cat(views) for views in self._middles]
         return (
             [p.requires_grad for p in self._parameters],
             [p._version for p in self._counting],
             [self._checksum(buffer) for buffer in self.buffers],
-            [(n.nan_to_num() if n.is_floating_point() else n).tolist() for n in numbers],  # NaN equals nothing
+            [(n.nan_to_num() if n.is_floating_point() else n).tolist() for n in numbers],  # NaN is not equal to itself
         )
 
     def _checksum(self, buffer: torch.Tensor) -> str:
-        """A digest of a buffer, computed anew only if it was written to: DDP writes the same values in each step."""
+        """Return a digest of a buffer, recomputed only after a write: DDP writes the same values in each step."""
         version, checksum = self._checksums.get(id(buffer), (-2, ""))
         if version != _version(buffer):
             version, checksum = _version(buffer), digest_of(buffer)
@@ -188,7 +188,7 @@ class WatchedWeights:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """A digest of a tensor's dtype, shape and all bits."""
+    """Return a digest of a tensor's dtype, shape and all bits."""
     content = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     for value in values_of(tensor):
         content.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

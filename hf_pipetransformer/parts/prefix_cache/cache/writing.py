@@ -1,4 +1,4 @@
-"""Writes states to the store in a thread, while the next step is computed."""
+"""Writes states to the store in a thread, during the next step."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from .side_stream import Copied, SideStream
 logger = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors that may go away once space has been freed."""
+"""Errors that may disappear when space is freed."""
 
 MOST_RETRIES = 8
-"""Maximum number of retries for a batch whose generation was deleted, or for which the store was full."""
+"""Maximum number of retries for a batch if its generation was deleted or the store was full."""
 
 PENDING_BATCHES = 2
-"""Maximum number of batches that wait to be written."""
+"""Maximum number of pending batches."""
 SECONDS_TO_WAIT = 5.0
-"""Seconds for which the training waits for the writer in any case, and `SHARE_TO_WAIT` of the time since it began.
+"""Time that the training may wait for the writer in total, in seconds, besides `SHARE_TO_WAIT` of its duration.
 
-Then batches are dropped, and are misses in the next epoch: on a slow disk the cache must not slow down the training. A
-disk that is fast enough has bad moments as well, and what is stored should not depend on those.
+Beyond that, batches are dropped and become misses in the next epoch: on a slow disk the cache must not slow down the
+training. A fast disk has slow moments, too, and the stored samples should not depend on them.
 """
 SHARE_TO_WAIT = 0.1
 
 
 class StoreWriting:
-    """Writes batches to the generation that is being filled.
+    """Writes batches to the current generation.
 
     Args:
         store: the store of this node.
         copies: copies from the device.
-        unused_since: where there is no space, generations that no training has used since then are evicted. In
+        unused_since: if there is no space, generations that no training has used since this time are evicted. In
             seconds since the epoch.
     """
 
     def __init__(self, store: FileStore, copies: SideStream, unused_since: float) -> None:
         self.failure: OSError | None = None
-        """The error that stopped writing, if any. Nothing is written until it is None again."""
+        """The error that stopped writing, if any. Reset it to None to resume."""
         self.last: tuple[Sequence[RowKey], int | None] | None = None
-        """Keys and padded length (None: no mask) of the last batch that was written to the open generation."""
+        """Keys and padded length (None: no mask) of the last batch written to the open generation."""
         self._store, self._copies, self._unused_since = store, copies, unused_since
         self._thread = BackgroundThread("activation-cache-writer")
         self._room = threading.Semaphore(PENDING_BATCHES)
@@ -67,15 +67,15 @@ class StoreWriting:
         has_mask: bool,
         done: Callable[[int, int], None],
     ) -> bool:
-        """Write states. Returns False if the disk is too slow: then nothing of them is stored.
+        """Write states. Returns False if the disk is too slow: they are then not stored.
 
         Args:
             generation: number of units, and fingerprint.
             keys: one key per sample.
             state: the samples' states on the device.
-            stored_dtype: data type of what is stored.
+            stored_dtype: data type of the stored states.
             has_mask: as for `EntryFormat`.
-            done: called with the numbers of samples that were stored, and that were in the store already.
+            done: called with the number of stored samples, and of samples that were already in the store.
         """
         if not self._wait_for_room():
             return False
@@ -85,7 +85,7 @@ class StoreWriting:
         return True
 
     def flush(self) -> None:
-        """Wait until everything that was put has been written."""
+        """Wait until all pending batches are written."""
         self._thread.flush()
 
     def close_generation(self) -> None:
@@ -96,12 +96,12 @@ class StoreWriting:
             self._open = None
 
     def close(self) -> None:
-        """Write what was put, close the files and end the thread."""
+        """Write all pending batches, close the files and end the thread."""
         self._thread.close()
         self.close_generation()
 
     def _wait_for_room(self) -> bool:
-        """Wait until one more batch may be put, but not for longer than the training can spare. Returns whether."""
+        """Wait until one more batch may be put, within the time limit. Returns False if time is up."""
         if self._room.acquire(blocking=False):
             return True
         began = time.monotonic()
@@ -123,7 +123,7 @@ class StoreWriting:
             self._room.release()
 
     def _write_somehow(self, write: Callable[[], None]) -> None:
-        """Write; reopen the generation if another process has deleted it, and make room if the store is full."""
+        """Call `write`. Reopen a generation that another process has deleted; evict others if the store is full."""
         for is_last in (*[False] * MOST_RETRIES, True):
             try:
                 return write()
@@ -148,7 +148,7 @@ class StoreWriting:
             self._open = generation, self._store.writer(*generation, layout.facts())
         writer = self._open[1]
         if EntryFormat.from_facts(writer.facts) != layout:
-            return  # this batch has another format (for example no mask), and a generation has only one
+            return  # this batch has another format (for example no mask); a generation has a single format
         present = writer.num_present
         rows = [bytes_of(state[key.span]) for state, key in zip(states, keys, strict=True)]
         done(writer.put([key.digest for key in keys], rows), writer.num_present - present)
