@@ -37,8 +37,8 @@ With `pipeline_parallel_size=1` every model trains as in the stock Trainer. For 
 every class in {tried} of the {mappings} mappings behind the Auto classes of transformers {transformers}
 ([the others](#left-out)):
 
-- **supported**: split in two, the model gives the outputs and gradients of the whole model, within {tolerance:g} of the
-  largest value.
+- **supported**: split in two, the model gives the outputs and gradients of the whole model, within
+  {tolerance:g} of the largest value.
 - **refused**: several stages raise an `UnsupportedModelError` before the first step.
 - **failing**: another error, or another result. This is a fault of the library.
 - **not tried**: no small instance or no input could be made from the default configuration. The trainer checks your
