@@ -24,8 +24,8 @@ def test_a_benchmark_says_how_it_is_started(path: Path) -> None:
 
 
 def test_the_page_names_benchmarks_that_exist() -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    named = set(re.findall(r"python (?:-m )?(benchmarks[\w./]+)", page))
+    page, evidence = ((ROOT / "docs" / folder / "benchmarks.md").read_text() for folder in ("", "evidence"))
+    named = set(re.findall(r"python (?:-m )?(benchmarks[\w./]+)", page + evidence))
     files = {str(path.relative_to(ROOT)) for path in SCRIPTS}
     assert {name if name.endswith(".py") else name.replace(".", "/") + ".py" for name in named} <= files
     assert len(page.splitlines()) <= 250

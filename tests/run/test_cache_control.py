@@ -116,7 +116,7 @@ def test_loader_workers() -> None:
 def test_storage_of_another_precision_costs_digits_and_is_not_believed(tmp_path: Path) -> None:
     """The same weights and samples in one folder, first in bf16: only its own states are exact.
 
-    Measured: 1.3e-4 (docs/numerics.md).
+    Measured: 1.3e-4 (docs/evidence/numerics.md).
     """
     run = RUNS["bert"].with_options(activation_cache_dir=str(tmp_path / "cache"))
     given = replace(run, per_device=4 * WORLD), dict.fromkeys(range(4), 1), EPOCH_START

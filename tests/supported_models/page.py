@@ -13,34 +13,46 @@ from .trial import RESULTS, TOLERANCE, Candidate, Finding
 
 INTRODUCTION = """# Supported models
 
-Every class in {tried} of the {mappings} mappings behind the Auto classes of transformers {transformers}
-([the others](#left-out)), tried by
+Can your model be split into several stages? Ask for it by name, folder or model type:
 
-    python -m tests.supported_models --table docs/supported_models.md
+```bash
+hf-pipetransformer inspect bert --stages 2
+```
 
-on a small instance with random weights, on the CPU (torch {torch}). This page is written by that script, {date}.{kept}
+```console
+2 stages × 1 pipeline = 2 ranks, 12 units
+stage  units  first unit            parameters MiB  training MiB  FLOPs %
+    0  0-5    bert.encoder.layer.0           253.2       1,017.2     50.0
+    1  6-11   bert.encoder.layer.6           164.5         660.3     50.0
+```
 
-- **supported**: the layers were found, and the model gives the same when it is cut in two as when it is not: outputs
-  that a loss is made of, and all gradients, within {tolerance:g} of the largest value (in float64 where float32 is too
-  coarse). A model with batch normalisation runs the batch of a pipeline in one piece.
-- **refused**: `UnsupportedModelError` with more than one stage. With `pipeline_parallel_size=1` these train as in the
-  stock Trainer.
-- **failing**: another error, or another result. A fault of this library.
-- **not tried**: no small instance could be made from the default configuration, or no input for it. That says nothing
-  about the model: with your configuration and data the trainer finds out by itself, before the first step, by the same
-  trial.
+A model that cannot be split gives the reason:
 
-Inputs were those that `dummy_batch` makes. About a hundred classes, whose rows are from 2026-11-25 or before, had
-inputs or a configuration of their own, by a script that is in the repository at 4f12c05. Models of image and text were
-mostly given text alone; then their vision tower counts with a layer of the text model and is not cut. Losses were not
-looked at: one that couples samples drives the pipeline.
+```console
+$ hf-pipetransformer inspect reformer --task sequence-classification
+error: ReformerForSequenceClassification cannot be trained as a pipeline: ... Set pipeline_parallel_size=1.
+```
+
+With `pipeline_parallel_size=1` every model trains as in the stock Trainer. For several stages, the tables below list
+every class in {tried} of the {mappings} mappings behind the Auto classes of transformers {transformers}
+([the others](#left-out)):
+
+- **supported**: split in two, the model gives the outputs and gradients of the whole model, within
+  {tolerance:g} of the largest value.
+- **refused**: several stages raise an `UnsupportedModelError` before the first step.
+- **failing**: another error, or another result. This is a fault of the library.
+- **not tried**: no small instance or no input could be made from the default configuration. The trainer checks your
+  own model and data in the same way before the first step.
+
+These results are from torch {torch} on the CPU, {date}.{kept}
+[How each class was tried](evidence/supported_models.md).
 """
 
 
 LEFT_OUT = """## Left out
 
-Classes that stand in one of these mappings alone were not looked at: bare models, backbones, encoders and codecs,
-which have no head and no loss. Those with a head on top are in the tables above.
+Classes in these mappings alone were not tried: bare models, backbones, encoders and codecs have no head and no loss.
+Their classes with a head are in the tables above.
 
 """
 
@@ -96,7 +108,7 @@ def write_page(findings: Sequence[Finding], path: Path, num_kept: int, left_out:
         "",
         "## Supported",
         "",
-        "By model type. What is in brackets has to be set, or says how the class was tried.",
+        "By model type. Brackets name a setting that is needed, or how the class was tried.",
         "",
     ]
     families: dict[str, list[Finding]] = {}
