@@ -34,7 +34,6 @@ from .units import CalledWith, Carry, ModelLayers, Observer, OutputStructure, Tr
 GENERATE = "generate"
 """Method of transformers' models that calls the model once for each token."""
 
-
 HIDDEN = "the output of {} is not kept: of the layers' outputs, a pipeline has the last one only"
 HIDDEN_REMEDY = "Compute the loss from the model's final outputs, or set pipeline_parallel_size=1."
 

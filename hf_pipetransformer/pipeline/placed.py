@@ -30,7 +30,6 @@ from .virtual_stages import VirtualStages
 WrapReplicas = Callable[[StageModule, dist.ProcessGroup, bool], DistributedDataParallel]
 """Wraps a stage in DDP over a group; the flag says whether some of its parameters may end without a gradient."""
 
-
 DDP_PARTS = ("reducer", "logger")
 """Attributes of DDP's wrapper that hold its buckets."""
 

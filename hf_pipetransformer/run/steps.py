@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 OF_CONTROL = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 """What a loss may ask of the Trainer's loop."""
 
-
 VOTES = ("exchanged_inputs", "other_flags", *OF_CONTROL)
 """What each process votes on in a step, before the parts' votes.
 

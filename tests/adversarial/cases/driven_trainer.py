@@ -151,6 +151,26 @@ def rate_by_step_of_the_loss() -> Script:
 
 
 @case("K2")
+def rate_that_preparing_resets() -> Script:
+    """`_prepare_inputs`, which all stages call, binds a rate, and then the loss another: the callback takes that."""
+
+    class Resets:
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            self.rate = 0.2
+            return super()._prepare_inputs(inputs)  # type: ignore[misc]
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        trainer.rate = 0.05 / (1 + trainer.state.global_step)
+        return outputs["loss"], outputs
+
+    def read(callback: Each, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        set_rate(optimizer, callback.trainer.rate)
+
+    return with_loss(trainer=own_loss(loss, Resets), callbacks=[Each(read)])
+
+
+@case("K2")
 def rate_by_the_last_loss() -> Script:
     """The loss keeps its value as a number; a callback takes the learning rate from it."""
     return leaving(
