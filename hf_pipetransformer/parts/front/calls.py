@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import TreeSpec
 
 from ...model.elsewhere import hidden_like
+from .divided import EACH, Rows
 from .entries import TOKENS, Leaf
 from .finding import Ran
 from .rows import ArgumentDigests, Tokens
@@ -26,17 +27,20 @@ class ReturnedLeaf:
     is_of_rows: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, rows: int, wide: Collection[int]) -> ReturnedLeaf:
+    def of(cls, tensor: torch.Tensor, rows: Rows, wide: Collection[int]) -> ReturnedLeaf:
         shape = [TOKENS if dim in wide else size for dim, size in enumerate(tensor.shape)]
-        is_of_rows = tensor.dim() > 0 and len(tensor) > 0 and len(tensor) % rows == 0
-        if is_of_rows:
-            shape[0] //= rows
-        return cls(tensor.device, Leaf(tensor.dtype, tuple(shape)), is_of_rows)
+        per = rows.patches_per_entry(len(tensor)) if tensor.dim() else None
+        if per is not None:
+            shape[0] = 1 if per else shape[0] // rows.count
+        return cls(tensor.device, Leaf(tensor.dtype, tuple(shape), per or EACH), per is not None)
 
-    def hidden(self, rows: int, width: int, text: str) -> torch.Tensor:
-        shape = list(self.row.sized(width))
-        if self.is_of_rows:
-            shape[0] *= rows
+    def sized(self, rows: Rows, width: int) -> tuple[int, ...]:
+        """The shape for these rows in a batch of this width."""
+        first, *rest = self.row.sized(width)
+        return (self.row.length(rows) if self.is_of_rows else first), *rest
+
+    def hidden(self, rows: Rows, width: int, text: str) -> torch.Tensor:
+        shape = self.sized(rows, width)
         return hidden_like(torch.empty((), dtype=self.row.dtype, device=self.device).expand(shape), text, REMEDY)
 
 
@@ -60,13 +64,15 @@ class KnownBatch:
     """What is known of the inputs of a call.
 
     Attributes:
-        keys: of the samples.
+        keys: of the rows.
+        rows: samples, or images.
         tokens: which columns belong to the samples, if padding is not stored.
         signature: what the shapes of the front's outputs depend on.
         covered: of the tensors that the keys are made of, by their identity: which it is, and its number of writes.
     """
 
     keys: Sequence[bytes]
+    rows: Rows
     tokens: Tokens | None
     signature: Any
     covered: Mapping[int, tuple[int, int]]
@@ -74,10 +80,6 @@ class KnownBatch:
     @property
     def width(self) -> int:
         return 0 if self.tokens is None else self.tokens.width
-
-    @property
-    def rows(self) -> int:
-        return len(self.keys)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,19 +31,19 @@ from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, rounding_of
 from ..prefix_cache.cache.guards import unnoticed
 from .calls import Call, Known, KnownBatch, ReturnedLeaf
+from .divided import rows_of
 from .entries import FrontEntries, Leaf
 from .finding import (
     FoundFront,
     Ran,
     arguments_of,
     other_randomness,
-    rows_of,
     tensors_in,
     users_hooks_at_rest,
     versions_of,
 )
 from .rows import CAUSAL, DIGEST_BYTES, NO_MASK, ArgumentDigests, PaddingValues, keys_of, leaves_of, tokens_of
-from .trial import FrontTrial, cleared, is_wide, noisy, rows_in
+from .trial import FrontTrial, cleared, is_wide, noisy
 
 NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were looked for"
 ITEMS = "num_items_in_batch"
@@ -137,6 +138,12 @@ class FrozenFront:
             override.remove()
         self._overrides = []
 
+    def needs(self, inputs: Batch) -> bool:
+        """Whether a call has several rows, of which nothing is known, as the front was tried on one."""
+        reads = self.found.reads
+        rows = rows_of(reads, inputs) if self.trial.is_of_one and reads <= inputs.keys() else None
+        return rows is not None and rows.count > 1
+
     # ------------------------------------------------------------------------------------ calls of the model
     def run(self, inputs: Batch, forward: Callable[[], Any], reads: bool, writes: bool) -> Any:
         """Run a call of the model, in which the front is computed or given back.
@@ -162,8 +169,8 @@ class FrozenFront:
         # with a loss that may read padding, what is read must not have another
         may_read = not self.trial.awaits_loss or batch.tokens is None or not batch.tokens.has_padding
         found = self._read(batch) if reads and may_read else None
-        hits = 0 if found is None else batch.rows - len(found.missing)
-        self.counts += CacheCounts(batch.rows, hits)
+        hits = 0 if found is None else batch.rows.count - len(found.missing)
+        self.counts += CacheCounts(batch.rows.count, hits)
         self.num_missed += reads and found is None
         if found is not None and self.is_verified and self._must_verify_again():
             self.is_verified = False
@@ -226,7 +233,7 @@ class FrozenFront:
         batch = self._described(inputs)
         if batch is None or ran.keys() != self.found.needed.keys():
             return
-        self.seconds_per_row, self.share = seconds / batch.rows, seconds / of_call
+        self.seconds_per_row, self.share = seconds / batch.rows.count, seconds / of_call
         known = self._known_by(batch, ran)
         if not all(known[name].leaves[position].is_of_rows for name, position in self._stored):
             return
@@ -266,14 +273,14 @@ class FrozenFront:
                 self.trouble = f"{name} is not called in each forward pass"
                 return
             rows = call.batch.rows
-            there = torch.tensor(sorted(set(range(rows)) - set(found.missing)), device=stored.device)
+            there = sorted(set(range(rows.count)) - set(found.missing))
             pair = [call.ran[name][2][position].detach(), stored]
             if pair[0].shape != stored.shape:
                 self.trouble = f"{name} returns something else than before"
                 return
             if self.trial.wide.get((name, position)) and tokens is not None and not self.trial.keeps_padding:
                 pair = [cleared(tensor, tokens.lengths) for tensor in pair]
-            computed, expected = (tensor.unflatten(0, (rows, -1))[there] for tensor in pair)
+            computed, expected = (rows.some(tensor, there) for tensor in pair)
             rounding = max(rounding_of(expected), TOLERANCES.get(self._storage_dtype or expected.dtype, 0.0))
             if relative_difference([computed], [expected]) > rounding:
                 self.trouble = f"{name} is called on something else than before"
@@ -281,7 +288,7 @@ class FrozenFront:
         digests = self._digests_of(call.batch, call.ran)
         for name, (_, others, *_) in call.ran.items():
             found.known[name].others.add(others)
-            pairs = zip(*(_masks_in(of[name][there.cpu()]) for of in (digests, found.digests)), strict=True)
+            pairs = zip(*(_masks_in(of[name][there]) for of in (digests, found.digests)), strict=True)
             self._implies_causal |= any(set(pair) == EITHER for pair in pairs)
 
     def _generators(self) -> list[Any]:
@@ -314,7 +321,9 @@ class FrozenFront:
         tokens = tokens_of(inputs) if self.trial.cuts_padding else None  # otherwise padding is stored
         reads = self.found.reads
         rows = rows_of(reads, inputs) if reads <= inputs.keys() else None
-        if not rows or (tokens is not None and rows != len(tokens.lengths)):
+        if rows is None or (rows.count > 1 and self.trial.is_of_one):
+            return None
+        if tokens is not None and rows.count != len(tokens.lengths):
             return None
         if tokens is not None and self.trial.keeps_padding and not self._padding.is_same(inputs, reads, tokens):
             return None
@@ -329,7 +338,7 @@ class FrozenFront:
             for number, (name, leaf) in enumerate(leaves)
             if isinstance(leaf, torch.Tensor) and name not in NOT_OF_STATES
         }
-        return KnownBatch(keys, tokens, (repr(shapes), rows == 1), covered)
+        return KnownBatch(keys, rows, tokens, (repr(shapes), rows.count == 1), covered)
 
     def _known_by(self, batch: KnownBatch, ran: Mapping[str, Ran]) -> dict[str, Known]:
         wide = {} if batch.tokens is None else self.trial.wide
@@ -345,7 +354,7 @@ class FrozenFront:
     def _layout(self, known: Mapping[str, Known]) -> list[Leaf]:
         rows = [known[name].leaves[position].row for name, position in self._stored]
         digests = Leaf(torch.uint8, (1, DIGEST_BYTES * len(self.found.needed)))
-        return [*(Leaf(self._stored_as(row.dtype), row.shape) for row in rows), digests]
+        return [*(replace(row, dtype=self._stored_as(row.dtype)) for row in rows), digests]
 
     def _stored_as(self, dtype: torch.dtype) -> torch.dtype:
         return self._storage_dtype if self._storage_dtype is not None and dtype.is_floating_point else dtype
@@ -357,7 +366,7 @@ class FrozenFront:
             return None
         began = time.perf_counter()
         missing, tensors = self._entries.read(
-            batch.keys, self._layout(known), batch.tokens, self._device, self.trial.keeps_padding
+            batch.keys, batch.rows, self._layout(known), batch.tokens, self._device, self.trial.keeps_padding
         )
         if not tensors:
             return None
@@ -394,11 +403,12 @@ class FrozenFront:
         tensors = [*(leaf.to(self._stored_as(leaf.dtype)) for leaf in leaves), torch.cat(list(digests.values()), 1)]
         keys, lengths = list(batch.keys), None if batch.tokens is None else list(batch.tokens.lengths)
         if self.trial.keeps_padding and batch.tokens is not None:
-            lengths = [batch.width] * batch.rows
+            lengths = [batch.width] * batch.rows.count
+        rows = batch.rows
         if call.missing:
-            tensors = [rows_in(tensor, batch.rows, call.missing) for tensor in tensors]
+            tensors, rows = [rows.some(tensor, call.missing) for tensor in tensors], rows.chosen(call.missing)
             keys, lengths = [keys[n] for n in call.missing], lengths and [lengths[n] for n in call.missing]
-        self.counts.stored += self._entries.write(keys, tensors, self._layout(call.known), lengths)
+        self.counts.stored += self._entries.write(keys, rows, tensors, self._layout(call.known), lengths)
 
     def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self._call
@@ -452,8 +462,7 @@ class FrozenFront:
             if isinstance(value, ReturnedLeaf):
                 value = value.hidden(batch.rows, batch.width, f"the output of {name} {NOT_KEPT}")
             elif computed and isinstance(leaf, ReturnedLeaf):
-                into = value.unflatten(0, (batch.rows, -1))
-                into[call.missing] = computed[position].unflatten(0, (len(call.missing), -1)).to(into.dtype)
+                batch.rows.put(value, call.missing, computed[position])
             if computed and isinstance(leaf, ReturnedLeaf):
                 call.computed[id(value)] = computed[position]
             leaves.append(value)
@@ -473,7 +482,7 @@ class FrozenFront:
         def chosen(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) in call.computed:
                 return call.computed[id(tensor)]
-            return rows_in(tensor, rows, call.missing) if id(tensor) in of_rows else tensor
+            return rows.some(tensor, call.missing) if id(tensor) in of_rows else tensor
 
         args, kwargs = tree_map_only(torch.Tensor, chosen, (args, kwargs))
         try:
@@ -486,7 +495,7 @@ class FrozenFront:
             raise _NewCallError
         for leaf, found in zip(known.leaves, leaves, strict=True):
             if isinstance(leaf, ReturnedLeaf) and leaf.is_of_rows:
-                first, *rest = leaf.row.sized(call.batch.width)
-                if not isinstance(found, torch.Tensor) or found.shape != (first * len(call.missing), *rest):
+                shape = leaf.sized(rows.chosen(call.missing), call.batch.width)
+                if not isinstance(found, torch.Tensor) or found.shape != shape:
                     raise _NewCallError  # it depends on the other samples
         return leaves
