@@ -71,7 +71,9 @@ def with_images(numbers: list[int]) -> Columns:
     generator = torch.Generator().manual_seed(1)
     columns: dict[str, Any] = {"input_ids": [], "pixel_values": [], "image_grid_thw": []}
     for row, number in enumerate(numbers):
-        grids = torch.tensor([GRIDS[(row + image) % len(GRIDS)] for image in range(number)], dtype=torch.long).view(-1, 3)
+        grids = torch.tensor([GRIDS[(row + image) % len(GRIDS)] for image in range(number)], dtype=torch.long).view(
+            -1, 3
+        )
         images = [[START, *[IMAGE] * (int(grid.prod()) // MERGED), END] for grid in grids]
         words = torch.randint(FIRST_WORD, LAST_WORD, (WORDS + row % 3,), generator=generator).tolist()
         columns["input_ids"].append(torch.tensor([token for image in images for token in image] + words))
