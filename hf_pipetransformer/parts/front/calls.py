@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec
 
 from ...model.elsewhere import hidden_like
 from .divided import EACH, Rows
-from .entries import TOKENS, Leaf
+from .entries import TOKENS, Leaf, dense_order
 from .finding import Ran
 from .rows import ArgumentDigests, Tokens
 
@@ -20,11 +20,15 @@ REMEDY = "Set activation_cache='off'"
 
 @dataclass(frozen=True)
 class ReturnedLeaf:
-    """A tensor in the output of a module: its device, and what one row of it is; or all, if it is not of rows."""
+    """A tensor in the output of a module: its device, and what one row of it is; or all, if it is not of rows.
+
+    `order` has its dimensions as they lie in memory: what reads it would round otherwise in another order.
+    """
 
     device: torch.device
     row: Leaf
     is_of_rows: bool
+    order: tuple[int, ...] | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, rows: Rows, wide: Collection[int]) -> ReturnedLeaf:
@@ -32,7 +36,15 @@ class ReturnedLeaf:
         per = rows.patches_per_entry(len(tensor)) if tensor.dim() else None
         if per is not None:
             shape[0] = 1 if per else shape[0] // rows.count
-        return cls(tensor.device, Leaf(tensor.dtype, tuple(shape), per or EACH), per is not None)
+        leaf = Leaf(tensor.dtype, tuple(shape), per or EACH)
+        return cls(tensor.device, leaf, per is not None, dense_order(tensor))
+
+    def as_returned(self, stored: torch.Tensor) -> torch.Tensor:
+        """What is read from the store, as the module returns it."""
+        if self.order is None or self.order == tuple(range(stored.dim())):
+            return stored.to(self.row.dtype)
+        made = torch.empty_permuted(stored.shape, self.order, dtype=self.row.dtype, device=stored.device)
+        return made.copy_(stored)
 
     def sized(self, rows: Rows, width: int) -> tuple[int, ...]:
         """The shape for these rows in a batch of this width."""

@@ -46,6 +46,16 @@ class Leaf:
         return times * math.prod(self.sized(width)[1:]) * self.dtype.itemsize
 
 
+def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions in the order in which they lie in memory; None if there are gaps, or values that repeat."""
+    if tensor.layout is not torch.strided:
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim()))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
 class FrontEntries:
     """Reads and writes the entries of one generation of the store, in one process: a sample's leaves in a row.
 

@@ -41,6 +41,7 @@ from ...randomness import torch_states
 from ..prefix_cache.cache.guards import unnoticed
 from ..prefix_cache.cache.known_code import FOREIGN, candidates, is_known
 from .divided import Rows, rows_of
+from .entries import dense_order
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CHEAP = 0.5
@@ -321,7 +322,7 @@ def _chosen(calls: Sequence[_Called], origins: Origins, inputs: Mapping[str, Any
             call = front.pop(odd)
             if call.seconds > NOTICEABLE * seconds:
                 closed.add(odd)
-                why_not[odd] = "what it returns has no entry for each sample, or is not contiguous"
+                why_not[odd] = "what it returns has no entry for each sample, or repeats values in memory"
             continue
         useless = [name for name, call in front.items() if not needed[name] and not _feeds(call, front)]
         dropped = useless or _cheap(front, needed, calls, origins)
@@ -383,5 +384,4 @@ def _nbytes(front: Mapping[str, _Called], needed: Mapping[str, tuple[int, ...]])
 
 def _is_of_rows(tensor: torch.Tensor, rows: Rows) -> bool:
     """Whether a tensor can be stored as it is, in parts for each row."""
-    is_plain = tensor.layout is torch.strided and tensor.is_contiguous()
-    return is_plain and tensor.numel() > 0 and rows.has(tensor)
+    return dense_order(tensor) is not None and tensor.numel() > 0 and rows.has(tensor)

@@ -372,7 +372,7 @@ class FrozenFront:
             return None
         *leaves, digests = tensors
         given_back = {
-            (name, position): leaf.to(known[name].leaves[position].row.dtype)
+            (name, position): known[name].leaves[position].as_returned(leaf)
             for (name, position), leaf in zip(self._stored, leaves, strict=True)
         }
         by_module = dict(zip(self.found.needed, digests.cpu().split(DIGEST_BYTES, dim=1), strict=True))
