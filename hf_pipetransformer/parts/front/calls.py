@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
 from ...model.elsewhere import hidden_like
+from ..prefix_cache.cache.guards import unnoticed
 from .divided import EACH, Rows
 from .entries import TOKENS, Leaf, dense_order
-from .finding import Ran
+from .finding import Ran, arguments_of
 from .rows import ArgumentDigests, Tokens
 
 REMEDY = "Set activation_cache='off'"
+
+
+class OtherCallsError(Exception):
+    """The front is called in another way than before, so what is stored is of no use in this call."""
+
+
+class NewCallError(Exception):
+    """A module of the front is called on something else than when what is stored was computed."""
+
+
+class AllRanError(Exception):
+    """Ends a forward pass of which only the front is wanted."""
 
 
 @dataclass(frozen=True)
@@ -118,3 +131,50 @@ class Call:
     seconds: float = 0.0  # of the modules that ran
     versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when they were returned
     ends: bool = False  # when all modules have run
+
+
+def of_missing(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    call: Call,
+    known: Known,
+    has_rows: Sequence[bool],
+) -> list[Any]:
+    """The leaves of what a module returns for the rows of which nothing is stored.
+
+    Args:
+        forward: the module's.
+        args, kwargs: what it is called on.
+        call: the call of the model.
+        known: how the module is called.
+        has_rows: which of the tensors that it is called on are divided among the rows.
+
+    Raises:
+        NewCallError: it does not run on some of the rows, or returns something else for them.
+    """
+    assert call.batch is not None
+    given = arguments_of(args, kwargs)[0]
+    if len(given) != len(has_rows):
+        raise NewCallError
+    rows, of_rows = call.batch.rows, {id(tensor) for tensor, has in zip(given, has_rows, strict=True) if has}
+
+    def chosen(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in call.computed:
+            return call.computed[id(tensor)]
+        return rows.some(tensor, call.missing) if id(tensor) in of_rows else tensor
+
+    args, kwargs = tree_map_only(torch.Tensor, chosen, (args, kwargs))
+    try:
+        with torch.no_grad(), unnoticed():
+            leaves, structure = tree_flatten(forward(*args, **kwargs))
+    except Exception as error:  # it does not run on a part of the samples
+        raise NewCallError from error
+    if structure != known.structure:
+        raise NewCallError
+    for leaf, found in zip(known.leaves, leaves, strict=True):
+        if isinstance(leaf, ReturnedLeaf) and leaf.is_of_rows:
+            shape = leaf.sized(rows.chosen(call.missing), call.batch.width)
+            if not isinstance(found, torch.Tensor) or found.shape != shape:
+                raise NewCallError  # it depends on the other samples
+    return leaves

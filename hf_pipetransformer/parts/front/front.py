@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...model.called_inputs import version_of
 from ...model.left_as_found import left_as_found
@@ -30,7 +30,7 @@ from ...randomness import generators_kept, global_state_kept, set_torch_states, 
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, rounding_of
 from ..prefix_cache.cache.guards import unnoticed
-from .calls import Call, Known, KnownBatch, ReturnedLeaf
+from .calls import AllRanError, Call, Known, KnownBatch, NewCallError, OtherCallsError, ReturnedLeaf, of_missing
 from .divided import rows_of
 from .entries import FrontEntries, Leaf
 from .finding import (
@@ -42,8 +42,19 @@ from .finding import (
     users_hooks_at_rest,
     versions_of,
 )
-from .rows import CAUSAL, DIGEST_BYTES, NO_MASK, ArgumentDigests, PaddingValues, keys_of, leaves_of, tokens_of
-from .trial import FrontTrial, cleared, is_wide, noisy
+from .rows import (
+    DIGEST_BYTES,
+    EITHER,
+    ArgumentDigests,
+    PaddingValues,
+    are_equal,
+    keys_of,
+    leaves_of,
+    masks_in,
+    tokens_of,
+    with_more_columns,
+)
+from .trial import FrontTrial, cleared, is_wide, noisy, some_rows
 
 NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were looked for"
 ITEMS = "num_items_in_batch"
@@ -51,29 +62,16 @@ VERIFYING = 0.03
 """Share of the time that comparing stored outputs with computed ones may take."""
 LEAST_BETWEEN, MOST_BETWEEN = 16, 256
 """Number of calls that are read between two comparisons: at least, and where times may not decide."""
+WIDER = 2
+"""How many times as wide as its batch a sample is computed at most, so that it can be read in wider batches."""
 
 
-def _masks_in(digests: torch.Tensor) -> list[bytes]:
-    return [row.numpy().tobytes() for row in digests[:, DIGEST_BYTES // 2 :]]
+TRIES_TO_WIDEN = 3
+"""Number of calls in which samples could not be computed with more padding, or not read, after which none are."""
 
 
 def _differ(one: Any, other: Any) -> bool:
     return not torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one != other)
-
-
-EITHER = {NO_MASK, CAUSAL}
-
-
-class OtherCallsError(Exception):
-    """The front is called in another way than before, so what is stored is of no use in this call."""
-
-
-class _NewCallError(Exception):
-    """A module of the front is called on something else than when what is stored was computed."""
-
-
-class _AllRanError(Exception):
-    """Ends a forward pass of which only the front is wanted."""
 
 
 class FrozenFront:
@@ -119,6 +117,8 @@ class FrozenFront:
         self._known: dict[Any, dict[str, Known]] = {}
         self._around: str | None = None  # what it is called on besides tensors, on which names, autocast, and adapters
         self._padding = PaddingValues()
+        self._widest = 0  # number of columns of the widest batch
+        self._tries_to_widen = TRIES_TO_WIDEN
         self._implies_causal = False  # the modules do without a mask what they do with a causal one
         self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
         self._call: Call | None = None
@@ -145,7 +145,14 @@ class FrozenFront:
         return rows is not None and rows.count > 1
 
     # ------------------------------------------------------------------------------------ calls of the model
-    def run(self, inputs: Batch, forward: Callable[[], Any], reads: bool, writes: bool) -> Any:
+    def run(
+        self,
+        inputs: Batch,
+        forward: Callable[[], Any],
+        reads: bool,
+        writes: bool,
+        run_on: Callable[[Batch], Any] | None = None,
+    ) -> Any:
         """Run a call of the model, in which the front is computed or given back.
 
         Args:
@@ -153,6 +160,8 @@ class FrozenFront:
             forward: runs its forward.
             reads: whether stored outputs may be given back.
             writes: whether outputs that are not in the store are stored.
+            run_on: runs the model's forward on a batch, if outputs may be computed with more padding than this batch
+                has.
 
         Raises:
             OtherCallsError: the front is not called as before, and nothing was given back.
@@ -172,6 +181,9 @@ class FrozenFront:
         hits = 0 if found is None else batch.rows.count - len(found.missing)
         self.counts += CacheCounts(batch.rows.count, hits)
         self.num_missed += reads and found is None
+        self._widest = max(self._widest, batch.width)
+        wider = self._computed_wider(inputs, batch, found, run_on) if writes and run_on is not None else None
+        found = wider or found
         if found is not None and self.is_verified and self._must_verify_again():
             self.is_verified = False
         if found is not None and self.is_verified:
@@ -179,7 +191,7 @@ class FrozenFront:
             self._call = found
             try:
                 output = forward()
-                self.num_read += 1
+                self.num_read += hits > 0
                 self.counts.layers_skipped += hits  # of one layer, which the front counts as
                 if found.missing and writes:
                     self._write(found)
@@ -192,8 +204,9 @@ class FrozenFront:
                     raise
                 set_torch_states(before)
                 raise OtherCallsError("something reads more of it than before") from error
-            except _NewCallError:  # without a mask, where a batch has no padding: what is stored may hold all the same
+            except NewCallError:  # without a mask, where a batch has no padding: what is stored may hold all the same
                 set_torch_states(before)
+                self._tries_to_widen -= wider is not None
             finally:
                 self._call = None
         self._call = call = Call(batch)
@@ -248,6 +261,30 @@ class FrozenFront:
         if writes:
             self._write(Call(batch, known, ran=dict(ran)))
 
+    def _computed_wider(
+        self, inputs: Batch, batch: KnownBatch, found: Call | None, run_on: Callable[[Batch], Any]
+    ) -> Call | None:
+        """Store missing samples as they are in the widest batch so far, if they keep their padding, and read them.
+
+        Another epoch has them in other batches. The values of padding do not depend on the columns behind it.
+        """
+        missing = list(range(batch.rows.count)) if found is None else found.missing
+        columns = min(self._widest, WIDER * batch.width) - batch.width
+        may_be = self.trial.keeps_padding and batch.signature in self._known and self._tries_to_widen > 0
+        if not may_be or not missing or columns <= 0:
+            return None
+        wide = with_more_columns(some_rows(inputs, inputs, batch.rows, missing), columns, self._padding.known)
+        described = self._described(wide)
+        ran = {} if described is None else self._tried(partial(run_on, wide))
+        if described is None or ran.keys() != self.found.needed.keys():
+            self._tries_to_widen -= 1
+            return None
+        self._write(Call(described, self._known_by(described, ran), ran=ran))
+        seconds = self.counts.load_seconds
+        found = self._read(batch)
+        self.counts.load_seconds = seconds  # of an epoch that reads, alone
+        return found
+
     def _tried(self, forward: Callable[[], Any]) -> dict[str, Ran]:
         """What the modules have returned in a call that leaves the model as it was, and ends when all have run."""
         self._call = call = Call(ends=True)
@@ -255,7 +292,7 @@ class FrozenFront:
             kept = left_as_found(self._model), global_state_kept(), generators_kept(self._model)
             with torch.no_grad(), users_hooks_at_rest(self._model), kept[0], kept[1], kept[2]:
                 forward()
-        except _AllRanError:
+        except AllRanError:
             pass
         except Exception:  # samples have different numbers of images, perhaps
             return {}
@@ -288,7 +325,7 @@ class FrozenFront:
         digests = self._digests_of(call.batch, call.ran)
         for name, (_, others, *_) in call.ran.items():
             found.known[name].others.add(others)
-            pairs = zip(*(_masks_in(of[name][there]) for of in (digests, found.digests)), strict=True)
+            pairs = zip(*(masks_in(of[name][there]) for of in (digests, found.digests)), strict=True)
             self._implies_causal |= any(set(pair) == EITHER for pair in pairs)
 
     def _generators(self) -> list[Any]:
@@ -385,15 +422,6 @@ class FrozenFront:
         made = ArgumentDigests(batch.rows, batch.tokens, batch.covered)
         return {name: made.of(ran[name][0], of_front, self.trial.has_rows.get(name, ())) for name in self.found.needed}
 
-    def _are_equal(self, digests: torch.Tensor, stored: torch.Tensor) -> bool:
-        """Whether a module is called on what it was called on, apart from masks that are known to change nothing."""
-        if torch.equal(digests, stored):
-            return True
-        half = DIGEST_BYTES // 2
-        pairs = zip(_masks_in(digests), _masks_in(stored), strict=True)
-        are_masks = all(one == other or (self._implies_causal and {one, other} == EITHER) for one, other in pairs)
-        return are_masks and torch.equal(digests[:, :half], stored[:, :half])
-
     def _write(self, call: Call) -> None:
         """Store what the modules have returned in a call; of one in which something was given back, the rest."""
         batch = call.batch
@@ -437,7 +465,7 @@ class FrozenFront:
         call.ran[name] = given, others, leaves, structure
         call.versions[name] = versions_of([*given, *leaves])
         if call.ends and call.ran.keys() == self.found.needed.keys():
-            raise _AllRanError
+            raise AllRanError
         return output
 
     def _given_back(
@@ -453,9 +481,11 @@ class FrozenFront:
         call.made = call.made or ArgumentDigests(batch.rows, batch.tokens, batch.covered)
         digests = call.made.of(given, of_front, self.trial.has_rows.get(name, ()))
         digests[call.missing] = call.digests[name][call.missing]
-        if others not in known.others or not self._are_equal(digests, call.digests[name]):
-            raise _NewCallError
-        computed = self._of_missing(name, forward, args, kwargs, call) if call.missing else []
+        if others not in known.others or not are_equal(digests, call.digests[name], self._implies_causal):
+            raise NewCallError
+        computed = (
+            of_missing(forward, args, kwargs, call, known, self.trial.has_rows.get(name, ())) if call.missing else []
+        )
         leaves = []
         for position, leaf in enumerate(known.leaves):
             value = call.given_back.get((name, position), leaf)
@@ -468,34 +498,3 @@ class FrozenFront:
             leaves.append(value)
         call.ran[name] = given, others, leaves, known.structure
         return tree_unflatten(leaves, known.structure)
-
-    def _of_missing(
-        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
-    ) -> list[Any]:
-        """The leaves of what a module returns for the samples of which nothing is stored."""
-        assert call.batch is not None
-        given, has_rows = arguments_of(args, kwargs)[0], self.trial.has_rows.get(name, ())
-        if len(given) != len(has_rows):
-            raise _NewCallError
-        rows, of_rows = call.batch.rows, {id(tensor) for tensor, has in zip(given, has_rows, strict=True) if has}
-
-        def chosen(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) in call.computed:
-                return call.computed[id(tensor)]
-            return rows.some(tensor, call.missing) if id(tensor) in of_rows else tensor
-
-        args, kwargs = tree_map_only(torch.Tensor, chosen, (args, kwargs))
-        try:
-            with torch.no_grad(), unnoticed():
-                leaves, structure = tree_flatten(forward(*args, **kwargs))
-        except Exception as error:  # it does not run on a part of the samples
-            raise _NewCallError from error
-        known = call.known[name]
-        if structure != known.structure:
-            raise _NewCallError
-        for leaf, found in zip(known.leaves, leaves, strict=True):
-            if isinstance(leaf, ReturnedLeaf) and leaf.is_of_rows:
-                shape = leaf.sized(rows.chosen(call.missing), call.batch.width)
-                if not isinstance(found, torch.Tensor) or found.shape != shape:
-                    raise _NewCallError  # it depends on the other samples
-        return leaves

@@ -80,6 +80,7 @@ class FrontCalls:
         self._entries: FrontEntries | None = None
         self._existed = False  # what is stored, before this training began to store
         self._is_decided, self._share = False, 0.0  # its share of the forward pass
+        self._may_widen = False  # samples may be computed with more padding than their batch has
         # what was counted in the epoch, with the forward passes that were not run, and what of the present front
         self._counts, self._skipped, self._of_front = CacheCounts(), 0.0, CacheCounts()
         self._has_looked = False  # for a front, in this step or evaluation
@@ -208,7 +209,8 @@ class FrontCalls:
             self._turn_off(why)
             return run()
         try:
-            output = self._front.run(inputs, run, self._reads and self._is_decided, self.writes)
+            widens = run_on if self._may_widen and self._is_decided else None
+            output = self._front.run(inputs, run, self._reads and self._is_decided, self.writes, widens)
         except OtherCallsError as error:
             self._turn_off(str(error), is_wrong=True)
             return run()
@@ -261,6 +263,9 @@ class FrontCalls:
         is_timed = job.args.activation_cache == "auto" and not job.args.full_determinism
         self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype, is_timed)
         self._of_front = CacheCounts()
+        # evaluations have the same batches each time, and groups of similar lengths come again in such groups
+        self._may_widen = self._is_training and str(job.args.train_sampling_strategy) == "random"
+        self._may_widen &= job.mesh.world_size == 1 or not waits_for_others(self._model)
         if self._is_of_samples(front, inputs, found, run_on):
             front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self.writes)
             front.share = 0.0  # the search takes time itself

@@ -78,13 +78,13 @@ class FrontTrial:
         first, second = halves_of(rows.count)
         self.is_of_one = not second
         if second:
-            others = self._tried(partial(forward, _some(inputs, reads, rows, second)))
+            others = self._tried(partial(forward, some_rows(inputs, reads, rows, second)))
             if not self._hold(calls, others, rows, second):
                 return False
         if tokens is not None and len(tokens.lengths) == rows.count:
             columns = max(1, tokens.width // 4)
             batch = with_less_columns(inputs, min(2 * columns, tokens.width - 1), removes=False)
-            half = _some(with_less_columns(batch, columns, removes=True), reads, rows, first)
+            half = some_rows(with_less_columns(batch, columns, removes=True), reads, rows, first)
             ran, part = (self._tried(partial(forward, given)) for given in (batch, half))
             cut = tokens.cut(min(2 * columns, tokens.width - 1))
             if self._hold(ran, part, rows, first, cut, columns):
@@ -92,7 +92,7 @@ class FrontTrial:
                 if not may_cut:
                     self._keep_padding()
                 return True
-        part = self._tried(partial(forward, _some(inputs, reads, rows, first)))
+        part = self._tried(partial(forward, some_rows(inputs, reads, rows, first)))
         return self._hold(calls, part, rows, first)
 
     def _cuttable(self, inputs: Batch) -> Tokens | None:
@@ -180,7 +180,7 @@ class FrontTrial:
             )
 
 
-def _some(inputs: Batch, names: Collection[str], rows: Rows, chosen: list[int]) -> Batch:
+def some_rows(inputs: Batch, names: Collection[str], rows: Rows, chosen: list[int]) -> Batch:
     """The batch with some rows of the named inputs."""
     part: Batch = recursively_apply(
         lambda tensor: rows.some(tensor, chosen), {name: inputs[name] for name in inputs.keys() & names}
