@@ -6,8 +6,8 @@
 
 A script that uses the Trainer configures the logger of transformers, and often no other logger. So the package's
 logger is a child of transformers' logger and inherits its level (unless it has its own) and its handlers. The console
-handler replaces transformers' own, which would put its name before each line and write into progress bars. `log_on_main` logs
-the events of a training at transformers' default level, too.
+handler replaces transformers' own, which would put its name before each line and write into progress bars.
+`log_on_main` logs the events of a training at transformers' default level, too.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from .loss_scaling import (
     why_not,
     with_unequal_labels,
 )
-from .micro_batch import Batch, batch_rows, slice_rows
+from .micro_batch import Batch, SampleBounds, batch_rows, numbers_of_rows, slice_rows
 from .nested import are_close, tensors_of
 from .placeholders import evaluation_mode, reachable_leaves
 from .refusals import has_router_loss
@@ -66,6 +66,7 @@ def read_reduction(
     label_names: Sequence[str],
     passes_items: bool,
     tolerance: float,
+    bounds: SampleBounds | None = None,
 ) -> LossReading:
     """Read off how a loss adds up. Afterwards the model and all random generators are as before.
 
@@ -77,8 +78,10 @@ def read_reduction(
         label_names: names of the inputs that are labels.
         passes_items: whether the Trainer passes `num_items_in_batch`.
         tolerance: the difference of losses that rounding explains.
+        bounds: where samples begin, if inputs have different numbers of rows.
     """
     items = items_passed(batch, shifts_labels, passes_items)
+    rows = batch_rows(batch) if bounds is None else bounds.count
     stack.runner.install()
     try:
         with global_state_kept(), evaluation_mode(stack.model):
@@ -88,16 +91,21 @@ def read_reduction(
             carry, reached = _run_whole(stack, batch, items, compute_loss)
             if has_router_loss(stack.model):
                 why = why or "the router loss (output_router_logits=True) compares all tokens of a batch"
-            elif batch_rows(batch) < 2:
+            elif rows < 2:
                 why = why or "it has one sample"
             if why:
                 return LossReading(unexamined(shifts_labels, why), reached)
             try:
-                head = _Head(stack, batch, carry, compute_loss)
+                head = _Head(stack, batch, carry, compute_loss, bounds)
+                batches = (batch, with_unequal_labels(batch, label_names))
+                found = _read(head, batches, shifts_labels, label_names, passes_items, tolerance)
             except _MixedSamplesError as error:
-                return LossReading(unexamined(shifts_labels, str(error)), reached)
-            batches = (batch, with_unequal_labels(batch, label_names))
-            found = _read(head, batches, shifts_labels, label_names, passes_items, tolerance)
+                found = unexamined(shifts_labels, str(error))
+            except Exception as error:  # the model does not run on what has been taken for some of the samples
+                if is_out_of_memory(error) or len(numbers_of_rows(batch)) == 1:
+                    raise
+                why = f"it fails on some of the samples, whose inputs have different numbers of rows ({error})"
+                found = unexamined(shifts_labels, why)
             return LossReading(found, reached)
     finally:
         stack.runner.remove()
@@ -128,15 +136,23 @@ class _MixedSamplesError(Exception):
 class _Head:
     """Computes losses of samples of a batch from what the layers have returned for all of them."""
 
-    def __init__(self, stack: LayerStack, batch: Batch, carry: Carry, compute_loss: ComputeLoss) -> None:
+    def __init__(
+        self,
+        stack: LayerStack,
+        batch: Batch,
+        carry: Carry,
+        compute_loss: ComputeLoss,
+        bounds: SampleBounds | None,
+    ) -> None:
         self._stack, self._compute_loss = stack, compute_loss
-        self.rows = batch_rows(batch)
+        self.rows = batch_rows(batch) if bounds is None else bounds.count
+        self.samples: Callable[[Batch, int, int], Batch] = slice_rows if bounds is None else bounds.cut
         self._carry: Carry = {}
         self._dimensions: dict[int, tuple[int | None, ...]] = {}  # of the samples, by stack
         if not stack.units:
             return
         with torch.no_grad():
-            alone = stack.runner.run(0, stack.num_units, None, slice_rows(batch, 0, 1))
+            alone = stack.runner.run(0, stack.num_units, None, self.samples(batch, 0, 1))
         generator = torch.Generator().manual_seed(0)
         for of, values in carry.items():
             pairs = list(zip(values, alone[of], strict=True))
@@ -150,7 +166,7 @@ class _Head:
     @torch.no_grad()
     def loss(self, batch: Batch, items: NumItems, start: int, stop: int) -> float:
         """The loss of some samples of the batch, which may have other labels."""
-        samples = slice_rows(batch, start, stop)
+        samples = self.samples(batch, start, stop)
         if not self._stack.units:
             return float(self._compute_loss(samples, items))
         # copies, because a model may change values in place
@@ -193,7 +209,7 @@ def _read(
         if not math.isfinite(losses[0]) or losses[0] == 0:
             continue  # no sample has a label
         is_informed = True
-        parts = [slice_rows(batch, *span) for span in spans]
+        parts = [head.samples(batch, *span) for span in spans]
         found = [why_not(reduction, batch, parts, items, losses, tolerance) for reduction in candidates]
         candidates = [reduction for reduction, why in zip(candidates, found, strict=True) if why is None]
         reason = next(filter(None, reversed(found)), reason)

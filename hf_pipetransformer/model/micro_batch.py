@@ -5,8 +5,9 @@ row: one entry along the batch dimension of a batch, i.e. one sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -172,6 +173,59 @@ def _most_tokens_in(batch: Any) -> int:
     """
     tokens = batch.get("input_ids") if isinstance(batch, Mapping) and batch.get("position_ids") is None else None
     return tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() >= 2 else 0
+
+
+@dataclass(frozen=True)
+class SampleBounds:
+    """Where samples begin in the tensors of a batch, some of which have other numbers of rows than samples.
+
+    pixel_values  [patches of sample 0 | of sample 1 | ...]      bounds 0, 16, 16, 24: sample 1 has no image
+
+    Attributes:
+        of: for each tensor, its first row of each sample, and at last its number of rows; without those that are the
+            same for any samples, such as a prompt.
+        count: number of samples.
+    """
+
+    of: Mapping[str, tuple[int, ...]]
+    count: int
+
+    @classmethod
+    def found(cls, batch: Batch, first: Sequence[Mapping[str, Any]]) -> SampleBounds | None:
+        """Find them by the batches that a collator makes of the first sample, of the first two, and so on.
+
+        Args:
+            batch: the batch of all samples.
+            first: those of some of them.
+
+        Returns:
+            None if the tensors of `batch` do not begin with those of the others, or have no rows for samples.
+        """
+        of, count = dict[str, tuple[int, ...]](), len(first) + 1
+        for name, value in batch.items():
+            if not isinstance(value, torch.Tensor):
+                if tensors_of(value) or isinstance(value, (list, tuple)):
+                    return None
+                continue
+            parts = [one.get(name) for one in first]
+            if not value.dim() or not all(part is None or isinstance(part, torch.Tensor) for part in parts):
+                return None
+            bounds = (0, *(0 if part is None else len(part) for part in parts), len(value))
+            is_by_sample = bounds == tuple(range(count + 1))
+            if not is_by_sample and not all(part is None or torch.equal(part, value[: len(part)]) for part in parts):
+                return None
+            if len(set(bounds[1:])) > 1:
+                of[name] = bounds
+        return cls(of, count)
+
+    def cut(self, batch: Batch, start: int, stop: int) -> Batch:
+        """Samples [start, stop) of the batch; without the tensors that have nothing of them."""
+        spans = {name: slice(bounds[start], bounds[stop]) for name, bounds in self.of.items()}
+        return {
+            name: value[spans[name]] if name in spans else value
+            for name, value in batch.items()
+            if name not in spans or spans[name].start < spans[name].stop
+        }
 
 
 def split_batch(batch: Mapping[str, Any], count: int) -> list[Batch]:

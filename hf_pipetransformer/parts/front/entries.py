@@ -11,6 +11,7 @@ import torch
 from ..prefix_cache.cache.activation_files import FileWriter
 from ..prefix_cache.cache.entry_format import bytes_of
 from ..prefix_cache.cache.file_store import FileStore, StoreFull
+from .divided import EACH, Rows
 from .rows import Tokens
 
 TOKENS = -1
@@ -21,11 +22,13 @@ TOKENS = -1
 class Leaf:
     """A tensor that is stored: its type, and the shape of one row; `TOKENS` stands for the width of the batch.
 
-    The first dimension is that of several entries for each row. `TOKENS` can only be the second.
+    The first dimension is that of several entries for each row: the given number, or a row's patches divided by
+    `per`. `TOKENS` can only be the second.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    per: int = EACH
 
     @property
     def has_columns(self) -> bool:
@@ -34,8 +37,23 @@ class Leaf:
     def sized(self, width: int) -> tuple[int, ...]:
         return tuple(width if size == TOKENS else size for size in self.shape)
 
-    def row_bytes(self, width: int) -> int:
-        return math.prod(self.sized(width)) * self.dtype.itemsize
+    def length(self, rows: Rows) -> int:
+        """Number of entries of all rows."""
+        return sum(rows.patches) // self.per if self.per else rows.count * self.shape[0]
+
+    def row_bytes(self, width: int, patches: int = 0) -> int:
+        times = patches // self.per if self.per else self.shape[0]
+        return times * math.prod(self.sized(width)[1:]) * self.dtype.itemsize
+
+
+def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions in the order in which they lie in memory; None if there are gaps, or values that repeat."""
+    if tensor.layout is not torch.strided:
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim()))
+    return order if tensor.permute(order).is_contiguous() else None
 
 
 class FrontEntries:
@@ -63,6 +81,7 @@ class FrontEntries:
     def read(
         self,
         keys: Sequence[bytes],
+        rows: Rows,
         leaves: Sequence[Leaf],
         tokens: Tokens | None,
         device: torch.device,
@@ -71,7 +90,8 @@ class FrontEntries:
         """Read what there is of these samples.
 
         Args:
-            keys: of the samples.
+            keys: of the rows.
+            rows: the rows.
             leaves: what an entry consists of.
             tokens: which columns of the leaves are stored, of those that are as wide as the batch.
             device: where the tensors are needed.
@@ -85,7 +105,8 @@ class FrontEntries:
         lengths: Sequence[int] = [0] * len(keys) if tokens is None else tokens.lengths
         if keeps_padding:
             lengths = self._widths(keys, leaves, width)
-        sizes = [[leaf.row_bytes(length) for leaf in leaves] for length in lengths]
+        patches = rows.patches or [0] * rows.count
+        sizes = [[leaf.row_bytes(*one) for leaf in leaves] for one in zip(lengths, patches, strict=True)]
         buffers = [torch.empty(sum(of_row), dtype=torch.uint8) for of_row in sizes]
         found = self._reader.read_into(keys, [bytes_of(buffer) for buffer in buffers])
         missing = [row for row, is_found in enumerate(found) if not is_found]
@@ -95,7 +116,7 @@ class FrontEntries:
         columns = zip(*(buffer.split(of_row) for buffer, of_row in zip(buffers, sizes, strict=True)), strict=True)
         for leaf, parts in zip(leaves, columns, strict=True):
             if not leaf.has_columns:
-                tensors.append(torch.stack(parts).view(leaf.dtype).view(-1, *leaf.shape[1:]).to(device))
+                tensors.append(torch.cat(parts).view(leaf.dtype).view(-1, *leaf.shape[1:]).to(device))
                 continue
             whole = torch.zeros((len(keys), *leaf.sized(width)), dtype=leaf.dtype)
             for into, part, length, is_found in zip(whole, parts, lengths, found, strict=True):
@@ -117,6 +138,7 @@ class FrontEntries:
     def write(
         self,
         keys: Sequence[bytes],
+        rows: Rows,
         tensors: Sequence[torch.Tensor],
         leaves: Sequence[Leaf],
         lengths: Sequence[int] | None,
@@ -124,8 +146,9 @@ class FrontEntries:
         """Store the tensors of these samples, and return how many were new. After an error nothing more is stored.
 
         Args:
-            keys: of the samples.
-            tensors: with some entries for each sample.
+            keys: of the rows.
+            rows: the rows.
+            tensors: with some entries for each row.
             leaves: what an entry consists of.
             lengths: numbers of the columns that are stored of each sample; None if everything is stored.
         """
@@ -133,7 +156,7 @@ class FrontEntries:
             return 0
         entries: list[list[torch.Tensor]] = [[] for _ in keys]
         for tensor, leaf in zip(tensors, leaves, strict=True):
-            for row, values in enumerate(tensor.detach().cpu().unflatten(0, (len(keys), -1))):
+            for row, values in enumerate(rows.split(tensor.detach().cpu())):
                 own = values[:, : lengths[row]] if leaf.has_columns and lengths is not None else values
                 entries[row].append(own.contiguous().view(-1).view(torch.uint8))
         try:

@@ -27,18 +27,15 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ...model.called_inputs import NOT_OF_STATES
 from ...model.method_override import MethodOverride
+from ...model.micro_batch import batch_rows
 from ...model.training_check import LIBRARIES
 from ...pipeline.devices import synchronise
 from ...randomness import torch_states
 from ..prefix_cache.cache.guards import unnoticed
 from ..prefix_cache.cache.known_code import FOREIGN, candidates, is_known
-from ..prefix_cache.cache.origins import (
-    RANDOM,
-    TRAINED,
-    UNKNOWN,
-    Origins,
-    tensors_in,
-)
+from ..prefix_cache.cache.origins import RANDOM, TRAINED, UNKNOWN, Origins, tensors_in
+from .divided import Rows, rows_of
+from .entries import dense_order
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CHEAP = 0.5
@@ -65,20 +62,24 @@ class FoundFront:
         reads: names of the batch's inputs that they are computed from, which have as many entries each.
         seconds: of the modules' calls.
         share: the same as a share of the whole pass.
-        row_bytes: what must be stored for each row, in bytes.
+        sample_bytes: what must be stored for each sample of the batch, in bytes.
         why_not: for other frozen modules, why they are not in the front, if they take a noticeable time.
         closed: names of those of them in which there may be modules that could be.
         calls: of each module; to be forgotten after use.
+        uncalled: names of frozen modules that were not called, as the batch has no images, for example.
+        is_of_images: whether an entry is an image's, and a sample has any number of them.
     """
 
     needed: dict[str, tuple[int, ...]]
     reads: frozenset[str]
     seconds: float
     share: float
-    row_bytes: int
+    sample_bytes: int
     why_not: Mapping[str, str]
     closed: frozenset[str]
     calls: dict[str, RecordedCall]
+    uncalled: frozenset[str] = frozenset()
+    is_of_images: bool = False
 
     @property
     def stored(self) -> list[tuple[str, int]]:
@@ -221,7 +222,8 @@ def find_front(
         if called.name in origins.leaking:
             called.why_not = called.why_not or LEAKS
     found = _chosen(calls, origins, inputs, seconds)
-    return output, replace(found, closed=frozenset(name for name in found.closed if not foreign[name]))
+    closed = frozenset(name for name in found.closed if not foreign[name])
+    return output, replace(found, closed=closed, uncalled=frozenset(modules) - {of.name for of in calls})
 
 
 def users_hooks_on(module: nn.Module) -> list[Any]:
@@ -283,7 +285,7 @@ def _why_not(call: _FrozenCall, num_calls: int, inputs: Mapping[str, Any]) -> st
     if not call.origins:
         return "it does not depend on the batch"
     if rows_of(call.origins, inputs) is None:
-        return "the inputs that it is computed from have different numbers of entries (flat patches, for example)"
+        return "the inputs that it is computed from have different numbers of entries"
     return None
 
 
@@ -301,10 +303,11 @@ def _chosen(calls: Sequence[_FrozenCall], origins: Origins, inputs: Mapping[str,
             front[call.name] = call
         elif call.seconds > NOTICEABLE * seconds:
             why_not[call.name] = why
-    seconds_by_rows: Counter[int] = Counter()  # of images, say, and of samples
+    seconds_by_rows: Counter[Rows] = Counter()  # of images, say, and of samples
     for call in front.values():
-        seconds_by_rows[rows_of(call.origins, inputs) or 0] += int(1e9 * call.seconds)
-    rows = max(seconds_by_rows, key=seconds_by_rows.__getitem__, default=1)
+        if (of_call := rows_of(call.origins, inputs)) is not None:
+            seconds_by_rows[of_call] += int(1e9 * call.seconds)
+    rows = max(seconds_by_rows, key=seconds_by_rows.__getitem__, default=Rows(1))
     front = {name: call for name, call in front.items() if rows_of(call.origins, inputs) == rows}
     while True:
         needed = _needed(front, calls, origins)
@@ -313,7 +316,7 @@ def _chosen(calls: Sequence[_FrozenCall], origins: Origins, inputs: Mapping[str,
             call = front.pop(odd)
             if call.seconds > NOTICEABLE * seconds:
                 closed.add(odd)
-                why_not[odd] = "what it returns has no entry for each sample, or is not contiguous"
+                why_not[odd] = "what it returns has no entry for each sample, or repeats values in memory"
             continue
         useless = [name for name, call in front.items() if not needed[name] and not _feeds(call, front)]
         dropped = useless or _cheap(front, needed, calls, origins)
@@ -327,10 +330,11 @@ def _chosen(calls: Sequence[_FrozenCall], origins: Origins, inputs: Mapping[str,
         frozenset().union(*(call.origins for call in front.values())),
         spent,
         spent / max(seconds, 1e-9),
-        _nbytes(front, needed) // rows,
+        _nbytes(front, needed) // batch_rows(inputs, 1),
         why_not,
         frozenset(closed),
         {name: (call.inputs, call.others, call.outputs, call.structure) for name, call in front.items()},
+        is_of_images=bool(rows.patches),
     )
 
 
@@ -374,13 +378,6 @@ def _nbytes(front: Mapping[str, _FrozenCall], needed: Mapping[str, tuple[int, ..
     return sum(front[name].outputs[leaf].nbytes for name, leaves in needed.items() for leaf in leaves)
 
 
-def rows_of(names: Collection[str], inputs: Mapping[str, Any]) -> int | None:
-    """Number of entries of the named inputs; None if they have different numbers."""
-    rows = {len(tensor) if tensor.dim() else 1 for name in names for tensor in tensors_in(inputs[name])}
-    return rows.pop() if len(rows) == 1 else None
-
-
-def _is_of_rows(tensor: torch.Tensor, rows: int) -> bool:
+def _is_of_rows(tensor: torch.Tensor, rows: Rows) -> bool:
     """Whether a tensor can be stored as it is, in parts for each row."""
-    is_plain = tensor.layout is torch.strided and tensor.is_contiguous()
-    return is_plain and tensor.dim() > 0 and tensor.numel() > 0 and len(tensor) % rows == 0
+    return dense_order(tensor) is not None and tensor.numel() > 0 and rows.has(tensor)

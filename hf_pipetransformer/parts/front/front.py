@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...model.called_inputs import NOT_OF_STATES, version_of
 from ...model.left_as_found import left_as_found
@@ -28,20 +29,31 @@ from ...randomness import generators_kept, global_state_kept, set_torch_states, 
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, rounding_of
 from ..prefix_cache.cache.guards import unnoticed
-from .calls import FrontCall, Known, KnownBatch, ReturnedLeaf
+from .calls import AllRanError, FrontCall, Known, KnownBatch, NewCallError, OtherCallsError, ReturnedLeaf, of_missing
+from .divided import rows_of
 from .entries import FrontEntries, Leaf
 from .finding import (
     FoundFront,
     RecordedCall,
     arguments_of,
     other_randomness,
-    rows_of,
     tensors_in,
     users_hooks_at_rest,
     versions_of,
 )
-from .rows import CAUSAL, DIGEST_BYTES, NO_MASK, ArgumentDigests, PaddingValues, keys_of, leaves_of, tokens_of
-from .trial import FrontTrial, cleared, is_wide, noisy, rows_in
+from .rows import (
+    DIGEST_BYTES,
+    EITHER,
+    ArgumentDigests,
+    PaddingValues,
+    are_equal,
+    keys_of,
+    leaves_of,
+    masks_in,
+    tokens_of,
+    with_more_columns,
+)
+from .trial import FrontTrial, cleared, is_wide, noisy, some_rows
 
 NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were looked for"
 ITEMS = "num_items_in_batch"
@@ -49,29 +61,16 @@ VERIFYING = 0.03
 """Share of the time that comparing stored outputs with computed ones may take."""
 LEAST_BETWEEN, MOST_BETWEEN = 16, 256
 """Number of calls that are read between two comparisons: at least, and where times may not decide."""
+WIDER = 2
+"""How many times as wide as its batch a sample is computed at most, so that it can be read in wider batches."""
 
 
-def _masks_in(digests: torch.Tensor) -> list[bytes]:
-    return [row.numpy().tobytes() for row in digests[:, DIGEST_BYTES // 2 :]]
+TRIES_TO_WIDEN = 3
+"""Number of calls in which samples could not be computed with more padding, or not read, after which none are."""
 
 
 def _differ(one: Any, other: Any) -> bool:
     return not torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one != other)
-
-
-EITHER = {NO_MASK, CAUSAL}
-
-
-class OtherCallsError(Exception):
-    """The front is called in another way than before, so what is stored is of no use in this call."""
-
-
-class _NewCallError(Exception):
-    """A module of the front is called on something else than when what is stored was computed."""
-
-
-class _AllRanError(Exception):
-    """Ends a forward pass of which only the front is wanted."""
 
 
 class FrozenFront:
@@ -117,6 +116,8 @@ class FrozenFront:
         self._known: dict[Any, dict[str, Known]] = {}
         self._around: str | None = None  # what it is called on besides tensors, on which names, autocast, and adapters
         self._padding = PaddingValues()
+        self._widest = 0  # number of columns of the widest batch
+        self._tries_to_widen = TRIES_TO_WIDEN
         self._implies_causal = False  # the modules do without a mask what they do with a causal one
         self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
         self._call: FrontCall | None = None
@@ -136,8 +137,21 @@ class FrozenFront:
             override.remove()
         self._overrides = []
 
+    def needs(self, inputs: Batch) -> bool:
+        """Whether a call has several rows, of which nothing is known, as the front was tried on one."""
+        reads = self.found.reads
+        rows = rows_of(reads, inputs) if self.trial.is_of_one and reads <= inputs.keys() else None
+        return rows is not None and rows.count > 1
+
     # ------------------------------------------------------------------------------------ calls of the model
-    def run(self, inputs: Batch, forward: Callable[[], Any], reads: bool, writes: bool) -> Any:
+    def run(
+        self,
+        inputs: Batch,
+        forward: Callable[[], Any],
+        reads: bool,
+        writes: bool,
+        run_on: Callable[[Batch], Any] | None = None,
+    ) -> Any:
         """Run a call of the model, in which the front is computed or given back.
 
         Args:
@@ -145,6 +159,8 @@ class FrozenFront:
             forward: runs its forward.
             reads: whether stored outputs may be given back.
             writes: whether outputs that are not in the store are stored.
+            run_on: runs the model's forward on a batch, if outputs may be computed with more padding than this batch
+                has.
 
         Raises:
             OtherCallsError: the front is not called as before, and nothing was given back.
@@ -161,9 +177,12 @@ class FrozenFront:
         # with a loss that may read padding, what is read must not have another
         may_read = not self.trial.awaits_loss or batch.tokens is None or not batch.tokens.has_padding
         found = self._read(batch) if reads and may_read else None
-        hits = 0 if found is None else batch.rows - len(found.missing)
-        self.counts += CacheCounts(batch.rows, hits)
+        hits = 0 if found is None else batch.rows.count - len(found.missing)
+        self.counts += CacheCounts(batch.rows.count, hits)
         self.num_missed += reads and found is None
+        self._widest = max(self._widest, batch.width)
+        wider = self._computed_wider(inputs, batch, found, run_on) if writes and run_on is not None else None
+        found = wider or found
         if found is not None and self.is_verified and self._must_verify_again():
             self.is_verified = False
         if found is not None and self.is_verified:
@@ -171,7 +190,7 @@ class FrozenFront:
             self._call = found
             try:
                 output = forward()
-                self.num_read += 1
+                self.num_read += hits > 0
                 self.counts.layers_skipped += hits  # of one layer, which the front counts as
                 if found.missing and writes:
                     self._write(found)
@@ -184,8 +203,9 @@ class FrozenFront:
                     raise
                 set_torch_states(before)
                 raise OtherCallsError("something reads more of it than before") from error
-            except _NewCallError:  # without a mask, where a batch has no padding: what is stored may hold all the same
+            except NewCallError:  # without a mask, where a batch has no padding: what is stored may hold all the same
                 set_torch_states(before)
+                self._tries_to_widen -= wider is not None
             finally:
                 self._call = None
         self._call = call = FrontCall(batch)
@@ -227,7 +247,7 @@ class FrozenFront:
         batch = self._described(inputs)
         if batch is None or ran.keys() != self.found.needed.keys():
             return
-        self.seconds_per_row, self.share = seconds / batch.rows, seconds / of_call
+        self.seconds_per_row, self.share = seconds / batch.rows.count, seconds / of_call
         known = self._known_by(batch, ran)
         if not all(known[name].leaves[position].is_of_rows for name, position in self._stored):
             return
@@ -242,6 +262,30 @@ class FrozenFront:
         if writes:
             self._write(FrontCall(batch, known, ran=dict(ran)))
 
+    def _computed_wider(
+        self, inputs: Batch, batch: KnownBatch, found: FrontCall | None, run_on: Callable[[Batch], Any]
+    ) -> FrontCall | None:
+        """Store missing samples as they are in the widest batch so far, if they keep their padding, and read them.
+
+        Another epoch has them in other batches. The values of padding do not depend on the columns behind it.
+        """
+        missing = list(range(batch.rows.count)) if found is None else found.missing
+        columns = min(self._widest, WIDER * batch.width) - batch.width
+        may_be = self.trial.keeps_padding and batch.signature in self._known and self._tries_to_widen > 0
+        if not may_be or not missing or columns <= 0:
+            return None
+        wide = with_more_columns(some_rows(inputs, inputs, batch.rows, missing), columns, self._padding.known)
+        described = self._described(wide)
+        ran = {} if described is None else self._tried(partial(run_on, wide))
+        if described is None or ran.keys() != self.found.needed.keys():
+            self._tries_to_widen -= 1
+            return None
+        self._write(FrontCall(described, self._known_by(described, ran), ran=ran))
+        seconds = self.counts.load_seconds
+        found = self._read(batch)
+        self.counts.load_seconds = seconds  # of an epoch that reads, alone
+        return found
+
     def _tried(self, forward: Callable[[], Any]) -> dict[str, RecordedCall]:
         """What the modules have returned in a call that leaves the model as it was, and ends when all have run."""
         self._call = call = FrontCall(ends=True)
@@ -249,7 +293,7 @@ class FrozenFront:
             kept = left_as_found(self._model), global_state_kept(), generators_kept(self._model)
             with torch.no_grad(), users_hooks_at_rest(self._model), kept[0], kept[1], kept[2]:
                 forward()
-        except _AllRanError:
+        except AllRanError:
             pass
         except Exception:  # samples have different numbers of images, perhaps
             return {}
@@ -267,14 +311,14 @@ class FrozenFront:
                 self.trouble = f"{name} is not called in each forward pass"
                 return
             rows = call.batch.rows
-            there = torch.tensor(sorted(set(range(rows)) - set(found.missing)), device=stored.device)
+            there = sorted(set(range(rows.count)) - set(found.missing))
             pair = [call.ran[name][2][position].detach(), stored]
             if pair[0].shape != stored.shape:
                 self.trouble = f"{name} returns something else than before"
                 return
             if self.trial.wide.get((name, position)) and tokens is not None and not self.trial.keeps_padding:
                 pair = [cleared(tensor, tokens.lengths) for tensor in pair]
-            computed, expected = (tensor.unflatten(0, (rows, -1))[there] for tensor in pair)
+            computed, expected = (rows.some(tensor, there) for tensor in pair)
             rounding = max(rounding_of(expected), TOLERANCES.get(self._storage_dtype or expected.dtype, 0.0))
             if relative_difference([computed], [expected]) > rounding:
                 self.trouble = f"{name} is called on something else than before"
@@ -282,7 +326,7 @@ class FrozenFront:
         digests = self._digests_of(call.batch, call.ran)
         for name, (_, others, *_) in call.ran.items():
             found.known[name].others.add(others)
-            pairs = zip(*(_masks_in(of[name][there.cpu()]) for of in (digests, found.digests)), strict=True)
+            pairs = zip(*(masks_in(of[name][there]) for of in (digests, found.digests)), strict=True)
             self._implies_causal |= any(set(pair) == EITHER for pair in pairs)
 
     def _generators(self) -> list[Any]:
@@ -315,7 +359,9 @@ class FrozenFront:
         tokens = tokens_of(inputs) if self.trial.cuts_padding else None  # otherwise padding is stored
         reads = self.found.reads
         rows = rows_of(reads, inputs) if reads <= inputs.keys() else None
-        if not rows or (tokens is not None and rows != len(tokens.lengths)):
+        if rows is None or (rows.count > 1 and self.trial.is_of_one):
+            return None
+        if tokens is not None and rows.count != len(tokens.lengths):
             return None
         if tokens is not None and self.trial.keeps_padding and not self._padding.is_same(inputs, reads, tokens):
             return None
@@ -330,7 +376,7 @@ class FrozenFront:
             for number, (name, leaf) in enumerate(leaves)
             if isinstance(leaf, torch.Tensor) and name not in NOT_OF_STATES
         }
-        return KnownBatch(keys, tokens, (repr(shapes), rows == 1), covered)
+        return KnownBatch(keys, rows, tokens, (repr(shapes), rows.count == 1), covered)
 
     def _known_by(self, batch: KnownBatch, ran: Mapping[str, RecordedCall]) -> dict[str, Known]:
         wide = {} if batch.tokens is None else self.trial.wide
@@ -346,7 +392,7 @@ class FrozenFront:
     def _layout(self, known: Mapping[str, Known]) -> list[Leaf]:
         rows = [known[name].leaves[position].row for name, position in self._stored]
         digests = Leaf(torch.uint8, (1, DIGEST_BYTES * len(self.found.needed)))
-        return [*(Leaf(self._stored_as(row.dtype), row.shape) for row in rows), digests]
+        return [*(replace(row, dtype=self._stored_as(row.dtype)) for row in rows), digests]
 
     def _stored_as(self, dtype: torch.dtype) -> torch.dtype:
         return self._storage_dtype if self._storage_dtype is not None and dtype.is_floating_point else dtype
@@ -358,13 +404,13 @@ class FrozenFront:
             return None
         began = time.perf_counter()
         missing, tensors = self._entries.read(
-            batch.keys, self._layout(known), batch.tokens, self._device, self.trial.keeps_padding
+            batch.keys, batch.rows, self._layout(known), batch.tokens, self._device, self.trial.keeps_padding
         )
         if not tensors:
             return None
         *leaves, digests = tensors
         given_back = {
-            (name, position): leaf.to(known[name].leaves[position].row.dtype)
+            (name, position): known[name].leaves[position].as_returned(leaf)
             for (name, position), leaf in zip(self._stored, leaves, strict=True)
         }
         by_module = dict(zip(self.found.needed, digests.cpu().split(DIGEST_BYTES, dim=1), strict=True))
@@ -377,15 +423,6 @@ class FrozenFront:
         made = ArgumentDigests(batch.rows, batch.tokens, batch.covered)
         return {name: made.of(ran[name][0], of_front, self.trial.has_rows.get(name, ())) for name in self.found.needed}
 
-    def _are_equal(self, digests: torch.Tensor, stored: torch.Tensor) -> bool:
-        """Whether a module is called on what it was called on, apart from masks that are known to change nothing."""
-        if torch.equal(digests, stored):
-            return True
-        half = DIGEST_BYTES // 2
-        pairs = zip(_masks_in(digests), _masks_in(stored), strict=True)
-        are_masks = all(one == other or (self._implies_causal and {one, other} == EITHER) for one, other in pairs)
-        return are_masks and torch.equal(digests[:, :half], stored[:, :half])
-
     def _write(self, call: FrontCall) -> None:
         """Store what the modules have returned in a call; of one in which something was given back, the rest."""
         batch = call.batch
@@ -395,11 +432,12 @@ class FrozenFront:
         tensors = [*(leaf.to(self._stored_as(leaf.dtype)) for leaf in leaves), torch.cat(list(digests.values()), 1)]
         keys, lengths = list(batch.keys), None if batch.tokens is None else list(batch.tokens.lengths)
         if self.trial.keeps_padding and batch.tokens is not None:
-            lengths = [batch.width] * batch.rows
+            lengths = [batch.width] * batch.rows.count
+        rows = batch.rows
         if call.missing:
-            tensors = [rows_in(tensor, batch.rows, call.missing) for tensor in tensors]
+            tensors, rows = [rows.some(tensor, call.missing) for tensor in tensors], rows.chosen(call.missing)
             keys, lengths = [keys[n] for n in call.missing], lengths and [lengths[n] for n in call.missing]
-        self.counts.stored += self._entries.write(keys, tensors, self._layout(call.known), lengths)
+        self.counts.stored += self._entries.write(keys, rows, tensors, self._layout(call.known), lengths)
 
     def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self._call
@@ -428,7 +466,7 @@ class FrozenFront:
         call.ran[name] = given, others, leaves, structure
         call.versions[name] = versions_of([*given, *leaves])
         if call.ends and call.ran.keys() == self.found.needed.keys():
-            raise _AllRanError
+            raise AllRanError
         return output
 
     def _given_back(
@@ -444,50 +482,20 @@ class FrozenFront:
         call.made = call.made or ArgumentDigests(batch.rows, batch.tokens, batch.covered)
         digests = call.made.of(given, of_front, self.trial.has_rows.get(name, ()))
         digests[call.missing] = call.digests[name][call.missing]
-        if others not in known.others or not self._are_equal(digests, call.digests[name]):
-            raise _NewCallError
-        computed = self._of_missing(name, forward, args, kwargs, call) if call.missing else []
+        if others not in known.others or not are_equal(digests, call.digests[name], self._implies_causal):
+            raise NewCallError
+        computed = (
+            of_missing(forward, args, kwargs, call, known, self.trial.has_rows.get(name, ())) if call.missing else []
+        )
         leaves = []
         for position, leaf in enumerate(known.leaves):
             value = call.given_back.get((name, position), leaf)
             if isinstance(value, ReturnedLeaf):
                 value = value.hidden(batch.rows, batch.width, f"the output of {name} {NOT_KEPT}")
             elif computed and isinstance(leaf, ReturnedLeaf):
-                into = value.unflatten(0, (batch.rows, -1))
-                into[call.missing] = computed[position].unflatten(0, (len(call.missing), -1)).to(into.dtype)
+                batch.rows.put(value, call.missing, computed[position])
             if computed and isinstance(leaf, ReturnedLeaf):
                 call.computed[id(value)] = computed[position]
             leaves.append(value)
         call.ran[name] = given, others, leaves, known.structure
         return tree_unflatten(leaves, known.structure)
-
-    def _of_missing(
-        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: FrontCall
-    ) -> list[Any]:
-        """The leaves of what a module returns for the samples of which nothing is stored."""
-        assert call.batch is not None
-        given, has_rows = arguments_of(args, kwargs)[0], self.trial.has_rows.get(name, ())
-        if len(given) != len(has_rows):
-            raise _NewCallError
-        rows, of_rows = call.batch.rows, {id(tensor) for tensor, has in zip(given, has_rows, strict=True) if has}
-
-        def chosen(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) in call.computed:
-                return call.computed[id(tensor)]
-            return rows_in(tensor, rows, call.missing) if id(tensor) in of_rows else tensor
-
-        args, kwargs = tree_map_only(torch.Tensor, chosen, (args, kwargs))
-        try:
-            with torch.no_grad(), unnoticed():
-                leaves, structure = tree_flatten(forward(*args, **kwargs))
-        except Exception as error:  # it does not run on a part of the samples
-            raise _NewCallError from error
-        known = call.known[name]
-        if structure != known.structure:
-            raise _NewCallError
-        for leaf, found in zip(known.leaves, leaves, strict=True):
-            if isinstance(leaf, ReturnedLeaf) and leaf.is_of_rows:
-                first, *rest = leaf.row.sized(call.batch.width)
-                if not isinstance(found, torch.Tensor) or found.shape != (first * len(call.missing), *rest):
-                    raise _NewCallError  # it depends on the other samples
-        return leaves

@@ -17,6 +17,7 @@ from ...model.frozen_prefix import frozen_modules
 from ...model.left_as_found import left_as_found
 from ...model.micro_batch import Batch
 from ...model.nested import in_new_containers
+from ...model.origins import NOT_OF_STATES
 from ...randomness import seeded, set_torch_states, torch_states
 from ...run.loss import Loss
 from ...training_args import CACHE_DTYPES
@@ -79,11 +80,14 @@ class FrontCalls:
         self._entries: FrontEntries | None = None
         self._existed = False  # what is stored, before this training began to store
         self._is_decided, self._share = False, 0.0  # its share of the forward pass
+        self._may_widen = False  # samples may be computed with more padding than their batch has
         # what was counted in the epoch, with the forward passes that were not run, and what of the present front
         self._counts, self._skipped, self._of_front = CacheCounts(), 0.0, CacheCounts()
         self._has_looked = False  # for a front, in this step or evaluation
         self._num_searches = self._num_opened = self._expected_in = 0
         self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
+        # when it was looked for: names of the inputs, and the frozen modules that were not called
+        self._names = self._uncalled = frozenset[str]()
         self._has_said_full = False
         self._declared = loss.job.args.cached_modules or ()
         self._why_not: dict[str, str] = {}  # why they cannot
@@ -163,9 +167,15 @@ class FrontCalls:
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the model, of which the front is looked for, computed, or given back."""
         flags = self._flags_now()
-        if flags == self._flags and self._front is None:
+        names = frozenset(name for name, value in kwargs.items() if value is not None) - NOT_OF_STATES
+        shows_more = bool(self._uncalled) and names > self._names
+        if flags == self._flags and self._front is None and not shows_more:
             return forward(*args, **kwargs)
         inputs: Batch = in_new_containers(dict(named_inputs(self._model, args, kwargs)))
+        if shows_more or (self._front is not None and not self._is_trying and self._front.needs(inputs)):
+            self.end_hint(is_given=False)
+            self.drop()
+            self._flags = None  # look for it again: what it has stored so far still holds
         run: Callable[[], Any] = partial(forward, *args, **kwargs)
         run_on: Callable[[Batch], Any] = lambda batch: forward(**batch)  # noqa: E731
         if self._is_trying:  # the model is left as it was found, so that no front can be opened or closed here
@@ -199,7 +209,8 @@ class FrontCalls:
             self._turn_off(why)
             return run()
         try:
-            output = self._front.run(inputs, run, self._reads and self._is_decided, self.writes)
+            widens = run_on if self._may_widen and self._is_decided else None
+            output = self._front.run(inputs, run, self._reads and self._is_decided, self.writes, widens)
         except OtherCallsError as error:
             self._turn_off(str(error), is_wrong=True)
             return run()
@@ -220,6 +231,7 @@ class FrontCalls:
     def _look_for_front(self, inputs: Batch, run: Callable[[], Any], run_on: Callable[[Batch], Any]) -> Any:
         job, device = self._job, self._job.device
         self._num_searches += not self._num_opened
+        self._names = frozenset(name for name, value in inputs.items() if value is not None) - NOT_OF_STATES
         before, everything = torch_states(), WatchedWeights.of(list(frozen_modules(self._model).values()))
         try:
             output, found = find_front(self._model, inputs, run, device, self._opened, self._declared)
@@ -227,6 +239,7 @@ class FrontCalls:
             logger.debug("Frozen modules could not be looked for.", exc_info=True)
             set_torch_states(before)
             return run()
+        self._uncalled = found.uncalled
         if found.closed and self._num_opened < MOST_OPENED:
             self._num_opened += 1
             self._opened |= found.closed
@@ -250,6 +263,9 @@ class FrontCalls:
         is_timed = job.args.activation_cache == "auto" and not job.args.full_determinism
         self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype, is_timed)
         self._of_front = CacheCounts()
+        # evaluations have the same batches each time, and groups of similar lengths come again in such groups
+        self._may_widen = self._is_training and str(job.args.train_sampling_strategy) == "random"
+        self._may_widen &= job.mesh.world_size == 1 or not waits_for_others(self._model)
         if self._is_of_samples(front, inputs, found, run_on):
             front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self.writes)
             front.share = 0.0  # the search takes time itself
@@ -319,7 +335,7 @@ class FrontCalls:
             self.drop(deletes=not self._job.shares_store)
             return
         self._is_decided, self._share = True, front.share
-        needed = None if self._size is None else front.found.row_bytes * self._size
+        needed = None if self._size is None else front.found.sample_bytes * self._size
         now = "epoch" if self._is_training else "evaluation"
         since = (
             "was stored by another training" if self._existed else f"is stored in this {now} and read in later ones"
@@ -373,7 +389,8 @@ class FrontCalls:
         if front is not None and self._is_decided and counts.rows and not (if_any and not counts.layers_skipped):
             self._of_front = CacheCounts()
             names, where = _described(self._model, front.found), "" if self._is_training else " in evaluations"
-            self._say(f"The output of {names} was read{where} for {counts.layers_skipped} of {counts.rows} samples.")
+            of = "images" if front.found.is_of_images else "samples"
+            self._say(f"The output of {names} was read{where} for {counts.layers_skipped} of {counts.rows} {of}.")
 
     @property
     def generation(self) -> tuple[int, str] | None:

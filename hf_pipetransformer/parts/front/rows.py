@@ -1,7 +1,7 @@
 """What of a batch, and of the tensors that are computed from it, belongs to which sample.
 
 inputs [rows, width, ...]     a sample's own: the first `lengths[row]` columns, where there is a mask for it
-arguments, outputs            `times` entries for each row: several images, or choices, of one sample
+arguments, outputs            some entries for each row (`divided`)
 keys, digests                 some bytes for each row, of its own values only
 """
 
@@ -23,6 +23,7 @@ from ..prefix_cache.cache.content_keys import (
     keys_of_parts,
     spans_of,
 )
+from .divided import Rows
 
 DIGEST_BYTES = 32
 """Of a row's arguments: 16 bytes for its values, and 16 for its masks of truth values."""
@@ -30,6 +31,8 @@ NO_MASK = bytes(16)
 """The second half for a row without a mask, or with one that leaves out nothing of the row's own."""
 CAUSAL = b"causal".ljust(16)
 """The second half for a row with a mask that leaves out what follows each token."""
+
+EITHER = {NO_MASK, CAUSAL}
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,28 @@ def with_less_columns(inputs: Mapping[str, Any], columns: int, removes: bool) ->
     return {name: changed(name, value) for name, value in inputs.items()}
 
 
-def keys_of(read: Mapping[str, Any], rows: int, tokens: Tokens | None, others: str) -> list[bytes] | None:
+def with_more_columns(inputs: Mapping[str, Any], columns: int, padding: Mapping[str, float]) -> Any:
+    """The batch with so many columns of padding more: of these values, or of zeros where there is no mask for them."""
+    shape = next(value.shape for name, value in leaves_of(inputs) if name == MASK)
+
+    def changed(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: changed(key, entry) for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [changed(name, entry) for entry in value]
+        if not isinstance(value, torch.Tensor) or value.shape[:2] != shape or name not in TOKEN_INPUTS:
+            return value
+        return torch.cat([value, value.new_full((shape[0], columns, *value.shape[2:]), padding.get(name, 0))], dim=1)
+
+    return {name: changed(name, value) for name, value in inputs.items()}
+
+
+def keys_of(read: Mapping[str, Any], rows: Rows, tokens: Tokens | None, others: str) -> list[bytes] | None:
     """A key for each row of the inputs that a front reads: of names, types, shapes, values, and of the mask.
 
     Args:
-        read: the inputs; each has an entry for each row.
-        rows: their number.
+        read: the inputs; each is divided among the rows.
+        rows: the rows.
         tokens: which columns belong to a sample, if padding is left out.
         others: what else the front depends on, in words.
 
@@ -128,21 +147,31 @@ def keys_of(read: Mapping[str, Any], rows: int, tokens: Tokens | None, others: s
     named = {f"{number} {name}": tensor for number, (name, tensor) in enumerate(tensors)}
     wide = {name for name, t in named.items() if name.split()[-1] in TOKEN_INPUTS and t.shape[1:2] == (width,)}
     by_token, by_row = ({n: t for n, t in named.items() if (n in wide) is is_wide} for is_wide in (True, False))
-    spans = [slice(None)] * rows if tokens is None else [slice(0, length) for length in tokens.lengths]
+    if rows.patches:
+        plain += [(name, tensor.shape[1:]) for name, tensor in by_row.items()]
+        by_row = {name: _digests_of_parts(tensor, rows) for name, tensor in by_row.items()}
+    spans = [slice(None)] * rows.count if tokens is None else [slice(0, length) for length in tokens.lengths]
     return [key.digest for key in keys_of_parts(spans, by_token, by_row, {}, (plain, others))]
+
+
+def _digests_of_parts(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Digests of type and values of what belongs to each row, `[rows, 16]` as uint8: rows have different numbers."""
+    kind = repr(tensor.dtype).encode()
+    digests = (xxhash.xxh3_128(kind + bytes(bytes_of(part))).digest() for part in rows.split(tensor))
+    return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(rows.count, -1)
 
 
 class ArgumentDigests:
     """For each row, digests of what modules are called on: in one call of the model.
 
     Args:
-        rows: number of rows.
+        rows: the rows.
         tokens: which columns belong to a sample, if padding is left out.
         inputs: of the tensors whose values the keys are made of, by their identity: a number, and how often they had
             been written to then.
     """
 
-    def __init__(self, rows: int, tokens: Tokens | None, inputs: Mapping[int, tuple[int, int]]) -> None:
+    def __init__(self, rows: Rows, tokens: Tokens | None, inputs: Mapping[int, tuple[int, int]]) -> None:
         self._rows, self._tokens, self._inputs = rows, tokens, inputs
         # layers are called on the same mask
         self._known: dict[tuple[int, bool], tuple[torch.Tensor, list[bytes]]] = {}
@@ -161,30 +190,30 @@ class ArgumentDigests:
             `[rows, DIGEST_BYTES]`, uint8, on the CPU.
         """
         if len(has_rows) != len(given):
-            has_rows = [tensor.dim() > 0 and len(tensor) == self._rows for tensor in given]
+            has_rows = [tensor.dim() > 0 and len(tensor) == self._rows.count for tensor in given]
         found, masks = list[list[bytes]](), list[list[bytes]]()
         for tensor, has in zip(given, has_rows, strict=True):
             if id(tensor) not in of_front and tensor.numel():
                 (masks if tensor.dtype is torch.bool else found).append(self._of_one(tensor, has))
         content = bytearray()
-        for row in range(self._rows):
+        for row in range(self._rows.count):
             content += xxhash.xxh3_128(b"".join(digests[row] for digests in found)).digest()
             of_masks = [digests[row] for digests in masks] or [NO_MASK]
             is_one = len(set(of_masks)) == 1 and of_masks[0] in (NO_MASK, CAUSAL)
             content += of_masks[0] if is_one else xxhash.xxh3_128(b"".join(of_masks)).digest()
-        return torch.frombuffer(content, dtype=torch.uint8).view(self._rows, DIGEST_BYTES)
+        return torch.frombuffer(content, dtype=torch.uint8).view(self._rows.count, DIGEST_BYTES)
 
     def _of_one(self, tensor: torch.Tensor, has_rows: bool) -> list[bytes]:
         number, version = self._inputs.get(id(tensor), (-1, -1))
         if number >= 0 and version == version_of(tensor):  # which input it is, as the key has its values
-            return [b"input %d" % number] * self._rows
+            return [b"input %d" % number] * self._rows.count
         key = id(tensor), has_rows
         if key not in self._known:
             values, width = tensor.detach().cpu(), None if self._tokens is None else self._tokens.width
-            has_rows &= values.dim() > 0 and len(values) % self._rows == 0
+            rows, has_rows = self._rows.count, has_rows and self._rows.has(values)
             wide = [dim for dim, size in enumerate(values.shape) if size == width and (dim or not has_rows)]
             shape = [size for dim, size in enumerate(values.shape) if dim not in wide and (dim or not has_rows)]
-            parts = values.unflatten(0, (self._rows, -1)) if has_rows else [values] * (self._rows if wide else 1)
+            parts = self._rows.split(values) if has_rows else [values] * (rows if wide else 1)
             digests = []
             for row, part in enumerate(parts):
                 for dim in wide:
@@ -196,15 +225,35 @@ class ArgumentDigests:
                 digest = xxhash.xxh3_128(repr(shape).encode())
                 digest.update(bytes_of(part))
                 digests.append(digest.digest())
-            self._known[key] = tensor, digests if len(digests) == self._rows else digests * self._rows
+            self._known[key] = tensor, digests if len(digests) == rows else digests * rows
         return self._known[key][1]
+
+
+def masks_in(digests: torch.Tensor) -> list[bytes]:
+    """The second halves of digests `[rows, DIGEST_BYTES]`."""
+    return [row.numpy().tobytes() for row in digests[:, DIGEST_BYTES // 2 :]]
+
+
+def are_equal(digests: torch.Tensor, stored: torch.Tensor, implies_causal: bool) -> bool:
+    """Whether a module is called on what it was called on, apart from masks that are known to change nothing.
+
+    Args:
+        digests, stored: of its arguments, now and then, `[rows, DIGEST_BYTES]`.
+        implies_causal: whether it does without a mask what it does with a causal one.
+    """
+    if torch.equal(digests, stored):
+        return True
+    half = DIGEST_BYTES // 2
+    pairs = zip(masks_in(digests), masks_in(stored), strict=True)
+    are_masks = all(one == other or (implies_causal and {one, other} == EITHER) for one, other in pairs)
+    return are_masks and torch.equal(digests[:, :half], stored[:, :half])
 
 
 class PaddingValues:
     """The values of padding in inputs, which are not part of the keys, as they were when padding was met first."""
 
     def __init__(self) -> None:
-        self._values: dict[str, float] = {}
+        self.known: dict[str, float] = {}
 
     def is_same(self, inputs: Mapping[str, Any], names: Collection[str], tokens: Tokens) -> bool:
         """Whether each of the named inputs has one value as padding, the same as before."""
@@ -215,7 +264,7 @@ class PaddingValues:
         for name, tensor in leaves:
             if isinstance(tensor, torch.Tensor) and name in TOKEN_INPUTS and tensor.shape[:2] == is_padding.shape:
                 values = tensor[is_padding.to(tensor.device)].unique()
-                if len(values) != 1 or float(values[0]) != self._values.setdefault(name, float(values[0])):
+                if len(values) != 1 or float(values[0]) != self.known.setdefault(name, float(values[0])):
                     return False
         return True
 

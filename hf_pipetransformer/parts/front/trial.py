@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from accelerate.utils import recursively_apply
 from ...model.micro_batch import Batch, batch_rows
 from ..prefix_cache.cache.comparing import SAME, aligned, relative_difference, rounding_of
 from ..prefix_cache.cache.content_keys import TOKEN_INPUTS
+from .divided import Rows, rows_of
 from .finding import FoundFront, RecordedCall
 from .rows import Tokens, leaves_of, tokens_of, with_less_columns
 
@@ -44,6 +45,8 @@ class FrontTrial:
         """Whether it must be found out yet whether anything reads padding in the outputs (`try_padding`)."""
         self.is_noisy = self.has_made_noise = False
         """Whether the front returns noise as padding, and whether there was any."""
+        self.is_of_one = False
+        """Whether it was tried on a single row, so that nothing is known of several."""
         self.has_rows: dict[str, tuple[bool, ...]] = {}
         """Which of the tensors that a module is called on have entries for each row."""
         self.wide: dict[tuple[str, int], tuple[int, ...]] = {}
@@ -67,16 +70,21 @@ class FrontTrial:
             forward: runs the model's forward on a batch.
             may_cut: whether padding need not be stored if the loss does not read it.
         """
-        rows, tokens = batch_rows(inputs), self._cuttable(inputs)
-        first, second = halves_of(rows)
+        reads, tokens = self._found.reads, self._cuttable(inputs)
+        rows, of_samples = rows_of(reads, inputs), Rows(batch_rows(inputs))
+        assert rows is not None, "the front was found by it"
+        if not rows.patches and rows.count % of_samples.count == 0 and of_samples.count > 1:
+            rows, reads = of_samples, frozenset(inputs)  # the rest of the model would run as well
+        first, second = halves_of(rows.count)
+        self.is_of_one = not second
         if second:
-            others = self._tried(partial(forward, _some(inputs, rows, second)))
+            others = self._tried(partial(forward, some_rows(inputs, reads, rows, second)))
             if not self._hold(calls, others, rows, second):
                 return False
-        if tokens is not None and len(tokens.lengths) == rows:
+        if tokens is not None and len(tokens.lengths) == rows.count:
             columns = max(1, tokens.width // 4)
             batch = with_less_columns(inputs, min(2 * columns, tokens.width - 1), removes=False)
-            half = _some(with_less_columns(batch, columns, removes=True), rows, first)
+            half = some_rows(with_less_columns(batch, columns, removes=True), reads, rows, first)
             ran, part = (self._tried(partial(forward, given)) for given in (batch, half))
             cut = tokens.cut(min(2 * columns, tokens.width - 1))
             if self._hold(ran, part, rows, first, cut, columns):
@@ -84,7 +92,7 @@ class FrontTrial:
                 if not may_cut:
                     self._keep_padding()
                 return True
-        part = self._tried(partial(forward, _some(inputs, rows, first)))
+        part = self._tried(partial(forward, some_rows(inputs, reads, rows, first)))
         return self._hold(calls, part, rows, first)
 
     def _cuttable(self, inputs: Batch) -> Tokens | None:
@@ -98,7 +106,7 @@ class FrontTrial:
         self,
         ran: Mapping[str, RecordedCall],
         half: Mapping[str, RecordedCall],
-        rows: int,
+        rows: Rows,
         chosen: list[int],
         tokens: Tokens | None = None,
         columns: int = 0,
@@ -120,7 +128,7 @@ class FrontTrial:
                 if any((whole.shape[d], part.shape[d]) != (tokens.width, tokens.width - columns) for d in dims):
                     return False
             if (name, position) in self._found.stored:
-                expected = rows_in(whole, rows, chosen)
+                expected = rows.some(whole, chosen)
                 if tokens is not None and dims == (1,):
                     difference = relative_difference([part], [expected[:, :-columns]])
                     padding_holds &= difference <= rounding_of(expected)
@@ -130,7 +138,7 @@ class FrontTrial:
                 if relative_difference([part], [expected]) > rounding_of(expected):
                     return False  # also where they are wide in another dimension
         self.wide, self._padding_holds = wide, padding_holds
-        self._note_rows(ran, half, rows)
+        self._note_rows(ran, half, rows, chosen)
         return True
 
     def _keep_padding(self) -> None:
@@ -162,26 +170,24 @@ class FrontTrial:
         elif not losses or not self.has_made_noise or relative_difference(losses[1:], losses[:1]) > SAME:
             self._keep_padding()
 
-    def _note_rows(self, whole: Mapping[str, RecordedCall], half: Mapping[str, RecordedCall], rows: int) -> None:
-        """Note which of the tensors that a module is called on have entries for each row: they became half as long."""
-        less = -(-rows // 2)  # the first half
-        for name in whole.keys() & half.keys() if less < rows else ():
+    def _note_rows(
+        self, whole: Mapping[str, RecordedCall], half: Mapping[str, RecordedCall], rows: Rows, chosen: Sequence[int]
+    ) -> None:
+        """Note which of the tensors that a module is called on have entries for each row: there are less for some."""
+        for name in whole.keys() & half.keys() if len(chosen) < rows.count else ():
             pairs = zip(whole[name][0], half[name][0], strict=False)
             self.has_rows[name] = tuple(
-                one.dim() == other.dim() > 0 and len(one) * less == len(other) * rows > 0 for one, other in pairs
+                rows.has(one) and one.dim() == other.dim() and len(rows.some(one, chosen)) == len(other)
+                for one, other in pairs
             )
 
 
-def _some(inputs: Batch, rows: int, chosen: list[int]) -> Batch:
-    part: Batch = recursively_apply(lambda tensor: rows_in(tensor, rows, chosen), inputs)
-    return part
-
-
-def rows_in(tensor: torch.Tensor, rows: int, chosen: slice | list[int]) -> torch.Tensor:
-    """Some of a tensor's rows, if it has entries for them: several images of a sample follow one another."""
-    if not tensor.dim() or len(tensor) % rows:
-        return tensor
-    return tensor.unflatten(0, (rows, -1))[chosen].flatten(0, 1)
+def some_rows(inputs: Batch, names: Collection[str], rows: Rows, chosen: list[int]) -> Batch:
+    """The batch with some rows of the named inputs."""
+    part: Batch = recursively_apply(
+        lambda tensor: rows.some(tensor, chosen), {name: inputs[name] for name in inputs.keys() & names}
+    )
+    return {**inputs, **part}
 
 
 def _own(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ...logs import log_once
 from ...model.layer_stack import LayerStack, why_whole
 from ...model.loss_reading import LossReading, read_reduction
 from ...model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, NumItems, unexamined
-from ...model.micro_batch import Batch, naming_long_rows
+from ...model.micro_batch import Batch, SampleBounds, naming_long_rows, numbers_of_rows
 from ...model.placeholders import evaluation_mode
 from ...planning.planner import Planner
 from ...planning.tables import MIB
@@ -76,7 +76,7 @@ def find_reduction(
             return replace(plain, reason=why), unreached
         return replace(plain, kind="sum" if declared == "sum" else "mean"), unreached
     assert collate is not None
-    sample = _sample_for_loss(loss, data, collate)
+    sample, bounds = _sample_for_loss(loss, data, collate)
 
     def loss_of(rows: Batch, num_items: NumItems) -> torch.Tensor:
         with seeded(job.args.seed):
@@ -93,6 +93,7 @@ def find_reduction(
                 label_names=loss.label_names,
                 passes_items=loss.passes_items(sample),
                 tolerance=EXACT if loss.is_exact else HALF_PRECISION,
+                bounds=bounds,
             )
 
     # results may differ between processes by rounding, or by what a collator draws
@@ -101,8 +102,11 @@ def find_reduction(
     return found[0].reduction, unreached
 
 
-def _sample_for_loss(loss: Loss, data: TrainingBatches, collate: SampleCollator) -> Batch:
-    """Return a batch of as many samples as a training batch, at most `LOSS_SAMPLE_ROWS`, prepared as for a step."""
+def _sample_for_loss(loss: Loss, data: TrainingBatches, collate: SampleCollator) -> tuple[Batch, SampleBounds | None]:
+    """Return a batch of as many samples as a training batch, at most `LOSS_SAMPLE_ROWS`, prepared as for a step.
+
+    If its inputs have different numbers of rows, it is found out where samples begin in each of them.
+    """
     job, rows = loss.job, min(LOSS_SAMPLE_ROWS, loss.job.rows_at_once)
     samples = data.spread_rows(max(rows, 2))
     try:
@@ -111,8 +115,11 @@ def _sample_for_loss(loss: Loss, data: TrainingBatches, collate: SampleCollator)
         if rows > 1:
             raise
         batch = collate(samples[:1])  # samples of different lengths that are trained one per batch
+    bounds = None
+    if len(numbers_of_rows(batch)) > 1:
+        bounds = SampleBounds.found(batch, [collate(samples[:stop]) for stop in range(1, len(samples))])
     with seeded(job.args.seed):
-        return job.on_models_device(dict(job.trainer._prepare_inputs(batch)))
+        return job.on_models_device(dict(job.trainer._prepare_inputs(batch))), bounds
 
 
 # ---------------------------------------------------------------------------------------------------------

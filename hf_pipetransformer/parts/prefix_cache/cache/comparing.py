@@ -34,8 +34,10 @@ def relative_difference(actual: Sequence[torch.Tensor], expected: Sequence[torch
     """Return the largest difference, relative to the largest expected value; infinite if shapes differ or for NaN."""
     if any(a.shape != b.shape for a, b in zip(actual, expected, strict=True)):
         return math.inf
-    differences = [(a.float() - b.float()).abs().max() for a, b in zip(actual, expected, strict=True)]
-    largest = torch.stack([b.float().abs().max() for b in expected]).max().clamp(min=1e-30)
+    differences = [
+        (a.detach().float() - b.detach().float()).abs().max() for a, b in zip(actual, expected, strict=True)
+    ]
+    largest = torch.stack([b.detach().float().abs().max() for b in expected]).max().clamp(min=1e-30)
     error = float(torch.stack(differences).max() / largest)
     return math.inf if math.isnan(error) else error
 
