@@ -29,7 +29,7 @@ METHODS = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
 
 @contextmanager
 def among_last_stages(accelerator: Accelerator, mesh: ProcessMesh, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside the context, all processes are those of a group: for collectives, counts and `torch.distributed`.
+    """Inside the context, a group stands for all processes: for collectives, counts and `torch.distributed`.
 
     The local index stays, because it is the number of a device.
 
@@ -62,7 +62,7 @@ def among_last_stages(accelerator: Accelerator, mesh: ProcessMesh, group: dist.P
 
 @contextmanager
 def with_collectives_of(accelerator: Accelerator, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside the context, the accelerator's collectives are those of a group; None stands for this process alone."""
+    """Inside the context, the accelerator's collectives run in a group; None stands for this process alone."""
     before = {name: vars(accelerator).get(name) for name in METHODS}
     of_group: dict[str, Callable[..., Any]] = {
         "gather": partial(_gather, group),
