@@ -118,7 +118,7 @@ class ElasticPipeline(nn.Module):
 
     @property
     def computes_loss(self) -> bool:
-        """Whether this process computes the loss; its batch is the one that its pipeline trains on."""
+        """Whether this process computes the loss. All stages of the pipeline train on the batch of this process."""
         return self.running.computes_loss
 
     @property
@@ -159,8 +159,8 @@ class ElasticPipeline(nn.Module):
         """Change to another layout, between two optimizer steps. Collective over all processes.
 
         1. Freeze: the newly frozen parameters lose gradient and optimizer state.
-        2. Move: parameters and their optimizer state go to the ranks that hold them under the new layout. What a
-           process no longer holds is freed meanwhile, so that the memory needed has a bound (`moves`).
+        2. Move: parameters and their optimizer state go to the ranks that hold them under the new layout. Each process
+           meanwhile frees the parameters that it no longer holds, which bounds the memory needed (`moves`).
         3. Drop: parameters that this process no longer holds are placeholders; buffers are on the device.
         4. Build: stage, groups, DDP and schedule. The optimizer and its groups stay; the parameters in them change.
 
@@ -195,7 +195,7 @@ class ElasticPipeline(nn.Module):
     def replace_layout(self, layout: Layout) -> None:
         """Change to a layout of one stage with the same frozen layers and another number of cached ones.
 
-        Each process keeps the same units and either runs the cached ones or skips them, so what is placed stays as it
+        Each process keeps the same units and either runs the cached ones or skips them, so the placement stays as it
         is. Not collective.
         """
         assert self.num_stages == layout.pipeline_parallel_size == 1
@@ -203,15 +203,15 @@ class ElasticPipeline(nn.Module):
         self.layout = layout
 
     def follow_flags(self, thaws: bool = False) -> bool:
-        """Train exactly the parameters whose `requires_grad` the user's code has set.
+        """Train exactly the parameters that require a gradient by the user's code.
 
         Collective over all processes. Call it between two passes; the layout stays in force.
 
         Args:
-            thaws: whether what is frozen may be trained again; then nothing is frozen any more.
+            thaws: whether frozen layers may be trained again. If any is, no layer is frozen any more.
 
         Returns:
-            Whether it is.
+            Whether any is.
 
         Raises:
             ValueError: if parameters that a freeze policy has frozen require a gradient again.
@@ -224,7 +224,7 @@ class ElasticPipeline(nn.Module):
         self.weights.hold()
         if self.current_layout.shards_optimizer:
             self._move(self.current_layout, self._optimizer)  # a callback may have added parameters to the optimizer
-        # gradients may still be accumulating: remember whether those of shared parameters are already summed
+        # gradients may still be accumulating: remember whether shared parameters' gradients are already summed
         self._build().gradients.shared_are_summed = shared_are_summed
         PROGRESS.forget_pace()
         return thawed
@@ -297,7 +297,7 @@ class ElasticPipeline(nn.Module):
         """Inside, every process has the complete weights and may call the model as often as it likes, for generation.
 
         The layout stays in force: stage, optimizer state and gradients are not touched, and afterwards the parameters
-        of other stages are placeholders again. Does nothing if there is one stage. Collective over all processes.
+        of other stages are placeholders again. Without effect if there is one stage. Collective over all processes.
         """
         if not self.is_split:
             yield
@@ -319,19 +319,19 @@ class ElasticPipeline(nn.Module):
 
     # ------------------------------------------------------------------------------------ frozen layers' outputs
     def use_shortcut(self, shortcut: Shortcut | None) -> None:
-        """From now on, skip layers whose outputs `shortcut` has; None stops using one."""
+        """From now on, skip layers if `shortcut` has their outputs; None stops using one."""
         self.shortcut = shortcut
         if self.stage is not None:
             self.stage.use_shortcut(shortcut)
 
     # ------------------------------------------------------------------------------------ interface of nn.Module
     def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
-        """This module and those of the model, as under DDP: a user's `prediction_step` may set their modes."""
+        """This module and the model's modules, as under DDP: a user's `prediction_step` may set their modes."""
         yield self
         yield from self.model.modules(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What the model has, for a `prediction_step` that calls a part of the model that it is given."""
+        """The model's own attribute: a user's `prediction_step` may call a part of the model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -353,7 +353,7 @@ class ElasticPipeline(nn.Module):
         this is collective over the pipeline.
 
         Raises:
-            ValueError: if gradients are computed and there are several stages, of which one alone has no output, or
+            ValueError: if gradients are computed and there are several stages, where a single stage has no output, or
                 several replicas, where DDP would not see the call.
         """
         is_trained = torch.is_grad_enabled() and self.training
@@ -454,7 +454,7 @@ class ElasticPipeline(nn.Module):
         self.optimizer_state.share_outside()
 
     def detach_optimizer(self) -> None:
-        """Release the attached optimizer, so that another pipeline of the model can attach it. Not collective."""
+        """Release the attached optimizer. Another pipeline of the model can then attach it. Not collective."""
         if self._optimizer is not None:
             self._optimizer.release()
             self._optimizer = None
@@ -470,5 +470,5 @@ class ElasticPipeline(nn.Module):
 
 
 def unwrapped_model(unwrap: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply an accelerator's `unwrap_model`, to which a pipeline is a wrapper around the user's model like DDP."""
+    """Apply an accelerator's `unwrap_model`, and remove the pipeline, a wrapper around the user's model like DDP."""
     return unwrap(model.model if isinstance(model, ElasticPipeline) else model, *args, **kwargs)

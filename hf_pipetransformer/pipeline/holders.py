@@ -1,7 +1,7 @@
 """Which ranks hold which parameters, optimizer state and buffers. Pure functions: the same result on every process.
 
-Replicas that divide the optimizer state (ZeRO-1) have that of whole parameters: the largest goes first, to the replica
-that has the fewest bytes.
+Replicas that divide the optimizer state (ZeRO-1) divide it by whole parameters: the largest parameter goes first, to
+the replica that has the fewest bytes.
 """
 
 from __future__ import annotations

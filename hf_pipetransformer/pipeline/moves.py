@@ -38,7 +38,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Transformation:
-    """What the change to another layout cost, on one process.
+    """The cost of the change to another layout, on one process.
 
     Attributes:
         before: the layout that was in force before the transformation.

@@ -114,8 +114,8 @@ class PlacedPipeline:
         Args:
             batch: keyword arguments of the model, on the device; the same on all stages of a pipeline.
             loss: the loss of this step.
-            gradients_synchronise: complete the gradients: sum those of shared parameters over the stages, and average
-                over the replicas, as DDP does.
+            gradients_synchronise: complete the gradients: sum shared parameters' gradients over the stages, and
+                average over the replicas, as DDP does.
         """
         self.gradients.keep_sums_once()
         with self.stage.computing(loss.of_part):
@@ -153,7 +153,7 @@ class PlacedPipeline:
         return prediction.predict(self.stage, self.messages, self.messages.of_each_stage((batch, called)), head)
 
     def predict_served(self, batch: Batch, code: Callable[[Batch], Any], unread: Collection[str]) -> Any:
-        """Run the user's code on the last stage for each process's batch, whose calls of the model all stages serve.
+        """Run the user's code on the last stage for each process's batch. All stages serve its calls of the model.
 
         Collective over the pipeline.
 

@@ -27,8 +27,8 @@ class EnginePackage:
 
     Attributes:
         package: its name.
-        asked_by: what asks for it, as the beginning of a sentence.
-        remedy: what the user can set to do without it.
+        asked_by: the setting that needs the package, as the beginning of a sentence.
+        remedy: the setting that needs no such package, as the end of a sentence.
     """
 
     package: str
