@@ -44,7 +44,7 @@ TRAINERS = (STATE, MANIFEST)
 TRAINERS_OWN = re.compile(
     r"(pytorch_|adapter_)?model[-.]|(optimizer|scheduler|scaler|rng_state|training_args|trainer_state|config|adapter_config)"
 )
-"""Beginnings of the names of what the Trainer writes into a checkpoint, in this training or an earlier one."""
+"""Beginnings of the names of files that the Trainer writes into a checkpoint, in this training or an earlier one."""
 CHUNK = 2**22
 
 

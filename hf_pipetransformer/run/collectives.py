@@ -1,7 +1,7 @@
-"""What "all processes" means in code that only the last stages of the pipelines run: `compute_loss`.
+"""The meaning of "all processes" in code that only the last stages of the pipelines run: `compute_loss`.
 
-It means the last stages of all pipelines; with one pipeline that is this process alone, as in a training on one
-process. This holds for all that code may ask:
+It means the last stages of all pipelines; with one pipeline this process alone, as in a training on one process. This
+holds for each of these:
 
 collectives of the accelerator     methods of its instance
 counts and indices                 the shared states of Accelerate, which `TrainingArguments` read as well
@@ -44,7 +44,7 @@ def among_last_stages(accelerator: Accelerator, mesh: ProcessMesh, group: dist.P
     counts: dict[str, Any] = {"num_processes": 1, "process_index": 0, "distributed_type": DistributedType.NO}
     if group is not None:
         counts = {"num_processes": dist.get_world_size(group), "process_index": dist.get_rank(group)}
-    # both have their attributes in dictionaries of their classes, whoever asks for an instance
+    # both have their attributes in dictionaries of their classes, which all instances share
     states = vars(PartialState()), vars(accelerator.state)
     before = [{name: state[name] for name in counts} for state in states]
     everyone, alone = dist.group.WORLD, mesh.alone  # made while the default group has all processes

@@ -187,7 +187,7 @@ class TrainingJob:
 
     @property
     def shares_store(self) -> bool:
-        """Whether other trainings may read what this one stores: in a folder of the user's, or in a search."""
+        """Whether other trainings may read the stored outputs: in a folder of the user's, or in a search."""
         return self.args.activation_cache_dir is not None or self.trainer.hp_search_backend is not None
 
     @property

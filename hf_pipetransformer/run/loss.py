@@ -1,4 +1,4 @@
-"""The loss of a batch that is split into parts: what each micro-batch contributes to it.
+"""The loss of a batch that is split into parts, and the contribution of each micro-batch to it.
 
 training loop      run/batches.py        `GlobalBatch`: items and samples of an optimizer step, over all replicas
 compute_loss       `Loss`                the user's loss on a part of a batch, weighted as `LossReduction` says
@@ -210,7 +210,7 @@ class BatchInFlight:
         return self._loss.job.not_in_keys | self._pipeline.stack.runner.called.kept_back
 
     def of_part(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
-        """Return what this micro-batch contributes to the global batch's loss. Called on the last stage.
+        """Return this micro-batch's contribution to the global batch's loss. Called on the last stage.
 
         The result is multiplied by the number of replicas, since DDP averages over them, and by the gradient scaler's
         factor.
@@ -270,7 +270,7 @@ class BatchInFlight:
     def _weight(self, batch: Batch) -> float | None:
         """Return a part's share of the items of the global batch; None if it is not one of the micro-batches.
 
-        All of them are counted when the first one asks, because reading a number from an accelerator waits for it. The
+        The first call counts the items of all micro-batches, as reading a number from an accelerator waits for it. The
         global batch was counted as it was collated; `_prepare_inputs` may change a number, for example by turning
         class labels into probabilities.
         """
@@ -311,7 +311,7 @@ class BatchInFlight:
 
 
 def _refuse_hidden(loss: torch.Tensor) -> None:
-    """Raise a `ValueError` if a loss is NaN because it reads what other processes have."""
+    """Raise a `ValueError` if a loss is NaN because it reads weights or outputs of other processes."""
     if is_computed_of_hidden(loss):
         raise ValueError(
             "The loss is computed from weights or outputs of layers of other pipeline stages, in a way that hides it"

@@ -249,7 +249,7 @@ class Parts:
         self.choose()
 
     def choose(self) -> None:
-        """Make the parts that the arguments ask for, and keep those that are there. Collective over all processes.
+        """Make the parts that the arguments ask for, and keep existing ones. Collective over all processes.
 
         Raises:
             ValueError: a part that the user has asked for is not installed, or a part is not installed everywhere.

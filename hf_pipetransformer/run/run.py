@@ -76,7 +76,7 @@ class PipelineRun(TrainerCallback):
         """The latest checkpoint of this training."""
         self.num_epochs_begun = 0
         self.batches_in_epoch = BatchesInEpoch()
-        """What the loop takes for the number of batches in an epoch."""
+        """The loop's number of batches in an epoch."""
         self._is_begun = False  # whether a step of this `train()` has begun
         self._find_units = find_units
         self._cut: CutModel | None = None
@@ -145,7 +145,7 @@ class PipelineRun(TrainerCallback):
         return self._cut is not None and self._cut.pipeline.is_placed
 
     def meet(self, doing: str) -> bool:
-        """Begin with all processes what all of them must do. Returns whether they watch one another.
+        """Begin an operation of all processes. Returns whether they watch one another.
 
         Collective over all processes.
 
@@ -153,7 +153,7 @@ class PipelineRun(TrainerCallback):
             ValueError: another process does something else.
         """
         self.serve_callbacks()
-        met = [part.meet(doing) for part in self.parts.having("meet")]  # all of them, as each is collective
+        met = [part.meet(doing) for part in self.parts.having("meet")]  # no short cut: each call is collective
         return any(met)
 
     def serve_callbacks(self) -> None:
@@ -210,7 +210,7 @@ class PipelineRun(TrainerCallback):
             self._attach(optimizer)
         if optimizer is not None and self.job.mesh.world_size > 1:
             pipeline.adopt_outside()
-            if pipeline.execution.serves_callbacks:  # those that serve must not be ahead of those that call in a step
+            if pipeline.execution.serves_callbacks:  # a process that serves must not be ahead of one that calls
                 step = unwrapped(optimizer).register_step_pre_hook(lambda *_: self.serve_callbacks())
                 self._entered.callback(step.remove)
         return pipeline

@@ -34,14 +34,14 @@ from .training_data import refuse_different_numbers
 logger = logging.getLogger(__name__)
 
 OF_CONTROL = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-"""What a loss may ask of the Trainer's loop."""
+"""Requests to the Trainer's loop that a loss may make."""
 
 VOTES = ("exchanged_inputs", "other_flags", *OF_CONTROL)
-"""What each process votes on in a step, before the parts' votes.
+"""The votes of each process in a step, before the parts' votes.
 
-exchanged_inputs: the last stage has called the model on inputs other than those of the earlier stages.
-other_flags: something other than a callback has set `requires_grad`.
-others: as in `TrainerControl`; the loss may have set it, which has run on the last stage only.
+exchanged_inputs: the last stage has called the model on other inputs than the earlier stages.
+other_flags: other code than a callback has set `requires_grad`.
+others: as in `TrainerControl`. The loss may have set the flag, on the last stage only.
 """
 
 

@@ -53,21 +53,21 @@ from .probing import SampleCollator, examples_of, first_that_runs, found_by_each
 logger = logging.getLogger(__name__)
 
 SAMPLE_ROWS = 2
-"""Number of samples on which the model's units are found."""
+"""Number of samples for finding the model's units."""
 MOST_ROWS_TO_TIME = 8
-"""Maximum number of samples on which the model's units are timed; the time grows in proportion to it."""
+"""Maximum number of samples for timing the model's units; the time grows in proportion to it."""
 
 
 @dataclass
 class CutModel:
-    """A model with the units into which it can be split.
+    """A model, and the units for splitting it.
 
     Attributes:
         pipeline: runs the model, as a whole or in a layout.
         unit_costs: the cost of each unit.
-        examples: which inputs of a batch the model was probed on; None if it was not.
+        examples: the inputs of a batch that the model was probed on; None if it was not probed.
         times: the times of the units; None if they could not be measured, or before `time_model`.
-        is_timed: whether they have been measured. They never are again: a second training decides by them as well.
+        is_timed: whether the times have been measured. A second training uses the same times.
     """
 
     pipeline: ElasticPipeline
@@ -77,7 +77,7 @@ class CutModel:
     is_timed: bool = False
 
     def serves(self, job: TrainingJob) -> bool:
-        """Whether it belongs to the job's model and provides everything the job needs.
+        """Whether this is a cut of the job's model, with the units that the job needs.
 
         It may have been made for an evaluation or an earlier training, before a freeze callback was added or stages
         were requested.
@@ -90,7 +90,7 @@ class CutModel:
 
     @property
     def stays_distributed(self) -> bool:
-        """Whether each process has its part of a model that was loaded lazily, and nobody has asked for the rest."""
+        """Whether each process has its part of a lazily loaded model, which has not been gathered."""
         return self.pipeline.is_lazy and self.pipeline.is_split
 
     def refuse_second_training(self) -> None:

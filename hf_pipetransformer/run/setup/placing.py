@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Findings:
-    """What setup has found out about a model and its loss on a few samples.
+    """The results of probing a model and its loss on a few samples.
 
     Attributes:
         cut: the model, split into units. `cut.pipeline.stack` says how the loss calls it (`runner.called`), and why it
@@ -41,9 +41,9 @@ class Findings:
         loss: the trainer's loss.
         reduction: how the losses of a batch's parts add up.
         unreached: names of the parameters that may end a step without a gradient.
-        slicing: how sequences are split along their tokens (`Execution.slicing`); None if that is not asked for.
-        times: of the units, if they were measured.
-        planner: decides by all of this.
+        slicing: how sequences are split along their tokens (`Execution.slicing`); None for whole sequences.
+        times: the times of the units, if they were measured.
+        planner: chooses layouts by these results.
     """
 
     cut: CutModel
