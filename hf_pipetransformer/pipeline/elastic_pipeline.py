@@ -44,7 +44,7 @@ class ElasticPipeline(nn.Module):
         mesh: all processes of the run.
         device: the device of this process.
         wrap_replicas: creates the DDP wrapper.
-        freezable: what freezing means for the model; None if the model is never frozen.
+        freezable: the layers of the model that can be frozen; None if the model is never frozen.
         is_lazy: whether the model's weights are mapped from files, and no process has memory for all of them.
     """
 
@@ -73,7 +73,7 @@ class ElasticPipeline(nn.Module):
         self.layout: Layout | None = None
         """The layout by which the weights are distributed; None while the model is complete on every process."""
         self.placed: PlacedPipeline | None = None
-        """What runs the layout; None before `place`, after leaving the layout, and between two layouts."""
+        """The pipeline under this layout; None before `place`, after leaving the layout, and between two layouts."""
         self.stage = None  # the stage of `placed`, registered as a child
         self._wrap_replicas = wrap_replicas
         self._optimizer: OptimizerState | None = None
@@ -131,7 +131,7 @@ class ElasticPipeline(nn.Module):
 
         Args:
             layout: the same on every process.
-            execution: how the model is run, under this layout and those that follow it.
+            execution: how the model is run, under this layout and later ones.
             keep_weights_aside: keep the complete weights where they are, for `put_back`. Meant for an evaluation,
                 which does not change them.
         """
@@ -241,7 +241,7 @@ class ElasticPipeline(nn.Module):
         self.stack.runner.restrict_to(units if self.num_stages > 1 else None)
 
     def _build(self, takes_optimizer: bool = True) -> PlacedPipeline:
-        """Build what runs the layout; its parameters must already be here. Collective over all processes."""
+        """Build the pipeline for the layout; its parameters must already be here. Collective over all processes."""
         layout = self.current_layout
         self._restrict_to_units_here()
         self.stack.runner.freeze(layout.num_frozen_layers)
@@ -269,7 +269,7 @@ class ElasticPipeline(nn.Module):
 
     @property
     def running(self) -> PlacedPipeline:
-        """What runs the layout in force."""
+        """The pipeline under the layout in force."""
         assert self.placed is not None, "place() first"
         return self.placed
 
@@ -380,7 +380,7 @@ class ElasticPipeline(nn.Module):
             return self.model(*positional, **batch)
 
     def serve_callbacks(self) -> None:
-        """Come to what all processes do next: serve calls that others make in their callbacks before.
+        """Serve the model calls of other processes' callbacks, before the next operation of all processes.
 
         Collective over the pipeline.
         """
@@ -419,7 +419,7 @@ class ElasticPipeline(nn.Module):
 
     # ------------------------------------------------------------------------------------ the optimizer
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer of the whole model's parameters update those that are here, now and after `place`.
+        """Let an optimizer of the whole model's parameters update the parameters here, now and after `place`.
 
         Collective over all processes.
         """

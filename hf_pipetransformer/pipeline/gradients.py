@@ -44,7 +44,7 @@ class StageGradients:
     Args:
         stage: this process's stage.
         group: the pipeline's processes; None if there is one stage.
-        shared: parameters that this stage and others hold, in the same order on all of these.
+        shared: parameters that this stage and others hold, in the same order on all of these stages.
         replicated: the parameters with gradients to average here; None if DDP averages them, or if there is one
             replica.
     """

@@ -29,7 +29,7 @@ def holders_under(layout: Layout, stack: LayerStack) -> Holders:
 def updaters_under(layout: Layout, stack: LayerStack, names: Collection[str]) -> Holders:
     """The ranks that update each parameter, and have its optimizer state, under a layout.
 
-    They are those that hold it, or one replica of each stage that holds it.
+    All ranks that hold a parameter update it, or one replica of each stage that holds it.
 
     Args:
         layout: the layout.

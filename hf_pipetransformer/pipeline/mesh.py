@@ -53,7 +53,7 @@ class ProcessMesh:
 
     On an accelerator every group does one small collective when it is created. Otherwise NCCL creates a communicator
     in a group's first operation and waits there for all members; with a frozen first stage this may be one of torch's
-    batched point-to-point calls, which not all of them make.
+    batched point-to-point calls, which only some members make.
 
     Args:
         timeout: bound on every collective of the groups created here (`TrainingArguments.ddp_timeout`).

@@ -3,7 +3,7 @@
 A virtual stage sends to the next one, which is on the next process, on the first one again, or, where a V turns, on
 the same one (`planning.placement`).
 
-control group    values without their tensors on the device (`packed`), and what describes the tensors that follow
+control group    values without their tensors on the device (`packed`), and descriptions of the tensors that follow
 pipeline group   tensors on the device
 """
 
@@ -24,7 +24,7 @@ from .packed import Packed, packed, unpacked
 from .stage import BoundaryShapes, CarriedTensor
 
 Pending = list[tuple[dist.Work, Any]]
-"""What is being sent, with the tensors, which must be kept until the transfer is complete."""
+"""Unfinished sends, with their tensors, which must be kept until the transfer is complete."""
 
 
 class Crossing(NamedTuple):
@@ -110,7 +110,7 @@ class PipelineMessages:
         """The virtual stages of this process, in the model's order."""
         self._kept: dict[int, Any] = {}  # messages between two virtual stages of this process
         self.note: Any = None
-        """What another process has sent with the crossing that was received last."""
+        """The note of the latest received crossing from another process."""
         self._shared: Pending = []
         self.group = group
         self.control = control
@@ -309,7 +309,7 @@ class PipelineMessages:
         return pending
 
     def _receive(self, receive: Callable[[torch.Tensor, dist.ProcessGroup | None], Any], copies: bool = False) -> Any:
-        """Receive what another stage begins to send by `_send`."""
+        """Receive a message that another stage sends by `_send`."""
         lengths = torch.empty(3, dtype=torch.long)
         receive(lengths, self.control)
         pickled, size, size_on_device = lengths.tolist()

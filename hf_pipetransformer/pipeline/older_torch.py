@@ -1,11 +1,11 @@
-"""torch's pipeline stage for torch 2.11 and 2.12; it does what `PipelineStage` itself does from torch 2.13 on.
+"""torch's pipeline stage for torch 2.11 and 2.12, with the behaviour of `PipelineStage` from torch 2.13 on.
 
                         stage 0 (frozen)    stage 1               stage 2
     activation          a ───────────────►  a, b ──────────────►  …
-    its gradient        none                b ◄─────────────────  only of what requires one
+    its gradient        none                b ◄─────────────────  only of tensors that require one
 
-torch 2.11 and 2.12 expect a gradient for every tensor that a stage receives, and torch 2.11 lets all of them require
-one. This module can be removed when `pyproject.toml` asks for torch 2.13.
+torch 2.11 and 2.12 expect a gradient for every tensor that a stage receives, and in torch 2.11 every received tensor
+requires one. This module can be removed when `pyproject.toml` asks for torch 2.13.
 """
 
 from __future__ import annotations

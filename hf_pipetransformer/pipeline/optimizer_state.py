@@ -35,9 +35,9 @@ class OptimizerState:
     """An optimizer that was created for the whole model and updates only the parameters that are here.
 
     The optimizer object and its groups stay, and with them the scheduler. The groups list all parameters, as in a
-    single process. In `optimizer.step()` alone, inside of the user's own hooks on it, they list those that this
-    process updates. Its `state_dict` has the state of these; it is complete inside `gathered`, and loading it keeps
-    this process's part.
+    single process. In `optimizer.step()` alone, inside of the user's own hooks on it, they list the parameters that
+    this process updates. Its `state_dict` has the state of these; it is complete inside `gathered`, and loading it
+    keeps this process's part.
 
     Replicas of a stage may divide its parameters (`assign`). Then each process updates its own, and after each step
     every replica gets the parameters that the others have updated.
@@ -269,10 +269,10 @@ class OptimizerState:
         synchronise({str(number): parameter for number, parameter in enumerate(self.outside)}, self._mesh)
 
     def average_outside(self, group: dist.ProcessGroup | None) -> None:
-        """Average the gradients of parameters outside of the model. Collective over those that compute the loss.
+        """Average the gradients of parameters outside of the model. Collective over `group`.
 
         Args:
-            group: these processes; None if this one is not one of several.
+            group: the processes that compute the loss; None if this process computes none, or is the only one.
         """
         if group is not None:
             reduce_gradients((), group, 1 / group.size(), self.outside)

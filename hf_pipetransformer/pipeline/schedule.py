@@ -88,8 +88,8 @@ class PipelineScheduler:
     read into the larger buffer. Building stage and schedule anew costs under 2% of a step.
 
     Args:
-        held: what this process holds.
-        submodules: its virtual stages, wrapped in DDP if DDP averages over the replicas.
+        held: this process's virtual stages.
+        submodules: the modules of these stages, wrapped in DDP if DDP averages over the replicas.
         messages: the position of the process among the K > 1 stages of its pipeline.
         shape_books: the shapes at the boundaries of each virtual stage.
         schedule: name of the schedule.

@@ -51,7 +51,7 @@ class ShapeBook:
         return StageShapes(_at(rows, one.incoming, two.incoming), _at(rows, one.outgoing, two.outgoing))
 
     def _learn(self, batches: Sequence[Batch]) -> list[StageShapes]:
-        """Return the shapes for each of the batches; what stages learn is exchanged once for all of them."""
+        """Return the shapes for each of the batches. The stages exchange the shapes of all batches at once."""
         incoming: Sequence[BoundaryShapes] = [()] * len(batches)
         if self._stage.start > 0:
             incoming = [tuple(shapes) for shapes in self._from_previous()]

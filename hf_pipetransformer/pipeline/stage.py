@@ -29,7 +29,7 @@ class Shortcut(Protocol):
     """Lets passes skip the lowest layers if their outputs are known already, for example from a cache."""
 
     met_other_inputs: bool
-    """Whether the model was called, in training, on other inputs than those that were looked up."""
+    """Whether the model was called, in training, on inputs other than the ones looked up."""
 
     def begin(
         self, batch: Batch, tags: torch.Tensor, start: int, carry: Carry | None, stop: int
@@ -244,7 +244,7 @@ class StageModule(nn.Module):
         return inputs, *self.shortcut.begin(inputs, tags, start, carry, self.stop)
 
     def infer_shapes(self, incoming: Sequence[CarriedTensor], batch: Batch) -> tuple[CarriedTensor, ...]:
-        """What this stage sends when it receives `incoming`; costs one forward of `batch` through the stage."""
+        """The tensors that this stage sends if it receives `incoming`; costs one forward of `batch` through it."""
         if self.is_last:
             return ()
         values = [carried.zeros(self.device).clone().requires_grad_(carried.requires_grad) for carried in incoming]

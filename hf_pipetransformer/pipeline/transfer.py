@@ -39,18 +39,18 @@ K = TypeVar("K", bound=Hashable)
 Ranks = tuple[int, ...]
 """Ascending."""
 Values = Mapping[Any, Any]
-"""What an item consists of: tensors, and plain values such as AdamW's step."""
+"""The values of an item: tensors, and plain values such as AdamW's step."""
 
 CPU = torch.device("cpu")
 PEERS_AT_ONCE = 32
 """Number of processes that one sends to, and receives from, in one batch: NCCL hangs in batches of hundreds."""
 
 CHUNK_BYTES = 2**26
-"""Upper bound, in bytes, for what a process sends and receives of weights or optimizer state at a time."""
+"""Upper bound, in bytes, for the weights or optimizer state that a process sends and receives at a time."""
 
 
 class Route(NamedTuple):
-    """Who sends an item, and to whom."""
+    """The rank that sends an item, and the ranks that receive it."""
 
     source: int
     destinations: Ranks

@@ -1,4 +1,4 @@
-"""All that one process holds of a pipeline: its virtual stages, one unless the schedule is interleaved.
+"""The virtual stages of one process: its part of a pipeline. There is one, unless the schedule is interleaved.
 
 K = 2 processes, V = 2
 

@@ -56,7 +56,7 @@ class WeightGradients:
         """Inside, the layers' forwards record the tensors for a `postponed` backward."""
         with ExitStack() as overrides:
             for layer in self._layers:
-                if "forward" not in vars(layer):  # of somebody else, who would not be called
+                if "forward" not in vars(layer):  # keep an override of other code: ours would hide it
                     override = MethodOverride(layer, "forward", partial(self._forward, layer))
                     overrides.callback(override.remove)
             try:

@@ -1,4 +1,4 @@
-"""Weights that are distributed over stages: who holds them, hold, drop and gather them, save and load them by name.
+"""Weights that are distributed over stages: their ranks; hold, drop and gather them, save and load them by name.
 
 Files keep the stock formats. Rank 0 writes a checkpoint as a single process would write it; every rank reads it and
 takes the parts that it holds. So a checkpoint fits any number of stages and replicas, and the stock Trainer.
@@ -97,7 +97,7 @@ class Weights:
         return name in self._frozen
 
     def freeze(self, names: Collection[str]) -> frozenset[str]:
-        """Stop training these parameters, and return the names of those that were trained until now.
+        """Stop training these parameters, and return the names of the previously trained ones.
 
         They lose their gradient here, and their optimizer state at `OptimizerState.keep_what_is_here`.
         """
@@ -193,14 +193,14 @@ class Weights:
         hide(parameter, about, HELD_ELSEWHERE, self.is_trainable(name))
 
     def make_contiguous(self) -> None:
-        """Lay out what this process holds in row-major order: replicas average gradients in the order of weights."""
+        """Lay out this process's parameters in row-major order: replicas average gradients in the order of weights."""
         for name in self.held:
             values = values_of(self._table[name])
             if not all(value.is_contiguous() for value in values):
                 set_values(self._table[name], [value.contiguous() for value in values])
 
     def assign(self, holders: Holders) -> Holders:
-        """Give the parameters to other ranks, and return those that have held them. `move` brings the values there.
+        """Assign the parameters to other ranks, and return the previous ranks. `move` brings the values there.
 
         Not collective.
 
@@ -211,7 +211,7 @@ class Weights:
         return before
 
     def hold(self) -> None:
-        """Move what this process holds to its device; free the memory of the rest, which become placeholders.
+        """Move this process's parameters to its device; free the memory of the others, which become placeholders.
 
         Not collective.
         """
@@ -296,8 +296,8 @@ class Weights:
     def whole(self) -> Iterator[None]:
         """Inside, every process has every weight on its device, for computing without gradients.
 
-        What this process holds stays as it is, and so does the optimizer's state. Afterwards the other parameters are
-        placeholders again. Collective over all processes.
+        This process's parameters stay as they are, and so does the optimizer's state. Afterwards the other parameters
+        are placeholders again. Collective over all processes.
         """
         missing, self._missing = self._missing, set()
         try:
@@ -426,7 +426,7 @@ def synchronise(
         here, arrived = values_of(tensors[name]), list(values.values())
         if any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in zip(here, arrived, strict=True)):
             return set_values(tensors[name], [value.to(tensors[name].device) for value in arrived])
-        with torch.no_grad():  # in place: strides (channels_last) and what shares the memory stay
+        with torch.no_grad():  # in place: strides (channels_last) and views of the memory stay
             for mine_here, value in zip(here, arrived, strict=True):
                 mine_here.copy_(value)
 

@@ -107,9 +107,9 @@ def engine_for(layout: Layout, execution: Execution) -> type[Engine]:
 def server_for(
     layout: Layout, stage: VirtualStages, messages: PipelineMessages, execution: Execution
 ) -> CallServer | None:
-    """Return what serves calls of the model: with several stages, each of layers that follow one another.
+    """Return a server for calls of the model, for several stages, if the layers of each one follow one another.
 
-    None if they cannot be served.
+    None if calls cannot be served.
     """
     if not _is_cut(layout) or layout.num_virtual_stages > 1:
         return None

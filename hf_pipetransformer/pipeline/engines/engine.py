@@ -72,10 +72,10 @@ class CallServer(Protocol):
         """
 
     def serve_callbacks(self) -> None:
-        """Serve what other processes ask for outside of the steps, until none asks. Collective over the pipeline."""
+        """Serve other processes' calls outside of the steps, until there are none. Collective over the pipeline."""
 
     def close(self) -> None:
-        """Serve nobody from here on."""
+        """Serve no more calls."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ class Position:
 
     Attributes:
         layout: the layout.
-        stage: what this process holds.
+        stage: this process's virtual stages.
         messages: sends to and receives from the other stages.
         mesh: all processes of the run.
         execution: how the model is run.
         wrapped: the stage wrapped in DDP; None if DDP does not average its gradients.
-        server: returns what serves calls of the model, the same each time; None if they cannot be served.
+        server: returns the server for calls of the model, the same each time; None if they cannot be served.
     """
 
     layout: Layout
