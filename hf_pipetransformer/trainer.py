@@ -76,7 +76,7 @@ class PipeTransformerTrainer(Trainer):
     ```
 
     During `train()`, each process holds parameters, gradients and optimizer state of its own stage only. The other
-    parameters of `trainer.model` are placeholders. Before and after, the model is complete on every process.
+    parameters of `trainer.model` are placeholders. Before and after, it is complete, except with `load_lazily`.
 
     With a `freeze_policy`, layers are frozen from the bottom up during training, and the remaining layers are
     repacked into fewer stages; the freed processes become data-parallel replicas (PipeTransformer, ICML 2021).

@@ -203,7 +203,7 @@ class ElasticPipeline(nn.Module):
         self.layout = layout
 
     def follow_flags(self, thaws: bool = False) -> bool:
-        """Train exactly the parameters that require a gradient by the user's code.
+        """Follow the `requires_grad` flags that the user's code has set: train exactly these parameters.
 
         Collective over all processes. Call it between two passes; the layout stays in force.
 
@@ -211,7 +211,7 @@ class ElasticPipeline(nn.Module):
             thaws: whether frozen layers may be trained again. If any is, no layer is frozen any more.
 
         Returns:
-            Whether any is.
+            Whether a frozen layer is trained again.
 
         Raises:
             ValueError: if parameters that a freeze policy has frozen require a gradient again.

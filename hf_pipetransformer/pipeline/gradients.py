@@ -79,7 +79,7 @@ class StageGradients:
         self.shared_are_summed = bool(self._shared)
 
     def keep_sums_once(self) -> None:
-        """If gradients accumulate on their sums over the stages, keep the sums on one stage only. They count once."""
+        """If gradients accumulate on their sums over the stages, keep the sums on one stage: each counts once."""
         if not self.shared_are_summed:
             return
         for shared in self._shared:

@@ -77,7 +77,7 @@ class CutModel:
     is_timed: bool = False
 
     def serves(self, job: TrainingJob) -> bool:
-        """Whether this is a cut of the job's model, with the units that the job needs.
+        """Whether this is the job's model, with the units that the job needs.
 
         It may have been made for an evaluation or an earlier training, before a freeze callback was added or stages
         were requested.
