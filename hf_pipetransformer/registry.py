@@ -1,4 +1,4 @@
-"""Finds parts by name, so that the core imports no part and a training loads only the parts that it needs."""
+"""Finds parts by name. The core imports no part, and a training loads only the parts that it needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find_module(name: str) -> ModuleType | None:
         return import_module(name)
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith((PARTS, SLICES)):
-            raise  # something that the part itself needs
+            raise  # a package that the part itself needs
         return None
 
 
@@ -38,10 +38,10 @@ def require_part(name: str, asked_by: str) -> ModuleType:
 
     Args:
         name: as for `find_part`.
-        asked_by: the argument that asks for it, as the user has set it.
+        asked_by: the argument that asks for the part, as the user has set it.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: the part is not installed.
     """
     module = find_part(name)
     if module is None:

@@ -1,18 +1,16 @@
 """`transformers.Trainer` over a pipeline. It overrides methods of the Trainer and never copies its loop.
 
     train                     enters one `PipelineRun` around the Trainer's own loop
-      get_train_dataloader    numbered batches, of which this pipeline takes its slice
+      get_train_dataloader    numbered batches; this pipeline takes its slice of each
       create_optimizer        splits the model into stages: PipelineRun.place
-      get_batch_samples       the one safe point: carries out a proposed freeze; counts the global batch's items
+      get_batch_samples       between two steps: carries out a proposed freeze; counts the global batch's items
       training_step           PipelineRun.step -> Steps.step -> ElasticPipeline.step -> compute_loss on the last stage
       clip_grad_norm_         the accelerator's method is replaced: the norm over all stages
       evaluate                the stock methods, over gathered samples
       save                    `CheckpointWrite`, around the stock method, over gathered weights
 
-The overrides of methods that are private in transformers (`_wrap_model`, `_save_checkpoint`, `_load_from_checkpoint`,
-`_save_optimizer_and_scheduler`, `_get_output_dir`, `_push_from_checkpoint`, `_load_best_model`,
-`_track_num_input_tokens`, `_maybe_log_save_evaluate`) call the stock methods, except `_load_optimizer_and_scheduler`,
-which replaces it. When transformers changes one of these methods, `tests/test_private_api.py` fails and names it.
+Overrides of private methods of transformers call the stock methods, except `_load_optimizer_and_scheduler`, which
+replaces it. When transformers changes one of these methods, `tests/test_private_api.py` fails and names it.
 """
 
 from __future__ import annotations
@@ -67,14 +65,18 @@ EVALUATIONS = {"Evaluation": "evaluate", "Prediction": "predict"}
 class PipeTransformerTrainer(Trainer):
     """A [`~transformers.Trainer`] that can split the model into a pipeline of stages, one per process.
 
-    It takes the same arguments as `Trainer`; `args` is a [`PipeTransformerTrainingArguments`]. Losses, gradients,
-    weights, the number of steps and the order of the samples are those of one process that trains with the same
-    global batch, `per_device_train_batch_size` x number of processes, however stages and replicas are laid out. (A
-    sampler that draws from the global random generators has another order on several processes than on one.)
+    It takes the same arguments as `Trainer`; `args` is a [`PipeTransformerTrainingArguments`]. For every layout of
+    stages and replicas, losses, gradients, weights, the number of steps and the order of the samples are the same as
+    on one process with the same global batch, `per_device_train_batch_size` x number of processes. (A sampler that
+    draws from the global random generators has another order on several processes than on one.)
 
-    While `train()` runs, each process holds the parameters, gradients and optimizer state of its own stage only; the
-    other parameters of `trainer.model` are placeholders without values. Before and after `train()`, `trainer.model`
-    is complete on every process.
+    ```python
+    args = PipeTransformerTrainingArguments("out", pipeline_parallel_size=2, freeze_policy="alpha")
+    PipeTransformerTrainer(model, args, train_dataset=dataset).train()  # torchrun --nproc_per_node 2 train.py
+    ```
+
+    During `train()`, each process holds parameters, gradients and optimizer state of its own stage only. The other
+    parameters of `trainer.model` are placeholders. Before and after, it is complete, except with `load_lazily`.
 
     With a `freeze_policy`, layers are frozen from the bottom up during training, and the remaining layers are
     repacked into fewer stages; the freed processes become data-parallel replicas (PipeTransformer, ICML 2021).
@@ -114,7 +116,7 @@ class PipeTransformerTrainer(Trainer):
             args = PipeTransformerTrainingArguments(output_dir="tmp_trainer")
         args = mistakes.checked_arguments(type(self), args)
         if args.world_size == 1 and not args.leaves_model_to_trainer:
-            refuse_meta(model)  # several processes agree on it when the model is needed, so that all refuse it
+            refuse_meta(model)  # several processes refuse it together, when the model is needed
         if args.uses_pipeline:
             args.refuse_impossible_layout(model)
             refuse_distributed_model(model)
@@ -168,7 +170,7 @@ class PipeTransformerTrainer(Trainer):
 
     @property
     def _counts_samples(self) -> bool:
-        """Whether this process counts samples: of a pipeline, whose stages see the same, only the last stage does."""
+        """Whether this process counts samples. Only a pipeline's last stage does: all its stages see the same ones."""
         stage = self._placed.stage if self._placed is not None else None
         return stage is None or stage.has_last_unit
 
@@ -223,8 +225,8 @@ class PipeTransformerTrainer(Trainer):
     def hyperparameter_search(self, *positional: Any, **keywords: Any) -> Any:
         """Search as `Trainer.hyperparameter_search` does; the trials share the store of frozen layers' outputs.
 
-        A trial that freezes layers before its first step, with the same weights as an earlier trial, reads what that
-        one has stored from its first step on. The default folder is removed when the search has ended.
+        A trial that freezes layers before its first step, with the same weights as an earlier trial, reads the stored
+        outputs of that trial from its first step on. The default folder is removed when the search has ended.
         """
         cache = None if self._is_stock else find_part("prefix_cache.part")
         shared = cache.around_search(self._job) if cache is not None else nullcontext()
@@ -250,8 +252,7 @@ class PipeTransformerTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         stock = partial(super().create_optimizer, *([model] if model is not None and self._is_stock else []))
-        # many scripts call this before train(), over the whole model; train() splits the model and attaches the
-        # optimizer to its stages
+        # many scripts call this before train(), over the whole model; train() attaches the optimizer to the stages
         return stock() if self._pipeline_run is None else self._pipeline_run.optimize(stock)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
@@ -388,11 +389,10 @@ class PipeTransformerTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------ saving
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model so that `from_pretrained` can load it. Only the main process writes.
+        """Save the model for `from_pretrained`. Only the main process writes.
 
-        Collective over all processes during training (when a callback calls it), because the weights are gathered
-        from the stages. Before and after training the main process may call it alone, as with the stock Trainer; but
-        a model that was loaded by `load_lazily` stays distributed after training, and then all processes must call it.
+        Collective over all processes during training (when a callback calls it), and after the training of a model
+        loaded by `load_lazily`. Otherwise the main process may call it alone, as with the stock Trainer.
 
         Raises:
             ValueError: the model is distributed, and not all processes call this.

@@ -25,7 +25,7 @@ def name_of_device(device: torch.device) -> str:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until a device has done all that it was given."""
+    """Wait until a device has completed its queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -82,7 +82,7 @@ def free_and_total(device: torch.device) -> tuple[int, int] | None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes that tensors have taken on an accelerator so far; None on the CPU, or if nobody counts."""
+    """The most bytes that tensors have taken on an accelerator so far; None on the CPU, or without statistics."""
     if device.type == "cpu":
         return None
     try:

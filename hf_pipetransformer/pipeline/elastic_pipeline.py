@@ -44,7 +44,7 @@ class ElasticPipeline(nn.Module):
         mesh: all processes of the run.
         device: the device of this process.
         wrap_replicas: creates the DDP wrapper.
-        freezable: what freezing means for the model; None if the model is never frozen.
+        freezable: the layers of the model that can be frozen; None if the model is never frozen.
         is_lazy: whether the model's weights are mapped from files, and no process has memory for all of them.
     """
 
@@ -73,7 +73,7 @@ class ElasticPipeline(nn.Module):
         self.layout: Layout | None = None
         """The layout by which the weights are distributed; None while the model is complete on every process."""
         self.placed: PlacedPipeline | None = None
-        """What runs the layout; None before `place`, after leaving the layout, and between two layouts."""
+        """The pipeline under this layout; None before `place`, after leaving the layout, and between two layouts."""
         self.stage = None  # the stage of `placed`, registered as a child
         self._wrap_replicas = wrap_replicas
         self._optimizer: OptimizerState | None = None
@@ -118,7 +118,7 @@ class ElasticPipeline(nn.Module):
 
     @property
     def computes_loss(self) -> bool:
-        """Whether this process computes the loss; its batch is the one that its pipeline trains on."""
+        """Whether this process computes the loss. All stages of the pipeline train on the batch of this process."""
         return self.running.computes_loss
 
     @property
@@ -131,7 +131,7 @@ class ElasticPipeline(nn.Module):
 
         Args:
             layout: the same on every process.
-            execution: how the model is run, under this layout and those that follow it.
+            execution: how the model is run, under this layout and later ones.
             keep_weights_aside: keep the complete weights where they are, for `put_back`. Meant for an evaluation,
                 which does not change them.
         """
@@ -159,8 +159,8 @@ class ElasticPipeline(nn.Module):
         """Change to another layout, between two optimizer steps. Collective over all processes.
 
         1. Freeze: the newly frozen parameters lose gradient and optimizer state.
-        2. Move: parameters and their optimizer state go to the ranks that hold them under the new layout. What a
-           process no longer holds is freed meanwhile, so that the memory needed has a bound (`moves`).
+        2. Move: parameters and their optimizer state go to the ranks that hold them under the new layout. Each process
+           meanwhile frees the parameters that it no longer holds, which bounds the memory needed (`moves`).
         3. Drop: parameters that this process no longer holds are placeholders; buffers are on the device.
         4. Build: stage, groups, DDP and schedule. The optimizer and its groups stay; the parameters in them change.
 
@@ -195,7 +195,7 @@ class ElasticPipeline(nn.Module):
     def replace_layout(self, layout: Layout) -> None:
         """Change to a layout of one stage with the same frozen layers and another number of cached ones.
 
-        Each process keeps the same units and either runs the cached ones or skips them, so what is placed stays as it
+        Each process keeps the same units and either runs the cached ones or skips them, so the placement stays as it
         is. Not collective.
         """
         assert self.num_stages == layout.pipeline_parallel_size == 1
@@ -203,15 +203,15 @@ class ElasticPipeline(nn.Module):
         self.layout = layout
 
     def follow_flags(self, thaws: bool = False) -> bool:
-        """Train exactly the parameters whose `requires_grad` the user's code has set.
+        """Follow the `requires_grad` flags that the user's code has set: train exactly these parameters.
 
         Collective over all processes. Call it between two passes; the layout stays in force.
 
         Args:
-            thaws: whether what is frozen may be trained again; then nothing is frozen any more.
+            thaws: whether frozen layers may be trained again. If any is, no layer is frozen any more.
 
         Returns:
-            Whether it is.
+            Whether a frozen layer is trained again.
 
         Raises:
             ValueError: if parameters that a freeze policy has frozen require a gradient again.
@@ -224,7 +224,7 @@ class ElasticPipeline(nn.Module):
         self.weights.hold()
         if self.current_layout.shards_optimizer:
             self._move(self.current_layout, self._optimizer)  # a callback may have added parameters to the optimizer
-        # gradients may still be accumulating: remember whether those of shared parameters are already summed
+        # gradients may still be accumulating: remember whether shared parameters' gradients are already summed
         self._build().gradients.shared_are_summed = shared_are_summed
         PROGRESS.forget_pace()
         return thawed
@@ -241,7 +241,7 @@ class ElasticPipeline(nn.Module):
         self.stack.runner.restrict_to(units if self.num_stages > 1 else None)
 
     def _build(self, takes_optimizer: bool = True) -> PlacedPipeline:
-        """Build what runs the layout; its parameters must already be here. Collective over all processes."""
+        """Build the pipeline for the layout; its parameters must already be here. Collective over all processes."""
         layout = self.current_layout
         self._restrict_to_units_here()
         self.stack.runner.freeze(layout.num_frozen_layers)
@@ -269,7 +269,7 @@ class ElasticPipeline(nn.Module):
 
     @property
     def running(self) -> PlacedPipeline:
-        """What runs the layout in force."""
+        """The pipeline under the layout in force."""
         assert self.placed is not None, "place() first"
         return self.placed
 
@@ -297,7 +297,7 @@ class ElasticPipeline(nn.Module):
         """Inside, every process has the complete weights and may call the model as often as it likes, for generation.
 
         The layout stays in force: stage, optimizer state and gradients are not touched, and afterwards the parameters
-        of other stages are placeholders again. Does nothing if there is one stage. Collective over all processes.
+        of other stages are placeholders again. Without effect if there is one stage. Collective over all processes.
         """
         if not self.is_split:
             yield
@@ -319,19 +319,19 @@ class ElasticPipeline(nn.Module):
 
     # ------------------------------------------------------------------------------------ frozen layers' outputs
     def use_shortcut(self, shortcut: Shortcut | None) -> None:
-        """From now on, skip layers whose outputs `shortcut` has; None stops using one."""
+        """From now on, skip layers if `shortcut` has their outputs; None stops using one."""
         self.shortcut = shortcut
         if self.stage is not None:
             self.stage.use_shortcut(shortcut)
 
     # ------------------------------------------------------------------------------------ interface of nn.Module
     def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
-        """This module and those of the model, as under DDP: a user's `prediction_step` may set their modes."""
+        """This module and the model's modules, as under DDP: a user's `prediction_step` may set their modes."""
         yield self
         yield from self.model.modules(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What the model has, for a `prediction_step` that calls a part of the model that it is given."""
+        """The model's own attribute: a user's `prediction_step` may call a part of the model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -353,7 +353,7 @@ class ElasticPipeline(nn.Module):
         this is collective over the pipeline.
 
         Raises:
-            ValueError: if gradients are computed and there are several stages, of which one alone has no output, or
+            ValueError: if gradients are computed and there are several stages, where a single stage has no output, or
                 several replicas, where DDP would not see the call.
         """
         is_trained = torch.is_grad_enabled() and self.training
@@ -380,7 +380,7 @@ class ElasticPipeline(nn.Module):
             return self.model(*positional, **batch)
 
     def serve_callbacks(self) -> None:
-        """Come to what all processes do next: serve calls that others make in their callbacks before.
+        """Serve the model calls of other processes' callbacks, before the next operation of all processes.
 
         Collective over the pipeline.
         """
@@ -419,7 +419,7 @@ class ElasticPipeline(nn.Module):
 
     # ------------------------------------------------------------------------------------ the optimizer
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer of the whole model's parameters update those that are here, now and after `place`.
+        """Let an optimizer of the whole model's parameters update the parameters here, now and after `place`.
 
         Collective over all processes.
         """
@@ -454,7 +454,7 @@ class ElasticPipeline(nn.Module):
         self.optimizer_state.share_outside()
 
     def detach_optimizer(self) -> None:
-        """Release the attached optimizer, so that another pipeline of the model can attach it. Not collective."""
+        """Release the attached optimizer. Another pipeline of the model can then attach it. Not collective."""
         if self._optimizer is not None:
             self._optimizer.release()
             self._optimizer = None
@@ -470,5 +470,5 @@ class ElasticPipeline(nn.Module):
 
 
 def unwrapped_model(unwrap: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply an accelerator's `unwrap_model`, to which a pipeline is a wrapper around the user's model like DDP."""
+    """Apply an accelerator's `unwrap_model`, and remove the pipeline, a wrapper around the user's model like DDP."""
     return unwrap(model.model if isinstance(model, ElasticPipeline) else model, *args, **kwargs)

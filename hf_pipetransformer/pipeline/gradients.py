@@ -25,7 +25,7 @@ from .virtual_stages import VirtualStages
 
 @dataclass(frozen=True)
 class ReducedParameters:
-    """Trainable parameters whose gradients a group of processes reduces.
+    """Trainable parameters, and the group of processes that reduces their gradients.
 
     Attributes:
         names: names of parameters that get a gradient in each step.
@@ -44,8 +44,8 @@ class StageGradients:
     Args:
         stage: this process's stage.
         group: the pipeline's processes; None if there is one stage.
-        shared: parameters that this stage and others hold, in the same order on all of these.
-        replicated: the parameters whose gradients are averaged here; None if DDP averages them, or if there is one
+        shared: parameters that this stage and others hold, in the same order on all of these stages.
+        replicated: the parameters with gradients to average here; None if DDP averages them, or if there is one
             replica.
     """
 
@@ -79,7 +79,7 @@ class StageGradients:
         self.shared_are_summed = bool(self._shared)
 
     def keep_sums_once(self) -> None:
-        """If gradients accumulate on their sums over the stages, keep them on one stage, so that they count once."""
+        """If gradients accumulate on their sums over the stages, keep the sums on one stage: each counts once."""
         if not self.shared_are_summed:
             return
         for shared in self._shared:
@@ -101,19 +101,19 @@ class StageGradients:
         loss_scale: float = 1.0,
         optimizer: OptimizerState | None = None,
     ) -> torch.Tensor:
-        """Clip the gradients of parameters by their norm over all stages, in which shared ones are counted once.
+        """Clip the gradients of parameters by their norm over all stages. Shared parameters count once.
 
-        Collective over the pipeline. Under a gradient scaler, a gradient that is not finite on any stage becomes
-        infinite on every stage, so that the step is skipped everywhere. The scaler also inspects parameters of the
+        Collective over the pipeline. Under a gradient scaler, if a gradient is not finite on some stage, gradients
+        become infinite on every stage, and every stage skips the step. The scaler also inspects parameters of the
         optimizer outside of the model.
 
         Args:
-            parameters: the whole model's, those of this stage, or of some modules alike on all stages.
+            parameters: the whole model's, this stage's, or the parameters of some modules, the same on all stages.
             max_norm: bound on the norm; infinity only computes the norm.
             unscale: the gradient scaler's function that divides the gradients in the optimizer by the loss scale and
                 looks for infinite ones.
             loss_scale: the loss scale of the gradient scaler.
-            optimizer: what the scaler inspects; None if there is no optimizer.
+            optimizer: the optimizer that the scaler inspects; None if there is none.
 
         Returns:
             The norm before clipping, 0-dimensional, the same on every process.
@@ -175,7 +175,7 @@ class StageGradients:
         return squares[0], squares[1]
 
     def _copies_of(self, names: tuple[str, ...]) -> torch.Tensor:
-        """On how many stages each of these parameters is; on the device, to which it is copied once."""
+        """The number of stages that hold each of these parameters. The tensor is copied to the device once."""
         if self._counted is None or self._counted[0] != names:
             copies_of = {name: shared.group.size() for shared in self._shared for name in shared.names}
             copies = torch.tensor([copies_of.get(name, 1) for name in names], device=self._stage.device)
@@ -192,7 +192,7 @@ class StageGradients:
             loss_scale: the loss scale of the gradient scaler, if gradients are still scaled.
 
         Returns:
-            `[L]`, float64, on the device, so that nobody waits for it; 0 for units without a gradient.
+            `[L]`, float64, on the device, to save a synchronisation; 0 for units without a gradient.
         """
         # a shared parameter is counted in the unit it belongs to
         mine = [names if unit in self._stage.units else () for unit, names in enumerate(inside)]
@@ -205,13 +205,13 @@ class StageGradients:
 def trainable_parameters(
     layout: Layout, stage: VirtualStages, may_reach_nothing: bool, unreached: frozenset[str]
 ) -> tuple[list[str], frozenset[str]]:
-    """Return the trainable parameters of a stage, and those of the model that may end a step without a gradient.
+    """Return the trainable parameters of a stage, and the model's parameters that may end a step without a gradient.
 
     Args:
         layout: the layout in force.
-        stage: what this process holds under it.
+        stage: this process's virtual stages under this layout.
         may_reach_nothing: whether any parameter may end a step without a gradient.
-        unreached: names of those that may, as setup has found out.
+        unreached: names of the parameters that may, as determined by setup.
     """
     stack = stage.stack
     trainable = [name for name in stage.names if stack.table[name].requires_grad]

@@ -1,7 +1,7 @@
 """Which ranks hold which parameters, optimizer state and buffers. Pure functions: the same result on every process.
 
-Replicas that divide the optimizer state (ZeRO-1) have that of whole parameters: the largest goes first, to the replica
-that has the fewest bytes.
+Replicas that divide the optimizer state (ZeRO-1) divide it by whole parameters: the largest parameter goes first, to
+the replica that has the fewest bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def holders_under(layout: Layout, stack: LayerStack) -> Holders:
 def updaters_under(layout: Layout, stack: LayerStack, names: Collection[str]) -> Holders:
     """The ranks that update each parameter, and have its optimizer state, under a layout.
 
-    They are those that hold it, or one replica of each stage that holds it.
+    All ranks that hold a parameter update it, or one replica of each stage that holds it.
 
     Args:
         layout: the layout.

@@ -46,18 +46,19 @@ class ProcessMesh:
     """The groups for every number of stages requested so far, and a control group for decisions.
 
     The control group (gloo, all processes, on the CPU) never changes. Steps use it for numbers and votes, not for
-    tensors. All groups are created with `timeout`; a group created without one would wait for 30 minutes, whatever the
-    user has set.
+    tensors. All groups are created with `timeout`. A group created without one would wait for 30 minutes, in spite of
+    the user's setting.
 
     Works without an initialised process group, as a world of one process.
 
     On an accelerator every group does one small collective when it is created. Otherwise NCCL creates a communicator
     in a group's first operation and waits there for all members; with a frozen first stage this may be one of torch's
-    batched point-to-point calls, which not all of them make.
+    batched point-to-point calls, which only some members make.
 
     Args:
         timeout: bound on every collective of the groups created here (`TrainingArguments.ddp_timeout`).
-        device: the accelerator whose tensors the groups exchange, apart from those made for gloo; None for the CPU.
+        device: the accelerator with the tensors that the groups exchange; None for the CPU. Groups made for gloo
+            exchange tensors on the CPU.
     """
 
     def __init__(self, timeout: timedelta, device: torch.device | None = None) -> None:
@@ -197,8 +198,8 @@ class ProcessMesh:
         """Wait for all processes to make this call. Collective over all processes.
 
         Args:
-            call: what they must call, and after a space where it was called, which may differ.
-            seconds: the time that they have.
+            call: the name of the call, then a space and its place in the code. The places may differ.
+            seconds: the time that the processes have.
 
         Raises:
             ValueError: some process has called something else, or has ended, or its time is over.
@@ -248,6 +249,6 @@ def can_be_sent(value: object) -> bool:
     """Whether another process can be given a copy of a value."""
     try:
         pickle.loads(pickle.dumps(value))
-    except Exception:  # whatever a user's class raises
+    except Exception:  # a user's class may raise any error
         return False
     return True

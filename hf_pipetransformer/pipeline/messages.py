@@ -3,7 +3,7 @@
 A virtual stage sends to the next one, which is on the next process, on the first one again, or, where a V turns, on
 the same one (`planning.placement`).
 
-control group    values without their tensors on the device (`packed`), and what describes the tensors that follow
+control group    values without their tensors on the device (`packed`), and descriptions of the tensors that follow
 pipeline group   tensors on the device
 """
 
@@ -24,7 +24,7 @@ from .packed import Packed, packed, unpacked
 from .stage import BoundaryShapes, CarriedTensor
 
 Pending = list[tuple[dist.Work, Any]]
-"""What is being sent, with the tensors, which must be kept until the transfer is complete."""
+"""Unfinished sends, with their tensors, which must be kept until the transfer is complete."""
 
 
 class Crossing(NamedTuple):
@@ -33,8 +33,8 @@ class Crossing(NamedTuple):
     Attributes:
         virtual_stage: the virtual stage that sends them.
         slots: the slots of the boundary.
-        values: what crosses it; empty where it is to be received.
-        note: what the engine sends with it.
+        values: the tensors; empty on the side that receives them.
+        note: the engine's message that goes with them.
     """
 
     virtual_stage: int
@@ -51,14 +51,14 @@ class _Refused:
 
 
 class FailedBelow(Exception):
-    """The layers of a stage below have failed in this micro-batch, and it sends nothing more of the call.
+    """The layers of a stage below have failed in this micro-batch. That stage sends no more tensors of the call.
 
     Attributes:
-        error: what they have raised, caused by the traceback of the other process.
+        error: the error of these layers, caused by the traceback of the other process.
     """
 
     def __init__(self, error: Exception, text: str) -> None:
-        super().__init__(error, text)  # what is pickled
+        super().__init__(error, text)  # the arguments are pickled
         self.error, self.text = error, text
         error.__cause__ = _TracebackBelow(text)
 
@@ -108,9 +108,9 @@ class PipelineMessages:
         """Index of the stage that computes the loss."""
         self.virtual_stages = placement.held_by(stage_index)
         """The virtual stages of this process, in the model's order."""
-        self._kept: dict[int, Any] = {}  # what a virtual stage has sent to the next one on this process
+        self._kept: dict[int, Any] = {}  # messages between two virtual stages of this process
         self.note: Any = None
-        """What another process has sent with the crossing that was received last."""
+        """The note of the latest received crossing from another process."""
         self._shared: Pending = []
         self.group = group
         self.control = control
@@ -137,7 +137,7 @@ class PipelineMessages:
         Args:
             mine: mappings, sequences and any values that can be pickled, with tensors anywhere. The sending stage's
                 value is used, and that stage gets back the very object.
-            source: the stage that sends; None: the last one, whose batch all train on.
+            source: the stage that sends; None for the last one. All stages train on the last stage's batch.
 
         Raises:
             ValueError: on all stages, if the value holds something that cannot be sent to another process.
@@ -187,7 +187,7 @@ class PipelineMessages:
             wait_for(self.send_tree(tuple(shapes), to))
 
     def receive_shapes(self, virtual_stage: int) -> Sequence[BoundaryShapes]:
-        """Receive what has been sent to a virtual stage of this process."""
+        """Receive the shapes for a virtual stage of this process."""
         source = self.placement.stage_of(virtual_stage - 1)
         return self._kept.pop(virtual_stage - 1) if source == self.stage_index else self.receive_tree(source)
 
@@ -226,12 +226,12 @@ class PipelineMessages:
         meet.
 
         Args:
-            outgoing: what virtual stages of this process send.
-            incoming: what others send to this process, in the order in which they send it.
+            outgoing: the tensors that virtual stages of this process send.
+            incoming: the tensors that others send to this process, in their order of sending.
             with_gradients: as in `receive_values`.
 
         Returns:
-            What is still being sent, and for each of `incoming` the received values as of `receive_values`.
+            The sends that are not completed, and for each of `incoming` the received values as of `receive_values`.
         """
         pending: Pending = []
         operations: list[dist.P2POp] = []
@@ -279,11 +279,11 @@ class PipelineMessages:
         return self._send(packed(tree, self.device), lambda part, group: self._begin(dist.isend, part, stage, group))
 
     def receive_tree(self, stage: int) -> Any:
-        """Receive what a stage has sent by `send_tree`."""
+        """Receive the value that a stage has sent by `send_tree`."""
         return self._receive(lambda part, group: self._begin(dist.irecv, part, stage, group).wait(), copies=True)
 
     def scatter(self, results: Sequence[Any]) -> Any:
-        """Return this stage's entry of what the last stage has, one for each stage. Collective over the pipeline."""
+        """Return this stage's entry of the last stage's list, which has one for each. Collective over the pipeline."""
         if self.stage_index != self.last:
             return self.receive_tree(self.last)
         for owner, result in enumerate(results):
@@ -309,7 +309,7 @@ class PipelineMessages:
         return pending
 
     def _receive(self, receive: Callable[[torch.Tensor, dist.ProcessGroup | None], Any], copies: bool = False) -> Any:
-        """Receive what another stage begins to send by `_send`."""
+        """Receive a message that another stage sends by `_send`."""
         lengths = torch.empty(3, dtype=torch.long)
         receive(lengths, self.control)
         pickled, size, size_on_device = lengths.tolist()

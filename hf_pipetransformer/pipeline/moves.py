@@ -1,4 +1,4 @@
-"""What moves when the layout changes: parameters, and their optimizer state."""
+"""The move to another layout: parameters, and their optimizer state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .weights import Weights
 
 @dataclass(frozen=True)
 class Distribution:
-    """Who has what. The same on every process.
+    """The ranks of parameters and optimizer states. The same on every process.
 
     Attributes:
         weights: the ranks that hold each parameter.
@@ -31,14 +31,14 @@ class Distribution:
 
     @classmethod
     def under(cls, layout: Layout, stack: LayerStack, optimizer: OptimizerState | None) -> Distribution:
-        """Who has what under a layout."""
+        """The ranks under a layout."""
         updated = () if optimizer is None else optimizer.names
         return cls(holders_under(layout, stack), updaters_under(layout, stack, updated))
 
 
 @dataclass(frozen=True)
 class Transformation:
-    """What the change to another layout cost, on one process.
+    """The cost of the change to another layout, on one process.
 
     Attributes:
         before: the layout that was in force before the transformation.
@@ -70,14 +70,14 @@ class _Item(NamedTuple):
 
 
 def move(after: Distribution, weights: Weights, optimizer: OptimizerState | None) -> int:
-    """Bring parameters and optimizer states to the ranks that lack them, and free what each process leaves behind.
+    """Bring parameters and optimizer states to the ranks that lack them, and free them where they are not kept.
 
-    Collective over all processes. The memory that it takes has a bound: see `transfer`.
+    Collective over all processes. The memory for the move has a bound: see `transfer`.
 
     Args:
-        after: who will have what.
+        after: the ranks after the move.
         weights: the weights.
-        optimizer: the optimizer's state; None if there is none. It updates what this process has afterwards.
+        optimizer: the optimizer's state; None if there is none. It updates this process's parameters afterwards.
 
     Returns:
         Number of bytes that this process received.

@@ -1,11 +1,11 @@
-"""torch's pipeline stage for torch 2.11 and 2.12; it does what `PipelineStage` itself does from torch 2.13 on.
+"""torch's pipeline stage for torch 2.11 and 2.12, with the behaviour of `PipelineStage` from torch 2.13 on.
 
                         stage 0 (frozen)    stage 1               stage 2
     activation          a ───────────────►  a, b ──────────────►  …
-    its gradient        none                b ◄─────────────────  only of what requires one
+    its gradient        none                b ◄─────────────────  only of tensors that require one
 
-torch 2.11 and 2.12 expect a gradient for every tensor that a stage receives, and torch 2.11 lets all of them require
-one. This module can be removed when `pyproject.toml` asks for torch 2.13.
+torch 2.11 and 2.12 expect a gradient for every tensor that a stage receives, and in torch 2.11 every received tensor
+requires one. This module can be removed when `pyproject.toml` asks for torch 2.13.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class OlderPipelineStage(PipelineStage):
         return [to if wanted else None for to, wanted in zip(stages, self.requires_grad_in, strict=True)]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Take what another virtual stage of this process has computed; integers do not require a gradient."""
+        """Take the outputs of another virtual stage of this process; integers do not require a gradient."""
         outputs = prev_stage_outputs if isinstance(prev_stage_outputs, (tuple, list)) else (prev_stage_outputs,)
         infos: tuple[Any, ...] = self.args_recv_info[mb_index]
         for info, output, requires_grad in zip(infos, outputs, self.requires_grad_in, strict=True):
             info.buffer = output.detach().requires_grad_(requires_grad)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
-        """Take the gradients that another virtual stage of this process has computed, of what has one."""
+        """Take the gradients that another virtual stage of this process has computed; 0 where it has none."""
         # strict=False: as in `get_bwd_send_ops`
         for info, gradient in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=False):
             if gradient is None and info.buffer is not None:
@@ -66,7 +66,7 @@ class OlderPipelineStage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_first:
-            # strict=False: behind the gradients of what was received may be those of keyword arguments, which are None
+            # strict=False: keyword arguments' gradients, which are None, may follow the received tensors' gradients
             pairs = zip(self._received(bwd_chunk_id), self.bwd_cache[bwd_chunk_id], strict=False)
             self.bwd_cache[bwd_chunk_id] = tuple(  # the other stage waits, also if no output depends on this input
                 torch.zeros_like(received) if gradient is None and received.requires_grad else gradient
@@ -83,4 +83,4 @@ class OlderPipelineStage(PipelineStage):
         return [op for op in ops if id(op.tensor) in wanted]
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """Nothing to check: `StageModule.forward` does, and the dtype of a loss is not known beforehand."""
+        """No check here: `StageModule.forward` checks, and the dtype of a loss is not known beforehand."""

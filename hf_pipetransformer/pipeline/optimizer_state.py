@@ -2,7 +2,7 @@
 
 model's parameters          embedding   w   b
 replica 0 updates           embedding
-replica 1 updates                       w   b     after each step each replica gets what the other has updated
+replica 1 updates                       w   b     after each step each replica gets the other's updated parameters
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class OptimizerState:
     """An optimizer that was created for the whole model and updates only the parameters that are here.
 
     The optimizer object and its groups stay, and with them the scheduler. The groups list all parameters, as in a
-    single process. In `optimizer.step()` alone, inside of the user's own hooks on it, they list those that this
-    process updates. Its `state_dict` has the state of these; it is complete inside `gathered`, and loading it keeps
-    this process's part.
+    single process. In `optimizer.step()` alone, inside of the user's own hooks on it, they list the parameters that
+    this process updates. Its `state_dict` has the state of these; it is complete inside `gathered`, and loading it
+    keeps this process's part.
 
     Replicas of a stage may divide its parameters (`assign`). Then each process updates its own, and after each step
-    every replica gets what the others have updated.
+    every replica gets the parameters that the others have updated.
 
     It may also update parameters outside of the model, such as a loss's own. They stay in their groups, at their
     places among the model's, and get their gradients where the loss is computed.
 
     Args:
         optimizer: created by the rules of `torch.optim` from the parameters of the table.
-        table: the model's parameters, in the state in which the optimizer was created.
-        weights: says which of the parameters are here.
+        table: the model's parameters, as they were when the optimizer was created.
+        weights: knows the parameters that are here.
         mesh: all processes of the run.
     """
 
@@ -77,14 +77,14 @@ class OptimizerState:
             )
         self._lists: list[list[nn.Parameter]] | None = None
         """The groups' lists while the groups have shorter ones."""
-        self._steps_inside = 0  # a step may call the step of its base class, whose hooks run as well
+        self._steps_inside = 0  # a step may call the step of its base class, and the hooks run there as well
         self._elsewhere: set[int] = set()  # ids of the model's parameters that this process does not update
         self._shows_idle = False  # whether it updates none
         self._updaters: Holders = {}  # a parameter that is missing is updated wherever it is
         self._exchange: RemovableHandle | None = None  # after each step, once replicas have divided the parameters
         self._sharing: tuple[dist.ProcessGroup, Sequence[int]] | None = None  # while they do
         self._gathered: dict[str, Any] | None = None
-        # stands in for the parameters of a stage that trains nothing
+        # stands in for the parameters of a stage without trainable parameters
         self._idle_parameter = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
         self._begins = optimizer.register_step_pre_hook(lambda *_: self._begin_step())
         self._ends = optimizer.register_step_post_hook(lambda *_: self._end_step())
@@ -173,7 +173,7 @@ class OptimizerState:
         self.keep_what_is_here()
 
     def share_updates(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
-        """After each step, give every replica of the stage here what the others have updated. Not collective.
+        """After each step, give the updated parameters to every replica of the stage here. Not collective.
 
         Args:
             group: the replicas of the stage; None if they do not divide its parameters.
@@ -216,9 +216,10 @@ class OptimizerState:
 
     # ------------------------------------------------------------------------------------ gradients
     def over_whole_gradients(self, act: Callable[[], None]) -> None:
-        """Call a function that reads or changes the gradients in the groups (a scaler's) on those of the whole stage.
+        """Call a function on the gradients of the whole stage, for example a gradient scaler's.
 
-        So all replicas find the same: each of them has the same gradients of the whole stage.
+        It may read or change the gradients in the groups. Every replica has the same gradients of the whole stage, so
+        all of them get the same result.
         """
         away = {id(self._table[name]) for name in self._table.names if not self._weights.is_here(name)}
         self._show(lambda parameter: id(parameter) not in away, self._is_idle)
@@ -238,7 +239,7 @@ class OptimizerState:
         return self._is_idle or not any(map(self._updates, self.names))
 
     def stand_in(self, value: float) -> None:
-        """If nothing is updated here, give an unused parameter a gradient, so that a gradient scaler finds one.
+        """If no parameter is updated here, give an unused one a gradient, because a gradient scaler needs one.
 
         Args:
             value: 0, or infinity if the other stages' gradients are infinite.
@@ -268,10 +269,10 @@ class OptimizerState:
         synchronise({str(number): parameter for number, parameter in enumerate(self.outside)}, self._mesh)
 
     def average_outside(self, group: dist.ProcessGroup | None) -> None:
-        """Average the gradients of parameters outside of the model. Collective over those that compute the loss.
+        """Average the gradients of parameters outside of the model. Collective over `group`.
 
         Args:
-            group: these processes; None if this one is not one of several.
+            group: the processes that compute the loss; None if this process computes none, or is the only one.
         """
         if group is not None:
             reduce_gradients((), group, 1 / group.size(), self.outside)
@@ -292,7 +293,7 @@ class OptimizerState:
 
     @contextmanager
     def gathered(self, folder: Path | None = None) -> Iterator[None]:
-        """Inside, `optimizer.state_dict()` on rank 0 is that of a single process that holds the whole model.
+        """Inside, `optimizer.state_dict()` on rank 0 is complete, as on a single process that holds the whole model.
 
         Collective over all processes.
 

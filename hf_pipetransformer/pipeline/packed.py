@@ -1,4 +1,4 @@
-"""Any value as a few flat buffers, which can be sent: what is pickled, and the bytes of its tensors beside it."""
+"""Any value as a few flat buffers, which can be sent: the pickled value, and the bytes of its tensors beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs one layout on one process: the stage, its position in the pipeline, and how batches pass through it.
+"""One layout on one process: the stage, its position in the pipeline, and the way of batches through it.
 
 An `ElasticPipeline` lives as long as the model. A `PlacedPipeline` is built for one layout and discarded with it.
 """
@@ -40,11 +40,11 @@ class PlacedPipeline:
     Args:
         layout: the same on every process. The parameters that it assigns to this process must be here, with their
             `requires_grad` flags set.
-        stage: what this process holds under the layout.
+        stage: this process's virtual stages under the layout.
         is_trainable: whether a parameter of the model is trained, on this or another process.
         mesh: all processes of the run.
         wrap_replicas: creates the DDP wrapper.
-        execution: how the model is run under it, which decides about the engine.
+        execution: how the model is run under the layout, which decides about the engine.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PlacedPipeline:
         if self._callback_server is not None:
             self._callback_server.close()
         if self.wrapped is not None:
-            # The buckets are as large as all gradients here. Whoever still refers to the wrapper (a callback, or a
+            # The buckets are as large as all gradients here. A remaining reference to the wrapper (of a callback, or a
             # traceback that waits for Python's garbage collector) would keep them; the logger refers to the reducer.
             for part in DDP_PARTS:
                 vars(self.wrapped).pop(part, None)
@@ -114,8 +114,8 @@ class PlacedPipeline:
         Args:
             batch: keyword arguments of the model, on the device; the same on all stages of a pipeline.
             loss: the loss of this step.
-            gradients_synchronise: complete the gradients: sum those of shared parameters over the stages, and average
-                over the replicas, as DDP does.
+            gradients_synchronise: complete the gradients: sum shared parameters' gradients over the stages, and
+                average over the replicas, as DDP does.
         """
         self.gradients.keep_sums_once()
         with self.stage.computing(loss.of_part):
@@ -135,7 +135,7 @@ class PlacedPipeline:
         return self._callback_server is not None
 
     def serve_callbacks(self) -> None:
-        """Serve what other processes ask for outside of the steps. Collective over the pipeline."""
+        """Serve other processes' calls outside of the steps. Collective over the pipeline."""
         if self._callback_server is not None:
             self._callback_server.serve_callbacks()
 
@@ -153,7 +153,7 @@ class PlacedPipeline:
         return prediction.predict(self.stage, self.messages, self.messages.of_each_stage((batch, called)), head)
 
     def predict_served(self, batch: Batch, code: Callable[[Batch], Any], unread: Collection[str]) -> Any:
-        """Run the user's code on the last stage for each process's batch, whose calls of the model all stages serve.
+        """Run the user's code on the last stage for each process's batch. All stages serve its calls of the model.
 
         Collective over the pipeline.
 

@@ -23,7 +23,7 @@ def predict(
     """Return the last stage's outputs for this process's own batch. Collective over the pipeline.
 
     Each process brings its own samples, of any shape, and gets its own results back: the batches of the K processes
-    are the micro-batches. In step t virtual stage i computes batch t - i, and then passes on what it has computed:
+    are the micro-batches. In step t virtual stage i computes batch t - i, and then passes its outputs on:
 
         K = 2, V = 2    stage 0   F0 F1 f0 f1
                         stage 1      F0 F1 f0 f1      (F, f: its first and its second virtual stage)
@@ -32,7 +32,7 @@ def predict(
                         stage 1      F0 F1 f0 f1      (where the V turns, F1 and f0 are in one step)
 
     Args:
-        held: what this process holds of several stages.
+        held: this process's virtual stages, if there are several stages.
         messages: sends to and receives from the other stages.
         batches: the batch of each stage's process, in the order of stages, as that process has prepared it, and how
             `head` will call the model on it.

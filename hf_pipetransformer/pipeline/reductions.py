@@ -50,7 +50,7 @@ def reduce_gradients(
 
 @torch.no_grad()
 def exchange_updates(rows: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup) -> None:
-    """Broadcast what each replica has updated to the others (ZeRO-1), in turns. Collective over the replicas.
+    """Broadcast each replica's updated parameters to the others (ZeRO-1), in turns. Collective over the replicas.
 
         replica 0     |---embedding---|-ln, b, ln-|------w------|
         replica 1     |------w------|------w------|-b, ln, b, b-|     messages

@@ -1,4 +1,4 @@
-"""Micro-batch schedules: `torch.distributed.pipelining`, extended by what the Trainer needs.
+"""Micro-batch schedules: `torch.distributed.pipelining`, extended for the Trainer.
 
 1F1B, K = 4 stages, M = 4 micro-batches (F forward, B backward)
 
@@ -70,7 +70,7 @@ class _ScheduledStage(_Stage):  # type: ignore[valid-type, misc]
             return
         later = None if full_backward else self.weight_gradients
         with later.postponed() if later is not None else nullcontext():
-            # DDP reduces on the last micro-batch of a schedule; under accumulation only on that of the last schedule
+            # DDP reduces on a schedule's last micro-batch; under accumulation only if this is the last schedule
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.gradients_synchronise)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -88,8 +88,8 @@ class PipelineScheduler:
     read into the larger buffer. Building stage and schedule anew costs under 2% of a step.
 
     Args:
-        held: what this process holds.
-        submodules: its virtual stages, wrapped in DDP if DDP averages over the replicas.
+        held: this process's virtual stages.
+        submodules: the modules of these stages, wrapped in DDP if DDP averages over the replicas.
         messages: the position of the process among the K > 1 stages of its pipeline.
         shape_books: the shapes at the boundaries of each virtual stage.
         schedule: name of the schedule.

@@ -16,12 +16,12 @@ class ShapeBook:
     """The shapes at a stage's boundaries for every shape of batch seen so far.
 
     The size of a boundary tensor is an affine function of the micro-batch's number of samples. So each new shape of
-    batch costs one forward of one sample and one of two samples, whatever the size of the batch. A batch that
-    cannot be split (`LayerStack.whole_because`) is a single micro-batch, and costs one forward of all its samples.
+    batch costs one forward of one sample and one of two samples, for any size of the batch. A batch that cannot be
+    split (`LayerStack.whole_because`) is a single micro-batch, and costs one forward of all its samples.
 
     Args:
         stage: this process's stage.
-        from_previous: receives what `to_next` has sent on the previous stage.
+        from_previous: receives the shapes that `to_next` has sent on the previous stage.
         to_next: sends the shapes of this stage's outputs, for each number of samples, to the next stage.
     """
 
@@ -51,7 +51,7 @@ class ShapeBook:
         return StageShapes(_at(rows, one.incoming, two.incoming), _at(rows, one.outgoing, two.outgoing))
 
     def _learn(self, batches: Sequence[Batch]) -> list[StageShapes]:
-        """Return the shapes for each of the batches; what stages learn is exchanged once for all of them."""
+        """Return the shapes for each of the batches. The stages exchange the shapes of all batches at once."""
         incoming: Sequence[BoundaryShapes] = [()] * len(batches)
         if self._stage.start > 0:
             incoming = [tuple(shapes) for shapes in self._from_previous()]

@@ -26,10 +26,10 @@ LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 
 
 class Shortcut(Protocol):
-    """Lets passes begin behind layers whose outputs are known already, for example from a cache."""
+    """Lets passes skip the lowest layers if their outputs are known already, for example from a cache."""
 
     met_other_inputs: bool
-    """Whether the model was called, in training, on other inputs than those that were looked up."""
+    """Whether the model was called, in training, on inputs other than the ones looked up."""
 
     def begin(
         self, batch: Batch, tags: torch.Tensor, start: int, carry: Carry | None, stop: int
@@ -51,7 +51,7 @@ class Shortcut(Protocol):
         """The model is called without its hooks, in a pass that `begin` has prepared."""
 
     def is_called_otherwise(self, called: Mapping[str, Any]) -> bool:
-        """Whether the model is not called as the loss calls it, so that nothing is known of this call."""
+        """Whether this call of the model differs from the loss's call. No outputs are known for it then."""
 
     def read_ahead(self, tags: BatchTags, stop: int) -> None:
         """Prepare for a pass up to the unit `stop` of the batch that has these tags."""
@@ -86,7 +86,7 @@ class StageShapes:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a stage receives for a micro-batch: the tensors, and the gradients of what it sends."""
+        """Bytes that a stage receives for a micro-batch: the tensors, and the gradients of its outputs."""
         received = (*self.incoming, *(carried for carried in self.outgoing if carried.requires_grad))
         return sum(carried.meta().nbytes for carried in received)
 
@@ -102,7 +102,7 @@ class StageModule(nn.Module):
         stack: the model's units.
         start: first unit of the stage.
         stop: first unit after the stage.
-        device: the device on which the stage computes.
+        device: the device of the stage's computations.
     """
 
     stack: LayerStack
@@ -153,7 +153,7 @@ class StageModule(nn.Module):
         Args:
             micro_batches: the micro-batches, by index.
             shapes: the tensors of each of them at the stage's boundaries; None if this is the only stage.
-            continues: whether they have later tokens of the same samples as those of the last pass.
+            continues: whether they have later tokens of the samples in the last pass.
         """
         self.micro_batches, self._shapes = micro_batches, shapes or StageShapes((), ())
         self.continues = continues
@@ -207,7 +207,7 @@ class StageModule(nn.Module):
 
     # ------------------------------------------------------------------------------------ values at the boundaries
     def carry_on(self, values: Sequence[torch.Tensor], batch: Batch) -> tuple[torch.Tensor, ...]:
-        """Compute the tensors of the outgoing boundary from those of the incoming one; not for the last stage."""
+        """Compute the outgoing boundary's tensors from the incoming boundary's; not for the last stage."""
         inputs, start, carry = self.begin(values, batch)
         if start < self.stop:
             carry = self.stack.runner.run(start, self.stop, carry, inputs)
@@ -221,7 +221,7 @@ class StageModule(nn.Module):
         Yields the inputs to call the model with.
         """
         inputs, start, carry = self.begin(values, batch)
-        if start == 0 and not self.stack.runner.num_frozen:  # the whole model runs: there is nothing to skip
+        if start == 0 and not self.stack.runner.num_frozen:  # the whole model runs: no unit is skipped
             yield inputs
             return
         # several calls of the model (R-Drop) are several passes, unless earlier stages ran the first units only once
@@ -244,7 +244,7 @@ class StageModule(nn.Module):
         return inputs, *self.shortcut.begin(inputs, tags, start, carry, self.stop)
 
     def infer_shapes(self, incoming: Sequence[CarriedTensor], batch: Batch) -> tuple[CarriedTensor, ...]:
-        """What this stage sends when it receives `incoming`; costs one forward of `batch` through the stage."""
+        """The tensors that this stage sends if it receives `incoming`; costs one forward of `batch` through it."""
         if self.is_last:
             return ()
         values = [carried.zeros(self.device).clone().requires_grad_(carried.requires_grad) for carried in incoming]

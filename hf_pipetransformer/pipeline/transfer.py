@@ -1,15 +1,15 @@
 """Tensors go from the processes that hold them to those that lack them, in bounded memory.
 
-All that travels outside of a step travels in this way, parameters, optimizer state and buffers alike: what another
-layout needs elsewhere, what rank 0 saves, the whole model for a generation and at the end, and what differs at the
-beginning.
+All transfers outside of a step work in this way, for parameters, optimizer state and buffers alike: the moves to
+another layout, the gathering of weights on rank 0 for saving, of the whole model for a generation and at the end, and
+the synchronisation of values that differ at the beginning.
 
     rank 0   holds a a' b b'      b  ->  1        every flow (here 0 -> 1 and 1 -> 0) is equally far at any time, and
-    rank 1   holds c c'           c' ->  0        what is left behind can be freed as soon as it is sent
+    rank 1   holds c c'           c' ->  0        a rank can free an item that it gives away as soon as it is sent
 
-If it is freed, a process needs at no time more memory for what travels than
+If ranks free these items, a process at no time needs more memory for the transfer than
 
-    max(before, after)            what it holds before or after
+    max(before, after)            its items before or after
     + 2 x CHUNK_BYTES             the buffers of one round, and the items of this round
     + for each flow from or to it, its largest item
 
@@ -39,18 +39,18 @@ K = TypeVar("K", bound=Hashable)
 Ranks = tuple[int, ...]
 """Ascending."""
 Values = Mapping[Any, Any]
-"""What an item consists of: tensors, and plain values such as AdamW's step."""
+"""The values of an item: tensors, and plain values such as AdamW's step."""
 
 CPU = torch.device("cpu")
 PEERS_AT_ONCE = 32
 """Number of processes that one sends to, and receives from, in one batch: NCCL hangs in batches of hundreds."""
 
 CHUNK_BYTES = 2**26
-"""Upper bound, in bytes, for what a process sends and receives of weights or optimizer state at a time."""
+"""Upper bound, in bytes, for the weights or optimizer state that a process sends and receives at a time."""
 
 
 class Route(NamedTuple):
-    """Who sends an item, and to whom."""
+    """The rank that sends an item, and the ranks that receive it."""
 
     source: int
     destinations: Ranks
@@ -76,17 +76,17 @@ def transfer(
 ) -> int:
     """Bring items to the ranks of `after` that lack them. Collective over all processes.
 
-    1. Each process frees what it leaves behind and nobody needs from it.
-    2. The senders announce what they will send, as a state's tensors and plain values differ by optimizer.
-    3. In rounds, each process exchanges flat buffers with the others, all at once; receivers store what is complete,
-       and senders free what they leave behind.
+    1. Each process frees the items that it does not keep and need not send.
+    2. The senders announce the contents of their items, as a state's tensors and plain values differ by optimizer.
+    3. In rounds, each process exchanges flat buffers with the others, all at once; receivers store complete items,
+       and senders free the items that they do not keep.
 
     Args:
         before: the ranks that hold each item, the same on every process.
         after: the ranks that will hold it, for some or all of them; the same on every process.
         mesh: all processes of the run.
         device: the device that the messages go through, and that the received tensors are on.
-        read: returns what an item consists of here.
+        read: returns the values of an item here.
         store: keeps an item that has arrived.
         leave: frees an item that this process does not hold afterwards; None leaves all where it is.
         folder: the folder of a temporary file that items arrive in, for a process without memory for them; the same
@@ -153,10 +153,10 @@ def routes_between(before: Mapping[K, Ranks], after: Mapping[K, Ranks]) -> dict[
 
 
 def in_proportion(before: Mapping[K, Ranks], after: Mapping[K, Ranks], sizes: Mapping[K, int]) -> list[K]:
-    """The names in `sizes` in an order in which at any time the same fraction of each flow's bytes has been sent.
+    """The names in `sizes`, in an order that sends the same fraction of each flow's bytes at any time.
 
-    Within a flow they keep their order. So no process receives all that it will hold before it has sent, and freed,
-    what it leaves behind. Pure function with the same result on every process.
+    Within a flow they keep their order. So no process receives all of its new items before it has sent, and freed,
+    the old ones. Pure function with the same result on every process.
     """
     flows = {name: (before[name], after[name]) for name in sizes}
     totals: Counter[Any] = Counter()
@@ -173,7 +173,7 @@ def in_proportion(before: Mapping[K, Ranks], after: Mapping[K, Ranks], sizes: Ma
 def rounds_of(
     order: Sequence[K], routes: Mapping[K, Sequence[Route]], sizes: Mapping[K, int]
 ) -> Iterator[list[Piece]]:
-    """Divide the items into rounds in which no process sends and receives more than `CHUNK_BYTES` together."""
+    """Divide the items into rounds. In a round no process sends and receives more than `CHUNK_BYTES` together."""
     pieces: list[Piece] = []
     load: Counter[int] = Counter()
     for name in order:
@@ -270,7 +270,7 @@ class _Plain(NamedTuple):
 
 
 def _wrapped(values: Values) -> Values:
-    """The values, of which those that are no tensors, and numbers on the CPU, are not sent in a buffer."""
+    """The values, with `_Plain` around values that are not sent in a buffer: no tensors, or numbers on the CPU."""
     return {
         key: v if isinstance(v, torch.Tensor) and (v.dim() > 0 or v.device.type != "cpu") else _Plain(v)
         for key, v in values.items()

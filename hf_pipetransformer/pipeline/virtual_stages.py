@@ -1,4 +1,4 @@
-"""All that one process holds of a pipeline: its virtual stages, one unless the schedule is interleaved.
+"""The virtual stages of one process: its part of a pipeline. There is one, unless the schedule is interleaved.
 
 K = 2 processes, V = 2
 
@@ -29,7 +29,7 @@ class VirtualStages(nn.Module):
     Args:
         stack: the model's units.
         ranges: the units of each virtual stage.
-        device: the device on which they compute.
+        device: the device of their computations.
     """
 
     stack: LayerStack
@@ -74,7 +74,7 @@ class VirtualStages(nn.Module):
 
     @property
     def continues(self) -> bool:
-        """Whether the micro-batch that runs has later tokens of the same samples as the one before it."""
+        """Whether the running micro-batch has later tokens of the samples in the micro-batch before it."""
         return self.last.continues
 
     @property
@@ -104,7 +104,7 @@ class VirtualStages(nn.Module):
         return {name: gradient for name, gradient in gradients if gradient is not None}
 
     def use_shortcut(self, shortcut: Shortcut | None) -> None:
-        """From now on, skip layers whose outputs `shortcut` has; None stops using one."""
+        """From now on, skip layers if `shortcut` has their outputs; None stops using one."""
         for stage in self.stages:
             stage.shortcut = shortcut
 

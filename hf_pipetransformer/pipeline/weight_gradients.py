@@ -1,12 +1,12 @@
-"""The backward of linear layers in two parts: the inputs' gradients at once, those of the weights later.
+"""The backward of linear layers in two parts: the inputs' gradients at once, the weights' gradients later.
 
     y = x W^T      backward   dx = dy W      at once: the stage before waits for it
                    weights    dW = dy^T x    when the stage would otherwise wait
 
 torch's own split (`stage_backward_input`) goes through the graph of a stage twice: it keeps the graph, computes
-checkpointed layers again each time, cannot have reentrant checkpoints, and frees what another weight still needs where
-several layers use one weight. Here each use of a weight is an entry of a list, with what dW is computed from, and the
-graph is let go of as in a whole backward. Only `nn.Linear` is split; all other parameters (norms, biases, embeddings,
+checkpointed layers again each time, and cannot have reentrant checkpoints. Where several layers use one weight, it
+frees tensors that are still needed. Here each use of a weight is an entry of a list, with the tensors dy and x, and
+the graph is freed as in a whole backward. Only `nn.Linear` is split; all other parameters (norms, biases, embeddings,
 convolutions) get their gradients at once.
 """
 
@@ -26,7 +26,7 @@ from ..model.method_override import MethodOverride
 
 
 class _Product(NamedTuple):
-    """What a weight's gradient is computed from: gradient^T values."""
+    """The factors of a weight's gradient, gradient^T values."""
 
     weight: nn.Parameter
     gradient: torch.Tensor
@@ -53,10 +53,10 @@ class WeightGradients:
 
     @contextmanager
     def split(self) -> Iterator[None]:
-        """Inside, the layers' forwards record what a backward needs that is `postponed`."""
+        """Inside, the layers' forwards record the tensors for a `postponed` backward."""
         with ExitStack() as overrides:
             for layer in self._layers:
-                if "forward" not in vars(layer):  # of somebody else, who would not be called
+                if "forward" not in vars(layer):  # keep an override of other code: ours would hide it
                     override = MethodOverride(layer, "forward", partial(self._forward, layer))
                     overrides.callback(override.remove)
             try:
@@ -74,7 +74,7 @@ class WeightGradients:
             self._postpones = False
 
     def take(self) -> Callable[[], None]:
-        """Return a function that computes what has been left out since the last call, and adds it to the gradients."""
+        """Return a function that adds the gradients left out since the last call to the weights' gradients."""
         taken, self._waiting = self._waiting, deque()
         return partial(_add_up, taken)
 
@@ -82,12 +82,12 @@ class WeightGradients:
         weight = layer.weight
         bias: torch.Tensor | None = layer.bias
         is_plain = type(weight) is nn.Parameter and weight.requires_grad and torch.is_grad_enabled()
-        # whoever watches the weight's gradient must see it when autograd has computed it
+        # hooks on the weight's gradient must run when autograd has computed it
         if not is_plain or weight._backward_hooks or weight._post_accumulate_grad_hooks:
             return nn.Linear.forward(layer, input)
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        rows = input.reshape(-1, input.shape[-1])  # so that the result is no view, which nobody could change in place
+        rows = input.reshape(-1, input.shape[-1])  # the result must be no view: a user may change it in place
         values, used, used_bias = (_cast(value, dtype) for value in (rows, weight, bias))
         output: torch.Tensor = _SplitLinear.apply(values, used, used_bias, weight, self)
         return output.view(*input.shape[:-1], output.shape[-1])
@@ -99,7 +99,7 @@ class WeightGradients:
 
 
 class _SplitLinear(torch.autograd.Function):
-    """A linear layer, whose weight's gradient may be postponed."""
+    """A linear layer that may postpone its weight's gradient."""
 
     @staticmethod
     def forward(
@@ -115,7 +115,7 @@ class _SplitLinear(torch.autograd.Function):
         Args:
             ctx: autograd's.
             values: the inputs, `[rows, inputs]`.
-            used: the weight in the dtype in which it is applied, `[outputs, inputs]`.
+            used: the weight, cast to the dtype of the computation, `[outputs, inputs]`.
             bias: the bias; None if there is none.
             weight: the parameter, which gets a postponed gradient.
             owner: postpones it.

@@ -1,4 +1,4 @@
-"""Weights that are distributed over stages: who holds them, hold, drop and gather them, save and load them by name.
+"""Weights that are distributed over stages: their ranks; hold, drop and gather them, save and load them by name.
 
 Files keep the stock formats. Rank 0 writes a checkpoint as a single process would write it; every rank reads it and
 takes the parts that it holds. So a checkpoint fits any number of stages and replicas, and the stock Trainer.
@@ -30,7 +30,7 @@ HELD_ELSEWHERE = (
 
 
 class Weights:
-    """The model's parameters, of which some are on this process and the others are placeholders.
+    """The model's parameters. Some are on this process, and the others are placeholders.
 
     It alone knows and changes which ranks hold a parameter (`holders`) and which parameters are frozen. Parameters
     keep their identity and their hooks, wherever their values are.
@@ -40,9 +40,9 @@ class Weights:
     the others.
 
     Args:
-        table: the model's parameters, all of which are here.
+        table: the model's parameters, with all of their values.
         mesh: all processes of the run.
-        device: the device of what this process holds while others hold the rest.
+        device: the device of this process's parameters while the model is distributed.
     """
 
     def __init__(self, table: ParameterTable, mesh: ProcessMesh, device: torch.device = CPU) -> None:
@@ -97,7 +97,7 @@ class Weights:
         return name in self._frozen
 
     def freeze(self, names: Collection[str]) -> frozenset[str]:
-        """Stop training these parameters, and return the names of those that were trained until now.
+        """Stop training these parameters, and return the names of the previously trained ones.
 
         They lose their gradient here, and their optimizer state at `OptimizerState.keep_what_is_here`.
         """
@@ -137,10 +137,10 @@ class Weights:
         The first of the ranks that hold a parameter decides; the flag of a placeholder has no meaning.
 
         Args:
-            thaws: whether what is frozen may be trained again; then nothing is frozen any more.
+            thaws: whether frozen parameters may be trained again. If any is, no parameter is frozen any more.
 
         Returns:
-            Whether it is.
+            Whether any frozen parameter requires a gradient again.
 
         Raises:
             ValueError: if parameters that a freeze policy has frozen require a gradient again.
@@ -181,7 +181,7 @@ class Weights:
     def drop(self, name: str) -> None:
         """Free the memory of a parameter, which becomes a placeholder, and cannot be read."""
         parameter = self._table[name]
-        parameter.requires_grad_(False)  # user code may have set it, also that of a placeholder
+        parameter.requires_grad_(False)  # user code may have set it, even on a placeholder
         parameter.grad = None
         if self.is_here(name):
             # code that reads a placeholder (a penalty on all weights) must not get a plausible number
@@ -193,14 +193,14 @@ class Weights:
         hide(parameter, about, HELD_ELSEWHERE, self.is_trainable(name))
 
     def make_contiguous(self) -> None:
-        """Lay out what this process holds in row-major order: replicas average gradients in the order of weights."""
+        """Lay out this process's parameters in row-major order: replicas average gradients in the order of weights."""
         for name in self.held:
             values = values_of(self._table[name])
             if not all(value.is_contiguous() for value in values):
                 set_values(self._table[name], [value.contiguous() for value in values])
 
     def assign(self, holders: Holders) -> Holders:
-        """Give the parameters to other ranks, and return those that have held them. `move` brings the values there.
+        """Assign the parameters to other ranks, and return the previous ranks. `move` brings the values there.
 
         Not collective.
 
@@ -211,7 +211,7 @@ class Weights:
         return before
 
     def hold(self) -> None:
-        """Move what this process holds to its device; free the memory of the rest, which become placeholders.
+        """Move this process's parameters to its device; free the memory of the others, which become placeholders.
 
         Not collective.
         """
@@ -235,7 +235,7 @@ class Weights:
             ]
 
     def containing_nan(self) -> list[str]:
-        """Names of the parameters here whose values contain NaN. Not collective."""
+        """Names of the parameters here that contain NaN. Not collective."""
         here = filter(self.is_here, self._table.names)
         return [
             name
@@ -261,13 +261,13 @@ class Weights:
 
     @contextmanager
     def gathered(self, folder: Path | None = None, needed: Collection[str] | None = None) -> Iterator[None]:
-        """Inside, on rank 0, `model.state_dict()` holds every weight; those of other processes are on the CPU.
+        """Inside, on rank 0, `model.state_dict()` holds every weight; other processes' weights are on the CPU.
 
         Collective over all processes.
 
         Args:
-            folder: the folder of a temporary file that they are collected in, if there may be no memory for them.
-            needed: the parameters that will be read, the same on every process; None: all.
+            folder: the folder of a temporary file for the weights, if there may be no memory for them.
+            needed: the parameters that will be read, the same on every process; None for all.
         """
         gathered: dict[str, torch.Tensor] = {}
 
@@ -296,8 +296,8 @@ class Weights:
     def whole(self) -> Iterator[None]:
         """Inside, every process has every weight on its device, for computing without gradients.
 
-        What this process holds stays as it is, and so does the optimizer's state. Afterwards the other parameters are
-        placeholders again. Collective over all processes.
+        This process's parameters stay as they are, and so does the optimizer's state. Afterwards the other parameters
+        are placeholders again. Collective over all processes.
         """
         missing, self._missing = self._missing, set()
         try:
@@ -397,17 +397,17 @@ class Weights:
 def synchronise(
     tensors: Mapping[str, torch.Tensor], mesh: ProcessMesh, source_of: Callable[[str], int] = lambda _: 0
 ) -> list[str]:
-    """Give every process the values that one process has, as DDP does. Collective over all processes.
+    """Give every process the values of one process, as DDP does. Collective over all processes.
 
-    Only what differs between processes is sent (a head that was initialised without a common seed).
+    Only tensors that differ between processes are sent (a head that was initialised without a common seed).
 
     Args:
-        tensors: parameters or buffers, by name; what some process lacks is left unchanged.
+        tensors: parameters or buffers, by name. A tensor that some process lacks is left unchanged.
         mesh: all processes of the run.
-        source_of: the rank whose values are used, by name; the same on every process.
+        source_of: the rank that provides the values, by name; the same on every process.
 
     Returns:
-        The names of those that differed.
+        The names of the tensors that differed.
     """
     mine = {name: (tensor.shape, tensor.dtype, _checksum(tensor)) for name, tensor in tensors.items()}
     if mesh.are_equal(mine):
@@ -426,7 +426,7 @@ def synchronise(
         here, arrived = values_of(tensors[name]), list(values.values())
         if any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in zip(here, arrived, strict=True)):
             return set_values(tensors[name], [value.to(tensors[name].device) for value in arrived])
-        with torch.no_grad():  # in place: strides (channels_last) and what shares the memory stay
+        with torch.no_grad():  # in place: strides (channels_last) and views of the memory stay
             for mine_here, value in zip(here, arrived, strict=True):
                 mine_here.copy_(value)
 

@@ -23,7 +23,7 @@ from .job import TrainingJob
 def prepared(job: TrainingJob, inputs: Mapping[str, Any], tags: BatchTags | None) -> Batch:
     """Prepare a batch with the trainer's `_prepare_inputs`, and add the tags of its samples.
 
-    If the inputs are no longer those to which the tags belong, blank tags are added instead.
+    If the inputs are no longer the tagged ones, blank tags are added instead.
 
     Args:
         job: the training job.
@@ -43,11 +43,11 @@ def prepared(job: TrainingJob, inputs: Mapping[str, Any], tags: BatchTags | None
 
 
 class BatchesInEpoch(int):
-    """The number of batches in an epoch, with which the Trainer's loop recognises the last one: it updates after it.
+    """The number of batches in an epoch. The Trainer's loop recognises the last batch by it, and updates after it.
 
-    For a stream the loop has only an upper bound. So while a step runs that has fewer batches than are accumulated,
-    this number also equals that of the step's last batch. Otherwise the loop would not update, and would add the
-    step's gradients to those of the next one.
+    For a stream the loop has only an upper bound. While a step runs with fewer batches than are accumulated, this
+    number therefore also equals the number of the step's last batch. Otherwise the loop would not update, and would
+    add the step's gradients to the next step's.
 
     Attributes:
         accumulated: number of batches in a step (`gradient_accumulation_steps`).
@@ -79,7 +79,7 @@ class GlobalBatch:
         self.num_rows = 0
         self.current = BatchSlice(0, 0)
         self.waiting: deque[BatchSlice] = deque()
-        self._latest_tensors: tuple[torch.Tensor, ...] = ()  # on which training_step was last called
+        self._latest_tensors: tuple[torch.Tensor, ...] = ()  # of the last training_step
 
     def read(
         self,
@@ -93,10 +93,10 @@ class GlobalBatch:
 
         Args:
             batches: the loop's iterator.
-            num_batches: number of batches to take, if there are as many.
-            data: the batches that the loop is expected to read.
-            reduction: says what the loss counts.
-            takes_others: whether batches of other loaders are taken, too, as the user's loader may combine several.
+            num_batches: number of batches to take. There may be fewer.
+            data: the expected batches of the loop.
+            reduction: it counts the loss's items.
+            takes_others: whether batches of other loaders are taken, too. The user's loader may combine several.
 
         Raises:
             ValueError: the loop reads from another loader, and `takes_others` is not set.
@@ -138,7 +138,7 @@ class GlobalBatch:
         self.num_items = self.num_items or 1
 
     def begin(self, inputs: Mapping[str, Any], pipeline: ElasticPipeline) -> None:
-        """Set `current` to the slice of the batch on which `training_step` is called.
+        """Set `current` to the slice of the batch in this call of `training_step`.
 
         Raises:
             ValueError: it is called again on the same batch, or on a batch that was not read. With one stage a batch

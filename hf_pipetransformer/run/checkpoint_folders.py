@@ -6,8 +6,8 @@ is added, and only then the folder is renamed to its final name:
     output_dir/_hf_pipetransformer_saving/checkpoint-40/   being written; never taken for a checkpoint
     output_dir/checkpoint-40/                              complete, with manifest.json
 
-What is replaced or removed is moved into the same folder first, which is an `OwnFolder`. Only checkpoints of the
-Trainer are moved into it: a folder, not a link, with a file that nothing else writes (`is_trainers`).
+A replaced or removed checkpoint is moved into the same folder first, which is an `OwnFolder`. Only checkpoints of the
+Trainer are moved into it: a folder, not a link, with a file that only the Trainer writes (`is_trainers`).
 
 Other programs delete a checkpoint file by file: the stock Trainer when it keeps only the best one, or a user. A
 partially deleted checkpoint could look like one of the stock Trainer, which has no manifest. Therefore
@@ -44,12 +44,12 @@ TRAINERS = (STATE, MANIFEST)
 TRAINERS_OWN = re.compile(
     r"(pytorch_|adapter_)?model[-.]|(optimizer|scheduler|scaler|rng_state|training_args|trainer_state|config|adapter_config)"
 )
-"""Beginnings of the names of what the Trainer writes into a checkpoint, in this training or an earlier one."""
+"""Beginnings of the names of files that the Trainer writes into a checkpoint, in this training or an earlier one."""
 CHUNK = 2**22
 
 
 def saving_folder(folder: Path) -> OwnFolder:
-    """The folder in an `output_dir` in which checkpoints are written and from which they are removed."""
+    """The folder in an `output_dir` for checkpoints that are being written or removed."""
     return OwnFolder(folder / SAVING)
 
 
@@ -120,9 +120,9 @@ def give_name(written: Path, final: Path) -> None:
 
 
 def _keep_users_files(final: Path, written: Path) -> None:
-    """Copy what the user has put into a checkpoint that is about to be replaced, as the stock Trainer leaves it there.
+    """Copy the user's files from the checkpoint that is about to be replaced. The stock Trainer keeps them, too.
 
-    That is what neither its manifest lists, nor the Trainer writes, and what the new one does not have.
+    A file is the user's if neither the manifest nor the new checkpoint has it, and the Trainer does not write it.
     """
     try:
         listed = {PurePosixPath(name).parts[0] for name in read_json(final / MANIFEST, MANIFEST_FORMAT)}
@@ -138,10 +138,10 @@ def _keep_users_files(final: Path, written: Path) -> None:
 
 
 def validate(checkpoint: Path) -> str | None:
-    """Describe what is wrong with a checkpoint; None if it is valid.
+    """Describe the damage of a checkpoint; None if it is valid.
 
-    A checkpoint without a manifest was written by the stock Trainer, or is a partially deleted one of ours. For those
-    of the stock Trainer, only the presence of the file that is written last is checked.
+    A checkpoint without a manifest was written by the stock Trainer, or is a partially deleted one of ours. For the
+    stock Trainer's checkpoints, only the presence of the last written file is checked.
     """
     try:
         manifest = read_json(checkpoint / MANIFEST, MANIFEST_FORMAT)
@@ -180,7 +180,7 @@ def _damage_without_manifest(checkpoint: Path) -> str | None:
 
 
 def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest valid checkpoint in a folder, and what is wrong with the newer ones."""
+    """Return the newest valid checkpoint in a folder, and descriptions of the damage of newer ones."""
     problems: list[str] = []
     for checkpoint in reversed(_checkpoints(folder)):
         damage = validate(checkpoint)
@@ -191,7 +191,7 @@ def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def remove_incomplete(folder: Path) -> None:
-    """Remove what a killed process left unfinished; a checkpoint that it was about to replace is restored.
+    """Remove the unfinished checkpoints of a killed process, and restore the checkpoint that it was about to replace.
 
     Raises:
         NotOursError: the name of the `saving_folder` is taken by something else.
@@ -210,7 +210,7 @@ def restore_replaced(folder: Path) -> None:
     for name in saving.names():
         final = folder / name.removeprefix(REPLACED)
         if name != final.name and CHECKPOINT.fullmatch(final.name) and not os.path.lexists(final):
-            with suppress(NotADirectoryError):  # nothing that this package has put there
+            with suppress(NotADirectoryError):  # this package moves only folders there
                 saving.give(name, final)
 
 

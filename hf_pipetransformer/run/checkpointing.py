@@ -47,15 +47,15 @@ class CheckpointWrite:
 
     Args:
         job: the training job.
-        folder: the folder in which the checkpoint is created.
-        state: what a resumed job needs besides the stock Trainer's state, in plain values for JSON.
+        folder: the parent folder of the new checkpoint.
+        state: this package's state for a resumed job, besides the stock Trainer's, in plain values for JSON.
 
     Attributes:
         final: the checkpoint's folder.
-        output_dir: the folder in which the stock Trainer writes the checkpoint; None once it is written.
+        output_dir: the stock Trainer writes the checkpoint into this folder; None once it is written.
         is_gathered: whether the last collective for the checkpoint's files is over. Before, an error is raised where
             it occurs; afterwards it is deferred until all processes exchange errors.
-        upload: the stock method that uploads a checkpoint, if it is to be called once the checkpoint has its name.
+        upload: the stock method that uploads a checkpoint, if it must be called once the checkpoint has its name.
     """
 
     def __init__(self, job: TrainingJob, folder: Path, state: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class CheckpointWrite:
     ) -> bool:
         self._job.trainer.state.best_global_step = self._best_step
         if error is not None:
-            # before, the other processes wait in another collective than the one that exchanges errors
+            # before, the other processes wait in a collective of the saving; errors are exchanged later
             if not (isinstance(error, Exception) and self.is_gathered):
                 return False
             self._error = self._error or error
@@ -115,7 +115,7 @@ class CheckpointWrite:
 
     # ------------------------------------------------------------------------------------ inside
     def _fill_states(self) -> None:
-        """Add this package's state to those of the callbacks, and reset theirs.
+        """Add this package's state to the callbacks' states, and reset theirs.
 
         The stock method adds to the entries made when training began, and fails for callbacks that were added later.
         """
@@ -141,7 +141,7 @@ class CheckpointWrite:
     def _is_nodes_own(self) -> bool:
         """Whether this process must rename its node's own folder: on a local disk, with only the random states in it.
 
-        Collective over all processes, so that all of them have checked before anything is renamed.
+        Collective over all processes: all of them must have checked before anything is renamed.
         """
         written = self._folder / SAVING / self.final.name
         places = [place / file for place in (written, self.final) for file in (STATE, MANIFEST)]
@@ -209,7 +209,7 @@ def gathered_weights(job: TrainingJob, pipeline: ElasticPipeline, folder: Path) 
     reading: AbstractContextManager[Any] = nullcontext()
     if hasattr(job.model, "peft_config"):
         needed = job.mesh.of_first(names_saved(job.trainer, job.model, pipeline.weights))
-        # PEFT's own way of saving asks modules for their keys; others must not read what is not here
+        # PEFT asks modules for their keys when it saves, which reads placeholders; other code must not read them
         reading = computing_with_nan()
     with pipeline.weights.gathered(folder if pipeline.is_lazy else None, needed), reading:
         yield

@@ -1,7 +1,7 @@
-"""What "all processes" means in code that only the last stages of the pipelines run: `compute_loss`.
+"""The meaning of "all processes" in code that only the last stages of the pipelines run: `compute_loss`.
 
-It means the last stages of all pipelines; with one pipeline that is this process alone, as in a training on one
-process. This holds for all that code may ask:
+It means the last stages of all pipelines; with one pipeline this process alone, as in a training on one process. This
+holds for each of these:
 
 collectives of the accelerator     methods of its instance
 counts and indices                 the shared states of Accelerate, which `TrainingArguments` read as well
@@ -29,7 +29,7 @@ METHODS = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
 
 @contextmanager
 def among_last_stages(accelerator: Accelerator, mesh: ProcessMesh, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside the context, all processes are those of a group: for collectives, counts and `torch.distributed`.
+    """Inside the context, a group stands for all processes: for collectives, counts and `torch.distributed`.
 
     The local index stays, because it is the number of a device.
 
@@ -44,7 +44,7 @@ def among_last_stages(accelerator: Accelerator, mesh: ProcessMesh, group: dist.P
     counts: dict[str, Any] = {"num_processes": 1, "process_index": 0, "distributed_type": DistributedType.NO}
     if group is not None:
         counts = {"num_processes": dist.get_world_size(group), "process_index": dist.get_rank(group)}
-    # both have their attributes in dictionaries of their classes, whoever asks for an instance
+    # both have their attributes in dictionaries of their classes, which all instances share
     states = vars(PartialState()), vars(accelerator.state)
     before = [{name: state[name] for name in counts} for state in states]
     everyone, alone = dist.group.WORLD, mesh.alone  # made while the default group has all processes
@@ -62,7 +62,7 @@ def among_last_stages(accelerator: Accelerator, mesh: ProcessMesh, group: dist.P
 
 @contextmanager
 def with_collectives_of(accelerator: Accelerator, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside the context, the accelerator's collectives are those of a group; None stands for this process alone."""
+    """Inside the context, the accelerator's collectives run in a group; None stands for this process alone."""
     before = {name: vars(accelerator).get(name) for name in METHODS}
     of_group: dict[str, Callable[..., Any]] = {
         "gather": partial(_gather, group),

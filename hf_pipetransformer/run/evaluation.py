@@ -48,10 +48,10 @@ def outside_training(
     Args:
         job: the evaluation job.
         find_units: finds the units of the model.
-        kept: the parts of the last training, some of which keep what its evaluations have stored.
+        kept: the parts of the last training. Some of them keep the cached outputs of its evaluations.
         dataloader: the loader of the evaluation.
-        generates: whether it generates.
-        prefix: of its metrics.
+        generates: whether the evaluation generates.
+        prefix: the prefix of the metrics' names.
 
     Yields:
         The loader. Its workers may have been started while a cache was in use, and then add tags to the batches.
@@ -73,7 +73,7 @@ def outside_training(
     with sparing_memory(job.model):
         cut = find_units(rows, SampleCollator(job, collate_fn))
     calls = job.mesh.any(job.may_call_model)
-    # calls of the model in the user's code are served by stages whose layers follow one another
+    # stages can serve the user's calls of the model only if each process's layers follow one another
     is_driven = job.overrides_loss or (calls and job.args.num_virtual_stages > 1)
     layout = make_planner(job.args, cut.unit_costs, job.mesh, is_driven=is_driven).first
     cut.pipeline.place(layout, Execution(serves_callbacks=calls), keep_weights_aside=True)

@@ -58,8 +58,8 @@ def move_whole_to_device(job: TrainingJob) -> None:
 def refuse_generation_that_does_not_fit(job: TrainingJob, costs: CostModel, layout: Layout) -> None:
     """Refuse evaluations that generate during training if a device cannot hold the whole model beside its stage.
 
-    On the CPU it always can, because the model was created there. What a step needs for activations is counted as
-    well, in place of the keys and values of the tokens generated so far. Collective over all processes.
+    The CPU always can, because the model was created there. The memory of a step's activations is counted, too. It
+    stands for the keys and values of the tokens generated so far. Collective over all processes.
 
     Raises:
         ValueError: a device cannot hold it. Every process raises it.

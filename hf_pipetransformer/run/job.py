@@ -45,7 +45,7 @@ class TrainingJob:
     """A trainer with its processes. Every property but `mesh` is read off the trainer at the time of access.
 
     Args:
-        trainer: the user's trainer, of which only what every `transformers.Trainer` has is used.
+        trainer: the user's trainer. Only the attributes of every `transformers.Trainer` are used.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -56,7 +56,7 @@ class TrainingJob:
     def mesh(self) -> ProcessMesh:
         """The groups of all processes. Collective over all processes the first time.
 
-        What one process alone may do (ask for a loader, for one) must not ask for it.
+        Code that one process may run alone (making a loader, for example) must not read this property.
         """
         if self._mesh is None:
             self._mesh = ProcessMesh(timedelta(seconds=self.args.ddp_timeout), self.device)
@@ -101,16 +101,16 @@ class TrainingJob:
         return self.overrides("compute_loss")
 
     def overrides(self, method: str) -> bool:
-        """Whether the user, or another library, has a method of the Trainer of their own."""
+        """Whether the user or another library overrides a method of the Trainer."""
         owners = (cls.__module__ for cls in type(self.trainer).__mro__ if method in vars(cls))
-        # our own override changes nothing
+        # our own overrides do not count
         owner = next(name for name in owners if not name.startswith("hf_pipetransformer."))
         return not owner.startswith("transformers.") or method in vars(self.trainer)
 
     def called_on(self, batch: Batch) -> CalledWith:
-        """How the stages call the model on a batch: as the stock `compute_loss`, or on what the model's forward names.
+        """How the stages call the model on a batch: as the stock `compute_loss`, or on the inputs that forward names.
 
-        An overridden `compute_loss` may keep the rest for itself.
+        An overridden `compute_loss` may keep the other inputs for itself.
         """
         if self.overrides_loss:
             return CalledWith(frozenset(batch) - names_taken(self.model, batch) - {TAGS})
@@ -121,7 +121,7 @@ class TrainingJob:
     def freeze_callback(self) -> Any:
         """The freeze callback; None if there is none. It is looked up each time, because resuming replaces callbacks.
 
-        It is the one that says so of itself (`freezes_layers`).
+        A freeze callback has a true attribute `freezes_layers`.
         """
         callbacks = self.trainer.callback_handler.callbacks
         return next((c for c in callbacks if getattr(c, "freezes_layers", None) is True), None)
@@ -150,14 +150,14 @@ class TrainingJob:
     @property
     def may_cache(self) -> bool:
         """Whether the arguments allow frozen layers' outputs to be cached."""
-        # the cache is not deterministic: what is stored in time for the next epoch depends on the writer's speed, and
-        # cached states differ from computed ones by rounding
+        # the cache is not deterministic: the writer's speed decides which outputs are stored in time for the next
+        # epoch, and cached states differ from computed ones by rounding
         freezes = self.freeze_callback is not None or self.may_follow_freezing
         return self._wants_cache and freezes and not self.args.slices_tokens
 
     @property
     def may_cache_front(self) -> bool:
-        """Whether the arguments allow what the user has frozen to be computed once: with one stage, without policy."""
+        """Whether modules that the user has frozen may be computed once: with one stage, without a freeze policy."""
         is_whole = not self.args.uses_pipeline and not self.args.torch_compile
         return self._wants_cache and self.freeze_callback is None and is_whole
 
@@ -187,7 +187,7 @@ class TrainingJob:
 
     @property
     def shares_store(self) -> bool:
-        """Whether other trainings may read what this one stores: in a folder of the user's, or in a search."""
+        """Whether other trainings may read the stored outputs: in a folder of the user's, or in a search."""
         return self.args.activation_cache_dir is not None or self.trainer.hp_search_backend is not None
 
     @property
@@ -219,7 +219,7 @@ class TrainingJob:
 
     @property
     def takes_any_loader(self) -> bool:
-        """Whether the loop may read batches of which this package does not know the samples.
+        """Whether the loop may read batches with samples that this package does not know.
 
         It may if one process trains the whole model, and no layers are frozen.
         """
@@ -242,7 +242,7 @@ class TrainingJob:
         return bool(getattr(self.args, "predict_with_generate", False)) and not only_loss  # a Seq2Seq field
 
     def to_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Apply the stock `_prepare_inputs` to a batch, without what a user's override does in addition."""
+        """Apply the stock `_prepare_inputs` to a batch, and not the user's override of it."""
         prepared: dict[str, Any] = Trainer._prepare_inputs(self.trainer, inputs)  # type: ignore[arg-type]
         return prepared
 
@@ -252,7 +252,7 @@ class TrainingJob:
 
     @contextmanager
     def computing_loss(self, last_stages: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Context in which the user's `compute_loss` is called: the trainer's, among the processes that compute it.
+        """The context for a call of the user's `compute_loss`: the trainer's, among the processes that compute it.
 
         Args:
             last_stages: the processes that compute the loss, one of each pipeline; None for this one alone.
@@ -265,7 +265,7 @@ class TrainingJob:
                 yield
 
     def rows_of_loader(self, dataloader: Any) -> tuple[list[Any], Any]:
-        """Return samples of a loader on which the model's units are found, and the function that collates them.
+        """Return samples of a loader, for finding the model's units, and the function that collates them.
 
         Raises:
             ValueError: the loader can be read only once, so the samples would be missing from evaluation or training.

@@ -1,10 +1,10 @@
-"""A model whose weights stay in its checkpoint until each process knows which of them it needs.
+"""A lazily loaded model: its weights stay in the checkpoint until each process knows the layers of its stage.
 
 model = load_lazily(AutoModelForCausalLM, "checkpoint")    `parts/lazy_loading`: weights are mapped from the files
 PipeTransformerTrainer(model, ...)
 train()    units, loss, cache     probed on the mapped model, module by module given back
            place                  each process copies the weights of its stage into memory, and forgets the others
-           save                   rank 0 writes shard by shard, from a file in which the stages' weights arrive
+           save                   rank 0 collects the stages' weights in a file, and writes shard by shard from it
            end                    the model stays distributed
 """
 
@@ -47,7 +47,7 @@ def loading() -> Any:
 
 
 def refuse_meta(model: Any) -> None:
-    """Refuse a model whose weights are nowhere.
+    """Refuse a model without weights, on the meta device.
 
     Raises:
         ValueError: a parameter is on the meta device.
@@ -94,7 +94,7 @@ def agree_on_laziness(model: nn.Module, mesh: ProcessMesh) -> bool:
 
 
 def warn_of_unsaved(args: Any) -> None:
-    """Warn that nothing saves a model at the end of its training that stays distributed after it."""
+    """Warn if the arguments save no checkpoint at the end of training: the model stays distributed after it."""
     strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
     if strategy in ("no", "best"):
         logger.warning(

@@ -1,4 +1,4 @@
-"""The loss of a batch that is split into parts: what each micro-batch contributes to it.
+"""The loss of a batch that is split into parts, and the contribution of each micro-batch to it.
 
 training loop      run/batches.py        `GlobalBatch`: items and samples of an optimizer step, over all replicas
 compute_loss       `Loss`                the user's loss on a part of a batch, weighted as `LossReduction` says
@@ -94,29 +94,29 @@ class Loss:
 
         Args:
             batch: the batch.
-            items: `num_items_in_batch`, if the loss is told.
+            items: `num_items_in_batch`, if the loss takes it.
         """
         return self._call(self.job.model, batch, **items).mean()
 
     def of_whole(
         self, batch: Batch, num_items: int | float, share: float, last_stages: dist.ProcessGroup | None
     ) -> torch.Tensor:
-        """Return what a pipeline's whole slice of a batch contributes; the slices' losses are averaged.
+        """Return the contribution of a pipeline's whole slice of a batch; the slices' losses are averaged.
 
-        Accumulated batches count as in the stock Trainer. (For models that ignore `num_items_in_batch` it would add
-        their losses up; a transformers model's are averaged here.)
+        Accumulated batches count as in the stock Trainer. (It would sum the losses of models that ignore
+        `num_items_in_batch`; here the losses of a transformers model are averaged.)
 
         Args:
             batch: the slice.
             num_items: number of items in the whole batch.
-            share: of the slice in the whole batch.
-            last_stages: the processes whose losses are averaged, if there are several stages.
+            share: the slice's share of the whole batch.
+            last_stages: the last stages of all pipelines, if there are several stages. Their losses are averaged.
         """
         # a loss that divides by the number of items of all replicas is added up, and one that does not is averaged
         items: Any = num_items if share == 1 else num_items * share
         asked = items if self.passes_items(batch) else None
         if asked is not None and not self.is_stock:
-            asked = torch.tensor(asked)  # a tensor as from the stock Trainer; on the CPU, so that nothing is copied
+            asked = torch.tensor(asked)  # a tensor as from the stock Trainer; on the CPU, to save a copy
         loss = self._call(self.model, batch, last_stages, num_items_in_batch=asked)
         if not self.is_stock and not self.is_scaled_for_accumulation(asked):
             loss = loss / self.job.trainer.current_gradient_accumulation_steps
@@ -130,14 +130,14 @@ class Loss:
         num_items: int | float,
         weight: float | None = None,
     ) -> torch.Tensor:
-        """Return what a part of a batch contributes to the whole batch's loss.
+        """Return the contribution of a part of a batch to the whole batch's loss.
 
         Args:
             reduction: how the losses of parts add up.
             model: the model; a call may run only this process's stage of it.
             batch: the part.
             num_items: number of items in the whole batch.
-            weight: the factor of the part's loss; None: what the reduction says. With 0 it contributes nothing.
+            weight: the factor of the part's loss; None for the reduction's. With 0 the contribution is 0.
         """
         weight = reduction.weight(batch, num_items) if weight is None else weight
         inputs = dict(batch)
@@ -153,13 +153,13 @@ class Loss:
     def _call(
         self, model: nn.Module, batch: Batch, last_stages: dist.ProcessGroup | None = None, **items: Any
     ) -> torch.Tensor:
-        """Call `compute_loss`: on the batch as the user's collator made it, and in the context that a loss needs.
+        """Call `compute_loss` on the batch as the user's collator made it, in `TrainingJob.computing_loss`.
 
         Args:
             model: the model.
             batch: the inputs.
             last_stages: as of `TrainingJob.computing_loss`.
-            items: `num_items_in_batch`, if the loss is told.
+            items: `num_items_in_batch`, if the loss takes it.
         """
         with self.job.computing_loss(last_stages):
             loss = self.job.trainer.compute_loss(model, as_the_user_made_it(batch), **items)
@@ -202,7 +202,7 @@ class BatchInFlight:
         self._num_items = num_items
         self._batch = batch
         self._weighed: Sequence[Batch] | None = None  # the micro-batches that `_weights` are of
-        self._weights: list[tuple[torch.Tensor | None, float]] = []  # with what was counted in a micro-batch
+        self._weights: list[tuple[torch.Tensor | None, float]] = []  # each micro-batch's counted input, and its weight
 
     @property
     def unread(self) -> Collection[str]:
@@ -210,7 +210,7 @@ class BatchInFlight:
         return self._loss.job.not_in_keys | self._pipeline.stack.runner.called.kept_back
 
     def of_part(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
-        """Return what this micro-batch contributes to the global batch's loss. Called on the last stage.
+        """Return this micro-batch's contribution to the global batch's loss. Called on the last stage.
 
         The result is multiplied by the number of replicas, since DDP averages over them, and by the gradient scaler's
         factor.
@@ -263,14 +263,14 @@ class BatchInFlight:
         return self._loss.of_part(self._reduction, model, batch, items, weight)
 
     def _of_whole(self, batch: Batch) -> torch.Tensor:
-        """Return what the loss of this whole slice contributes; the replicas' are averaged, by their samples."""
+        """Return the contribution of this whole slice. Replicas' losses are averaged, weighted by their samples."""
         share = self.part.rows / (self.num_rows if self._loss.is_stock else self.part.global_rows or 1)
         return self._loss.of_whole(batch, self._num_items, share, self._pipeline.last_stages)
 
     def _weight(self, batch: Batch) -> float | None:
         """Return a part's share of the items of the global batch; None if it is not one of the micro-batches.
 
-        All of them are counted when the first one asks, because reading a number from an accelerator waits for it. The
+        The first call counts the items of all micro-batches, as reading a number from an accelerator waits for it. The
         global batch was counted as it was collated; `_prepare_inputs` may change a number, for example by turning
         class labels into probabilities.
         """
@@ -289,8 +289,8 @@ class BatchInFlight:
     def _noting_exchanged_inputs(self, inputs: Batch) -> Iterator[None]:
         """Inside the context, record whether the last stage calls the model on other inputs than the earlier stages.
 
-        The earlier stages call the model themselves and do not see what a `compute_loss` does to the inputs, whose
-        losses of parts the user has declared to add up.
+        The earlier stages call the model themselves. They do not see how `compute_loss` changes the inputs, if the
+        user has declared that its losses of parts add up (`loss_reduction`).
         """
         pipeline = self._pipeline
         if pipeline.num_stages == 1 or not self._loss.may_exchange_inputs:
@@ -311,7 +311,7 @@ class BatchInFlight:
 
 
 def _refuse_hidden(loss: torch.Tensor) -> None:
-    """Raise a `ValueError` if a loss is NaN because it reads what other processes have."""
+    """Raise a `ValueError` if a loss is NaN because it reads weights or outputs of other processes."""
     if is_computed_of_hidden(loss):
         raise ValueError(
             "The loss is computed from weights or outputs of layers of other pipeline stages, in a way that hides it"

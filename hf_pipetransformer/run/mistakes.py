@@ -85,8 +85,8 @@ def refuse_unknown_metric(job: TrainingJob) -> None:
 def explaining_unknown_metric(trainer: Trainer) -> Iterator[None]:
     """Inside, where the stock Trainer evaluates, name the metrics if `metric_for_best_model` is none of them.
 
-    The checkpoint that would have followed is saved first, so that no step is lost. Collective over all processes
-    then, as the evaluation is.
+    The checkpoint of this step is saved before the error, to lose no step. Then this is collective over all
+    processes, as the evaluation is.
 
     Raises:
         ValueError: it is none of them. Every process raises it.
@@ -127,7 +127,7 @@ def _unknown_metric(wanted: str, names: Iterable[str], which: str) -> ValueError
 
 
 def _is_evaluation_watched(job: TrainingJob) -> bool:
-    """Whether a callback of the user's is given the metrics, to which it may add others."""
+    """Whether a callback of the user's receives the metrics. It may add others."""
     stock = TrainerCallback.on_evaluate
     return any(getattr(type(one), "on_evaluate", stock) is not stock for one in job.users_callbacks)
 
@@ -179,7 +179,7 @@ def _is_of_missing_labels(error: Exception, wanted: list[str], missing: list[str
 
 
 def _no_labels(trainer: Trainer, given: list[str], missing: list[str], found: str) -> str:
-    """Say which labels are missing, what the data has instead, and what to do."""
+    """Return the text of the error: the missing labels, the data's columns, and the remedy."""
     model: Any = trainer.model
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     name = type(model).__name__

@@ -39,7 +39,7 @@ class LayoutChange:
 
     Attributes:
         before, after: the layouts.
-        transformation: what it has cost; None if nothing has moved.
+        transformation: the cost of the change; None if no layer has moved.
     """
 
     before: Layout
@@ -49,12 +49,12 @@ class LayoutChange:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What the core has noticed in a step on this process.
+    """The core's observations in a step on this process.
 
     Attributes:
-        loses_tags: the inputs of the batch are not those to which its tags belong.
+        loses_tags: whether the batch's inputs have changed since they were tagged.
         rows: number of samples of the batch, over all pipelines.
-        num_parts: number of micro-batches whose loss this process has computed.
+        num_parts: number of micro-batch losses that this process has computed.
     """
 
     loses_tags: bool
@@ -64,11 +64,11 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a training has ended.
+    """The end of a training.
 
     Attributes:
-        error: what has ended it; None if it is complete.
-        newest: the checkpoint from which it can be resumed, if there is one.
+        error: the error that has ended it; None if it is complete.
+        newest: the newest checkpoint to resume from, if there is one.
     """
 
     error: BaseException | None
@@ -136,10 +136,10 @@ class RunPart:
         """The last step is done."""
 
     def release(self) -> None:
-        """The model is about to be gathered: undo what the part has done to it."""
+        """The model is about to be gathered: undo the part's changes to it."""
 
     def wrap_step_end(self, stock: Callable[[], None]) -> Callable[[], None]:
-        """Return what is called in place of the Trainer's method that logs, saves and evaluates after a step."""
+        """Return a replacement of the Trainer's method that logs, saves and evaluates after a step."""
         return stock
 
     # ------------------------------------------------------------------------------------ between two steps
@@ -147,7 +147,7 @@ class RunPart:
         """No batch is being processed, and there are no gradients."""
 
     def wish(self, wish: Wish) -> Wish:
-        """Return what the part wants, given what is in force and what the parts before it want."""
+        """Return the part's wish, given the values in force and the earlier parts' wishes."""
         return wish
 
     def granted(self, layout: Layout) -> None:
@@ -160,7 +160,7 @@ class RunPart:
         """The parameters' `requires_grad` has been followed. `has_thawed`: layers that were frozen are trained."""
 
     def thawed(self) -> None:
-        """Nothing counts as frozen any more."""
+        """From now on, no layer counts as frozen."""
 
     # ------------------------------------------------------------------------------------ steps
     def blanks_tags(self) -> bool:
@@ -194,7 +194,7 @@ class RunPart:
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint stores, in plain values for JSON."""
+        """Return the part's state for a checkpoint, in plain values for JSON."""
         return {}
 
     # ------------------------------------------------------------------------------------ messages
@@ -202,7 +202,7 @@ class RunPart:
         """Another part, or the core, has published something (`PipelineRun.publish`)."""
 
     def describe(self) -> str | None:
-        """Return what the line about a training that begins says of the part."""
+        """Return the part's clause in the log line at the start of training; None for none."""
         return None
 
     def around(self, activity: str) -> AbstractContextManager[Any]:
@@ -215,7 +215,7 @@ class RunPart:
 
     # ------------------------------------------------------------------------------------ the end
     def abandon(self, is_resumable: bool) -> str:
-        """Ctrl-C has ended the training. Returns a sentence about what is left. Not collective."""
+        """Ctrl-C has ended the training. Returns a sentence about the part's remaining files. Not collective."""
         return ""
 
     def close(self, ending: Ending) -> None:
@@ -226,7 +226,7 @@ class RunPart:
         return False
 
     def forget(self) -> None:
-        """Another training begins: remove what was kept after this one. Not collective."""
+        """Another training begins: remove the data kept after this one. Not collective."""
 
     def add_to_card(self, folder: Path) -> None:
         """Describe the training in the model card in a folder. Called on the main process."""
@@ -236,7 +236,7 @@ class Parts:
     """The parts of one `train()`.
 
     Args:
-        run: the run, which has a job and nothing else yet.
+        run: the run. Only its job exists yet.
 
     Raises:
         ValueError: a part that the user has asked for is not installed.
@@ -249,7 +249,7 @@ class Parts:
         self.choose()
 
     def choose(self) -> None:
-        """Make the parts that the arguments ask for, and keep those that are there. Collective over all processes.
+        """Make the parts that the arguments ask for, and keep existing ones. Collective over all processes.
 
         Raises:
             ValueError: a part that the user has asked for is not installed, or a part is not installed everywhere.
@@ -291,7 +291,7 @@ class Parts:
         return self._by_name.get(name)
 
     def having(self, method: str) -> Sequence[RunPart]:
-        """Return the parts that do something in a method; a step then costs nothing for the others."""
+        """Return the parts that override a method. A step then costs no time for the others."""
         if method not in self._having:
             own = getattr(RunPart, method)
             self._having[method] = [part for part in self if getattr(type(part), method) is not own]

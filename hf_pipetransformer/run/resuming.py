@@ -88,17 +88,17 @@ def stock_checkpoint_to_resume(
 
 
 def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | bool | None:
-    """Return the checkpoint from which `train` resumes, the same on all processes. Collective over all processes.
+    """Return the checkpoint for `train` to resume, the same on all processes. Collective over all processes.
 
     Args:
         job: the training job.
         wanted: the folder of a checkpoint; or True for the newest valid one; or "last" for the newest valid one if
-            there is one and a start from the beginning otherwise, so that the same command can restart a job.
+            there is one, and otherwise a start from the beginning. With "last" the same command can restart a job.
 
     Raises:
-        ValueError: the named checkpoint does not exist or is damaged, or all checkpoints are; the one in the arguments
-            does not exist; there is none for True; or something else has the name of the folder in which checkpoints
-            are written.
+        ValueError: the named checkpoint does not exist or is damaged, or all checkpoints are; the checkpoint in the
+            arguments does not exist; there is none for True; or something else has the name of the folder for
+            unfinished checkpoints.
     """
     choice = None
     with job.mesh.failing_together():
@@ -107,7 +107,7 @@ def checkpoint_to_resume(job: TrainingJob, wanted: str | bool | None) -> str | b
         if job.args.process_index == 0:
             if wanted:
                 choice = wanted, _choose(folder, wanted)
-            _refuse_missing(job.args)  # what was about to be replaced is back
+            _refuse_missing(job.args)  # checkpoints that were about to be replaced are restored
     # other nodes may have another disk, or see new files late
     wanted, chosen = job.mesh.gather_objects(choice)[0] or (None, None)
     if wanted is True and chosen is None:
@@ -229,7 +229,7 @@ def translating_names(model: Any, checkpoint: str) -> Iterator[None]:
     """Inside the context, translate weight names of `save_pretrained` to the model's own names when loading.
 
     `save_pretrained` writes weights under their published names, which differ for some models (the layers of ViT, for
-    one). `from_pretrained` accepts both. The stock Trainer only loads weights whose names match, leaves the others
+    one). `from_pretrained` accepts both. The stock Trainer only loads weights with matching names, leaves the others
     unchanged, and warns (transformers 5.23).
     """
     if not isinstance(model, PreTrainedModel):

@@ -76,7 +76,7 @@ class PipelineRun(TrainerCallback):
         """The latest checkpoint of this training."""
         self.num_epochs_begun = 0
         self.batches_in_epoch = BatchesInEpoch()
-        """What the loop takes for the number of batches in an epoch."""
+        """The loop's number of batches in an epoch."""
         self._is_begun = False  # whether a step of this `train()` has begun
         self._find_units = find_units
         self._cut: CutModel | None = None
@@ -107,7 +107,7 @@ class PipelineRun(TrainerCallback):
 
     def _close(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         ending = Ending(error if kind is not None else None, self.last_saved or self.checkpoint)
-        if isinstance(error, KeyboardInterrupt):  # without a checkpoint nothing can be resumed, and caches go
+        if isinstance(error, KeyboardInterrupt):  # without a checkpoint, caches are useless and removed
             left = "".join(part.abandon(ending.newest is not None) for part in self.parts.having("abandon"))
             self.publish("interrupted", (error, ending.newest, left))
         note_training(ending.has_failed)
@@ -120,7 +120,7 @@ class PipelineRun(TrainerCallback):
         vars(self).pop("steps", None)
 
     def publish(self, topic: str, value: Any) -> None:
-        """Tell all parts something: "sentence", for one, is what the records log."""
+        """Publish a value to all parts. The records log the topic "sentence", for example."""
         for part in self.parts.having("told"):
             part.told(topic, value)
 
@@ -145,7 +145,7 @@ class PipelineRun(TrainerCallback):
         return self._cut is not None and self._cut.pipeline.is_placed
 
     def meet(self, doing: str) -> bool:
-        """Begin with all processes what all of them must do. Returns whether they watch one another.
+        """Begin an operation of all processes. Returns whether they watch one another.
 
         Collective over all processes.
 
@@ -153,7 +153,7 @@ class PipelineRun(TrainerCallback):
             ValueError: another process does something else.
         """
         self.serve_callbacks()
-        met = [part.meet(doing) for part in self.parts.having("meet")]  # all of them, as each is collective
+        met = [part.meet(doing) for part in self.parts.having("meet")]  # no short cut: each call is collective
         return any(met)
 
     def serve_callbacks(self) -> None:
@@ -185,11 +185,11 @@ class PipelineRun(TrainerCallback):
         return trainer.optimizer
 
     def wrap(self) -> ElasticPipeline:
-        """Return what the loop trains, after the optimizer has been created. Collective over all processes.
+        """Return the pipeline for the loop, after the optimizer has been created. Collective over all processes.
 
         Raises:
-            ValueError: the user's `create_optimizer` has set no optimizer, or has replaced the one that knows the
-                stages.
+            ValueError: the user's `create_optimizer` has set no optimizer, or has replaced the optimizer that knows
+                the stages.
         """
         optimizer = self.job.trainer.optimizer
         if not self.is_placed:
@@ -210,7 +210,7 @@ class PipelineRun(TrainerCallback):
             self._attach(optimizer)
         if optimizer is not None and self.job.mesh.world_size > 1:
             pipeline.adopt_outside()
-            if pipeline.execution.serves_callbacks:  # those that serve must not be ahead of those that call in a step
+            if pipeline.execution.serves_callbacks:  # a process that serves must not be ahead of one that calls
                 step = unwrapped(optimizer).register_step_pre_hook(lambda *_: self.serve_callbacks())
                 self._entered.callback(step.remove)
         return pipeline
@@ -237,8 +237,8 @@ class PipelineRun(TrainerCallback):
         """Determine how to split the model and place it. An existing optimizer is attached to the pipeline.
 
         1. Examine the model and its loss on a few samples.
-        2. Let the parts look at what was found: they say how many layers are frozen, and what may be cached.
-        3. Place the model in the first layout, or in that of a resumed job, and continue from its state.
+        2. Give the results to the parts: they return the number of frozen layers, and the layers that may be cached.
+        3. Place the model in the first layout, or in a resumed job's layout, and continue from its state.
 
         Collective over all processes.
         """
@@ -279,7 +279,7 @@ class PipelineRun(TrainerCallback):
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
         """Return the batches of the next optimizer step and the number of items. Collective over all processes.
 
-        This is the one safe point for a transformation: there are no gradients and no batch is being processed.
+        Only here a transformation is safe: there are no gradients, and no batch is being processed.
         """
         step = self.job.trainer.state.global_step
         self.serve_callbacks()
@@ -333,18 +333,18 @@ class PipelineRun(TrainerCallback):
             )
 
     def follow_flags(self) -> None:
-        """Train what the user's code has left trainable. Collective as `Steps.follow_flags`."""
+        """Train exactly the parameters that the user's code has left trainable. Collective as `Steps.follow_flags`."""
         has_thawed = self.steps.follow_flags(thaws=any(part.may_thaw for part in self.parts.having("flags_followed")))
         for part in self.parts.having("flags_followed"):
             part.flags_followed(has_thawed)
 
     def thaw(self) -> None:
-        """Tell all parts that nothing counts as frozen any more. Collective over all processes."""
+        """Tell all parts that no layer counts as frozen any more. Collective over all processes."""
         for part in self.parts.having("thawed"):
             part.thawed()
 
     def adapt(self) -> None:
-        """Carry out what the parts wish: more frozen layers, and other layers that count as cached.
+        """Carry out the parts' wishes: more frozen layers, and other layers that count as cached.
 
         Collective over all processes in steps where a part has a wish.
         """
@@ -373,7 +373,7 @@ class PipelineRun(TrainerCallback):
             num_frozen == before.num_frozen_layers
             and layout.pipeline_parallel_size == before.pipeline_parallel_size == 1
         ):
-            pipeline.replace_layout(layout)  # nothing moves: the cached units are run or skipped in place
+            pipeline.replace_layout(layout)  # no layer moves: the cached units are run or skipped in place
         else:
             transformation = pipeline.transform(layout)
             self.training_batches.reslice(pipeline.num_replicas, pipeline.replica_index)
@@ -382,7 +382,7 @@ class PipelineRun(TrainerCallback):
 
     # ------------------------------------------------------------------------------------ checkpoints
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint stores at this point, in plain values for JSON. Collective over all processes."""
+        """Return the run's state for a checkpoint, in plain values for JSON. Collective over all processes."""
         state: dict[str, Any] = {"step": self.job.trainer.state.global_step}
         if not self.is_placed or self.data is None:
             return state
@@ -405,10 +405,10 @@ class PipelineRun(TrainerCallback):
             part.nothing_left()
 
     def end_step(self, stock: Callable[[], None]) -> None:
-        """Call the Trainer's method that logs, saves and evaluates after a step, or what the parts call instead.
+        """Call the Trainer's method that logs, saves and evaluates after a step, or the parts' replacement of it.
 
         Raises:
-            ValueError: a callback lets only some processes log, which gather the loss.
+            ValueError: a callback lets only some processes log. Logging gathers the loss.
         """
         self.serve_callbacks()
         PROGRESS.begin_round(f"is at the end of step {self.job.trainer.state.global_step}")  # stock gathers the loss

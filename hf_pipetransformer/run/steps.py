@@ -1,4 +1,4 @@
-"""The training steps of a run: what happens in each `training_step`, whichever layout is in force.
+"""The training steps of a run: the same sequence in each `training_step`, for every layout.
 
 take     takes the batches of an optimizer step, and counts them over the replicas
 step     1 batch    2 forward and backward    3 votes
@@ -34,14 +34,14 @@ from .training_data import refuse_different_numbers
 logger = logging.getLogger(__name__)
 
 OF_CONTROL = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-"""What a loss may ask of the Trainer's loop."""
+"""Requests to the Trainer's loop that a loss may make."""
 
 VOTES = ("exchanged_inputs", "other_flags", *OF_CONTROL)
-"""What each process votes on in a step, before the parts' votes.
+"""The votes of each process in a step, before the parts' votes.
 
-exchanged_inputs: the last stage has called the model on inputs other than those of the earlier stages.
-other_flags: something other than a callback has set `requires_grad`.
-others: as in `TrainerControl`; the loss may have set it, which has run on the last stage only.
+exchanged_inputs: the last stage has called the model on other inputs than the earlier stages.
+other_flags: other code than a callback has set `requires_grad`.
+others: as in `TrainerControl`. The loss may have set the flag, on the last stage only.
 """
 
 
@@ -124,7 +124,7 @@ class Steps:
         3. Reduce the loss and the votes over all processes.
 
         Args:
-            inputs: the batch on which `training_step` was called.
+            inputs: the argument of `training_step`.
 
         Returns:
             The loss of the global batch, the same on every process.
@@ -154,7 +154,7 @@ class Steps:
         self._switch_to_training()
         # 1
         self.batch.begin(inputs, pipeline)
-        # each part is asked, as it notes the answer for its votes
+        # call it on each part, because each part records its own answer for its votes
         blanks_tags = True in {part.blanks_tags() for part in self._parts.having("blanks_tags")}
         batch, loses_tags = self._prepare(inputs, blanks_tags)
         # 2
@@ -187,10 +187,10 @@ class Steps:
         return loss
 
     def look_for_nan(self, occasion: str) -> None:
-        """Say which weights contain NaN, which are distributed and may be saved. Collective over all processes.
+        """Warn of weights that contain NaN: they are gathered, and may be saved. Collective over all processes.
 
         Args:
-            occasion: why this is asked, as a clause.
+            occasion: the reason for looking, as a clause.
         """
         everyone = self._mesh.gather_objects(self._pipeline.weights.containing_nan())
         found = {rank: names for rank, names in enumerate(everyone) if names}
@@ -218,7 +218,7 @@ class Steps:
         """Prepare the batch for the model, on all stages. Collective over the pipeline.
 
         Returns:
-            The batch, and whether its inputs differ from those to which its tags belong.
+            The batch, and whether its inputs have changed since they were tagged.
         """
         pipeline, part = self._pipeline, self.batch.current
         looks_up = pipeline.shortcut is not None and pipeline.stack.runner.takes_batch

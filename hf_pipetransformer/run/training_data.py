@@ -25,10 +25,10 @@ from .job import TrainingJob, whole_stream
 def training_loader(
     job: TrainingJob, make_stock: Callable[[], DataLoader], keeps_nodes: bool
 ) -> NumberedLoader | DataLoader:
-    """Return the training loader, of whose batches each pipeline takes its slice. Collective over all processes.
+    """Return the training loader. Each pipeline takes its slice of every batch. Collective over all processes.
 
-    If batches are grouped in a way of their own (sentence-transformers' batches without duplicates), it is the stock
-    Trainer's loader, from which each process takes its own batches.
+    If a batch sampler of another library groups the batches (sentence-transformers' batches without duplicates), this
+    is the stock Trainer's loader, and each process takes its own batches from it.
 
     Args:
         job: the training job.
@@ -119,7 +119,7 @@ def refuse_different_numbers(job: TrainingJob, mine: int | None, when: str) -> N
     """Compare how many batches the processes' own loaders have given or will give. Collective over all processes.
 
     Raises:
-        ValueError: they differ, so that some processes would wait for others that have no batch any more.
+        ValueError: the numbers differ: some processes would wait for others that have no batch any more.
     """
     everyone = job.mesh.gather_objects(mine)
     rank = next((rank for rank, number in enumerate(everyone) if number != everyone[0]), None)
@@ -140,7 +140,7 @@ def evaluation_loader(job: TrainingJob, loader: Any) -> Any:
 
 
 def shield_workers_from_sigterm(loader: Any) -> None:
-    """Make a loader's workers leave the process group to which SIGTERM is sent."""
+    """Make a loader's workers leave the process group that receives SIGTERM."""
     base = getattr(loader, "base_dataloader", loader)
     if isinstance(base, DataLoader) and not isinstance(base.worker_init_fn, WorkerStart):
         base.worker_init_fn = WorkerStart(base.worker_init_fn)
@@ -149,8 +149,8 @@ def shield_workers_from_sigterm(loader: Any) -> None:
 def may_cache(job: TrainingJob, is_training: bool = True) -> bool:
     """Whether frozen layers' outputs may be cached.
 
-    Collective over all processes, in a training: what the arguments allow depends on the weights that a process has.
-    Outside of one, where a process alone may ask for a loader, only if something may be cached.
+    Collective over all processes during training, because the answer depends on the weights on each process. Not
+    collective outside of training, where a process may ask for a loader alone.
     """
     return all(job.mesh.gather_objects(job.may_cache)) if is_training else job.may_cache
 
@@ -175,7 +175,7 @@ def _groups_batches(loader: DataLoader) -> str | None:
 
 
 def _batch_sampler_of(loader: DataLoader) -> Any:
-    """Return the batch sampler, from inside those in which Accelerate has wrapped it."""
+    """Return the batch sampler, without Accelerate's wrappers around it."""
     batch_sampler: Any = loader.batch_sampler
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler

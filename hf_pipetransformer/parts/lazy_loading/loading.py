@@ -44,7 +44,12 @@ def load_lazily(model_class: Any, checkpoint: str | Path | PreTrainedConfig, **o
     """Load a model whose weights stay in the checkpoint's files until `PipeTransformerTrainer` has distributed them.
 
     Each process then reads the weights of its own stage only. Until then a weight takes memory while it is used, and
-    this memory is page cache that all processes of a host share. Use it in place of `from_pretrained`.
+    this memory is page cache that all processes of a host share. Use it in place of `from_pretrained`:
+
+    ```python
+    model = load_lazily(AutoModelForCausalLM, "path/to/checkpoint")
+    trainer = PipeTransformerTrainer(model, args, train_dataset=dataset)  # args: pipeline_parallel_size=4
+    ```
 
     If `torch.distributed` is initialised (as it is once `TrainingArguments` have been created), this is collective
     over all processes: an error on one of them is raised on all.

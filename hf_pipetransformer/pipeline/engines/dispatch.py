@@ -27,8 +27,8 @@ class EnginePackage:
 
     Attributes:
         package: its name.
-        asked_by: what asks for it, as the beginning of a sentence.
-        remedy: what the user can set to do without it.
+        asked_by: the setting that needs the package, as the beginning of a sentence.
+        remedy: the setting that needs no such package, as the end of a sentence.
     """
 
     package: str
@@ -107,9 +107,9 @@ def engine_for(layout: Layout, execution: Execution) -> type[Engine]:
 def server_for(
     layout: Layout, stage: VirtualStages, messages: PipelineMessages, execution: Execution
 ) -> CallServer | None:
-    """Return what serves calls of the model: with several stages, each of layers that follow one another.
+    """Return a server for calls of the model, for several stages, if the layers of each one follow one another.
 
-    None if they cannot be served.
+    None if calls cannot be served.
     """
     if not _is_cut(layout) or layout.num_virtual_stages > 1:
         return None

@@ -1,4 +1,4 @@
-"""What an engine is, and what it is built of."""
+"""The interface of an engine, and the settings and objects that it is built from."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Execution:
 
     Attributes:
         slicing: how sequences are split along their tokens, if there are several stages; None for whole sequences. It
-            is a `token_slices.engine.Slicing`, of which the core knows nothing.
+            is a `token_slices.engine.Slicing`, a class that the core does not import.
         is_driven: whether the loss drives the pipeline, if there are several stages (`StepLoss.drive`).
         serves_callbacks: whether calls of the model outside of the steps are served, if they can be
             (`CallServer.serve_callbacks`).
-        unreached: names of the parameters that may end a step without a gradient, as setup has found out.
+        unreached: names of the parameters that may end a step without a gradient, as determined by setup.
     """
 
     slicing: object | None = None
@@ -51,31 +51,31 @@ class StepLoss(Protocol):
 
     @property
     def unread(self) -> Collection[str]:
-        """Names of inputs that frozen layers do not read, so that tags do not depend on them."""
+        """Names of inputs that frozen layers do not read. Tags do not depend on them."""
 
 
 class CallServer(Protocol):
     """Serves calls of the model that only some stages of a pipeline make (`parts.driven.engine.StageServer`)."""
 
     def serve(self, batch: Batch, code: Callable[[], T], unread: Collection[str] = ()) -> T | None:
-        """Run the user's code on the last stage, whose calls of the model all stages serve.
+        """Run the user's code on the last stage. All stages serve its calls of the model.
 
         Collective over the pipeline.
 
         Args:
             batch: the batch that all stages have, prepared.
-            code: the user's code, which may call the model on anything.
+            code: the user's code, which may call the model on any inputs.
             unread: as of `StepLoss`.
 
         Returns:
-            What the code returns, on the last stage.
+            The code's result on the last stage.
         """
 
     def serve_callbacks(self) -> None:
-        """Serve what other processes ask for outside of the steps, until none asks. Collective over the pipeline."""
+        """Serve other processes' calls outside of the steps, until there are none. Collective over the pipeline."""
 
     def close(self) -> None:
-        """Serve nobody from here on."""
+        """Serve no more calls."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ class Position:
 
     Attributes:
         layout: the layout.
-        stage: what this process holds.
+        stage: this process's virtual stages.
         messages: sends to and receives from the other stages.
         mesh: all processes of the run.
         execution: how the model is run.
         wrapped: the stage wrapped in DDP; None if DDP does not average its gradients.
-        server: returns what serves calls of the model, the same each time; None if they cannot be served.
+        server: returns the server for calls of the model, the same each time; None if they cannot be served.
     """
 
     layout: Layout

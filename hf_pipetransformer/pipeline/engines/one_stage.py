@@ -1,4 +1,4 @@
-"""A step on a single stage: there is no schedule, and it costs what it costs in the stock Trainer."""
+"""A step on a single stage: there is no schedule, and the step costs as much as in the stock Trainer."""
 
 from __future__ import annotations
 

@@ -43,4 +43,4 @@ class ScheduledEngine(Engine):
             inner = users_error(error)
             if inner is error:
                 raise
-        raise inner  # here, where no error is handled, so that its own context stays
+        raise inner  # outside of the except clause, which would replace the error's own context

@@ -24,7 +24,7 @@ def check_same_everywhere(
     """Compare the model and the first samples over the processes. Collective over all processes.
 
     The values of weights are not compared, because they are made equal later. A collator may draw random numbers, so
-    a batch of the same samples may differ: the stages of a pipeline use what its last stage has collated.
+    a batch of the same samples may differ: the stages of a pipeline use the batch of its last stage.
 
     Args:
         mesh: the processes.
@@ -33,8 +33,8 @@ def check_same_everywhere(
         rows: the same samples before collation.
 
     Raises:
-        ValueError: model or samples differ. Every process raises it; the message names what differs, the processes
-            and what each of them has.
+        ValueError: model or samples differ. Every process raises it; the message names the difference, the processes
+            and the value on each of them.
     """
     shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)

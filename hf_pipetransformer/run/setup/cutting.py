@@ -1,6 +1,6 @@
-"""Split a model into units: what they are, their costs and times, and the `ElasticPipeline` that runs them.
+"""Split a model into units: the units, their costs and times, and the `ElasticPipeline` that runs them.
 
-The units are found once and kept as long as the model, so a second `train()` splits it at the same places.
+The units are found once and kept as long as the model. A second `train()` splits it at the same places.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ from .probing import SampleCollator, examples_of, first_that_runs, found_by_each
 logger = logging.getLogger(__name__)
 
 SAMPLE_ROWS = 2
-"""Number of samples on which the model's units are found."""
+"""Number of samples for finding the model's units."""
 MOST_ROWS_TO_TIME = 8
-"""Maximum number of samples on which the model's units are timed; the time grows in proportion to it."""
+"""Maximum number of samples for timing the model's units; the time grows in proportion to it."""
 
 
 @dataclass
 class CutModel:
-    """A model with the units into which it can be split.
+    """A model, and the units for splitting it.
 
     Attributes:
         pipeline: runs the model, as a whole or in a layout.
         unit_costs: the cost of each unit.
-        examples: which inputs of a batch the model was probed on; None if it was not.
+        examples: the inputs of a batch that the model was probed on; None if it was not probed.
         times: the times of the units; None if they could not be measured, or before `time_model`.
-        is_timed: whether they have been measured. They never are again: a second training decides by them as well.
+        is_timed: whether the times have been measured. A second training uses the same times.
     """
 
     pipeline: ElasticPipeline
@@ -77,7 +77,7 @@ class CutModel:
     is_timed: bool = False
 
     def serves(self, job: TrainingJob) -> bool:
-        """Whether it belongs to the job's model and provides everything the job needs.
+        """Whether this is the job's model, with the units that the job needs.
 
         It may have been made for an evaluation or an earlier training, before a freeze callback was added or stages
         were requested.
@@ -90,11 +90,11 @@ class CutModel:
 
     @property
     def stays_distributed(self) -> bool:
-        """Whether each process has its part of a model that was loaded lazily, and nobody has asked for the rest."""
+        """Whether each process has its part of a lazily loaded model, which has not been gathered."""
         return self.pipeline.is_lazy and self.pipeline.is_split
 
     def refuse_second_training(self) -> None:
-        """Refuse to train a model whose weights an earlier training has left on the processes.
+        """Refuse to train a model again if its weights are still distributed over the processes.
 
         Raises:
             ValueError: `stays_distributed`.
@@ -122,7 +122,7 @@ class CutModel:
     def make_whole(self) -> None:
         """Gather all weights into the model on every process: on the device if they fit, otherwise on the CPU.
 
-        Collective over all processes. Does nothing if the model is not placed.
+        Collective over all processes. Without effect if the model is not placed.
         """
         if self.pipeline.is_placed:
             size = sum(map(num_bytes, self.pipeline.model.parameters()))
@@ -194,7 +194,7 @@ def _find(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | None)
 
 
 def _find_layers(job: TrainingJob, rows: Sequence[Any], collate: SampleCollator | None, sample: Batch) -> _Found:
-    """`_find` of a model whose layers are needed. Collective over all processes."""
+    """`_find` for a model that must have layers. Collective over all processes."""
     mesh, model = job.mesh, job.model
     assert collate is not None
     if job.args.uses_pipeline:
@@ -250,7 +250,7 @@ def _needs_units(job: TrainingJob) -> bool:
 
 @dataclass(frozen=True)
 class _Probed:
-    """What was found out about a model, without the model."""
+    """The results of probing a model, without the model."""
 
     stack: StackDescription
     freezable: FreezableLayers | None
@@ -308,7 +308,7 @@ def _why_no_rows(*batches: Batch) -> str:
 
 
 def _make_equal(stack: LayerStack, mesh: ProcessMesh, known_equal: Collection[str]) -> None:
-    """Make weights and buffers equal to those of process 0, as DDP does. Collective over all processes."""
+    """Give all processes the weights and buffers of process 0, as DDP does. Collective over all processes."""
     weights = {name: stack.table[name] for name in stack.table.names if name not in known_equal}
     different = synchronise({**weights, **dict(stack.model.named_buffers())}, mesh)
     if different:
@@ -355,7 +355,7 @@ def make_planner(
         args: the training arguments.
         unit_costs: the costs of the model's units.
         mesh: the processes.
-        times: measured times, the same on every process; None if nothing was measured.
+        times: measured times, the same on every process; None if the model was not timed.
         is_driven: whether the loss drives the pipeline.
         autocasts: whether autocast computes in 16 bits, and keeps copies of weights.
     """
@@ -389,8 +389,8 @@ def time_model(
 ) -> ModelTimes | None:
     """Measure the times of the model's units: for predictions, and to decide whether the cache is faster.
 
-    Collective over all processes. Times differ from run to run, and so may the decisions, so nothing is measured with
-    `full_determinism`. A model that was loaded lazily is not timed either.
+    Collective over all processes. Times differ from run to run, and so may the decisions. The model is therefore not
+    timed with `full_determinism`. A lazily loaded model is not timed either.
 
     Args:
         job: the training job.

@@ -45,7 +45,7 @@ def coupling_of(job: TrainingJob, stack: LayerStack, optimizer: torch.optim.Opti
         job: the training job.
         stack: the model's units.
         optimizer: the optimizer, with or without Accelerate's wrapper.
-        layout: one of this training's layouts, all of which divide the same among replicas.
+        layout: any of this training's layouts. All of them divide the same state among replicas.
     """
     optimizer, sharding, why = unwrapped(optimizer), layout.replica_sharding, None
     if sharding != "none":
@@ -106,7 +106,7 @@ def _depends_on(optimizer: torch.optim.Optimizer, half_of: list[int], half: int)
 
 
 def _step_together(first: _Twin, second: _Twin, factors: Sequence[torch.Tensor]) -> None:
-    """Step two twins, of which the second one's gradients are the first one's times a factor for each parameter."""
+    """Step two twins. The second twin's gradients are the first twin's times a factor for each parameter."""
     for step, scale in enumerate(GRADIENT_SCALES):
         for index, (a, b) in enumerate(zip(first.parameters, second.parameters, strict=True)):
             gradient = torch.rand(a.shape, generator=torch.Generator().manual_seed(index), dtype=a.dtype)

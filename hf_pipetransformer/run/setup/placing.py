@@ -1,7 +1,7 @@
-"""Before a model is placed: what is found out about it and its loss, and which layout comes first.
+"""Before a model is placed: probe the model and its loss, and choose the first layout.
 
     examine        units, how the loss adds up, token slices, times; then the planner, which decides by them
-    first_layout   what the arguments ask for, or the layout of the job that is resumed
+    first_layout   the layout of the arguments, or of the job that is resumed
 
 `PipelineRun.place` calls these in this order.
 """
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Findings:
-    """What setup has found out about a model and its loss on a few samples.
+    """The results of probing a model and its loss on a few samples.
 
     Attributes:
         cut: the model, split into units. `cut.pipeline.stack` says how the loss calls it (`runner.called`), and why it
@@ -41,9 +41,9 @@ class Findings:
         loss: the trainer's loss.
         reduction: how the losses of a batch's parts add up.
         unreached: names of the parameters that may end a step without a gradient.
-        slicing: how sequences are split along their tokens (`Execution.slicing`); None if that is not asked for.
-        times: of the units, if they were measured.
-        planner: decides by all of this.
+        slicing: how sequences are split along their tokens (`Execution.slicing`); None for whole sequences.
+        times: the times of the units, if they were measured.
+        planner: chooses layouts by these results.
     """
 
     cut: CutModel
@@ -102,13 +102,13 @@ def examine(
 
 
 def first_layout(planner: Planner, kept: Mapping[str, Any], num_frozen: int) -> tuple[Layout, bool]:
-    """Return the layout to begin with, and whether it is the one that a resumed job had.
+    """Return the first layout, and whether it is the layout of a resumed job.
 
-    A newly made layout might differ from that, because the sequence of freezes that led to it is not recorded.
+    A newly made layout might differ from the resumed job's: it depends on earlier freezes, which are not recorded.
 
     Args:
         planner: makes layouts.
-        kept: what the checkpoint says; empty for a new training.
+        kept: this package's state in the checkpoint; empty for a new training.
         num_frozen: number of layers that are frozen from the first step on.
     """
     resumed = planner.from_state_dict(kept["layout"], num_frozen) if kept.get("layout") is not None else None

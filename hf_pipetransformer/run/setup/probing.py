@@ -1,7 +1,7 @@
-"""What is found out on a few samples before the first step: how samples are collated, who probes, on which inputs.
+"""Probing on a few samples before the first step: the collation of samples, the probing process, and its inputs.
 
-A model in memory is probed by every process. A lazily loaded one, of which K processes would read the same files K
-times, is probed by process 0 alone, with the threads of all processes of its host, while the others wait.
+A model in memory is probed by every process. A lazily loaded model is probed by process 0 alone, with the threads of
+all processes of its host, while the others wait: otherwise K processes would read the same files K times.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class SampleCollator:
 
     @property
     def is_probed_once(self) -> bool:
-        """Whether process 0 finds out for all processes what is probed on these samples.
+        """Whether process 0 alone probes on these samples, for all processes.
 
-        Not with one stage: the loss may then contain collectives of all processes.
+        False with one stage: the loss may then contain collectives of all processes.
         """
         return is_lazy(self.job.model) and self.is_shared and self.job.args.uses_pipeline
 
@@ -82,15 +82,15 @@ class SampleCollator:
 
 
 def found_by_each(mesh: ProcessMesh, once: bool, probe: Callable[[], T]) -> list[T]:
-    """Call a function that finds something out, and return what was found. Collective over all processes.
+    """Call a probe, and return its results. Collective over all processes.
 
     Args:
         mesh: the processes.
         once: whether only process 0 calls it.
-        probe: what is called; it must not contain collectives, and its result must be picklable.
+        probe: the function to call. It must not contain collectives, and its result must be picklable.
 
     Returns:
-        What each process has found, beginning with process 0; what process 0 has found alone with `once`.
+        The result of each process, beginning with process 0; with `once`, the result of process 0 alone.
 
     Raises:
         Exception: as `ProcessMesh.failing_together`.
@@ -123,10 +123,10 @@ def _threads_of_host(mesh: ProcessMesh) -> Iterator[None]:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Inside, `torch.autocast` does nothing.
+    """Inside the context, `torch.autocast` has no effect.
 
-    Accelerate has wrapped the model's forward in it, once for each trainer that the model has had, and a user may use
-    it in the loss; neither offers a way to switch it off.
+    Accelerate wraps the model's forward in autocast, once for each trainer of the model, and a user may use it in the
+    loss. Neither offers a way to switch it off.
     """
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
     torch.autocast.__enter__ = lambda self: self  # type: ignore[method-assign]
@@ -138,7 +138,7 @@ def without_autocast() -> Iterator[None]:
 
 
 def examples_of(job: TrainingJob, batch: Batch) -> list[ExampleInputs]:
-    """Where the model's inputs stand in such batches as this one, by their names. It calls nothing of the user's.
+    """Where the model's inputs stand in batches like this one, by their names. No code of the user's is called.
 
     Raises:
         UnsupportedModelError: as `example_inputs`.
@@ -149,10 +149,10 @@ def examples_of(job: TrainingJob, batch: Batch) -> list[ExampleInputs]:
 
 
 def first_that_runs(job: TrainingJob, places: Sequence[ExampleInputs], sample: Batch) -> ExampleInputs:
-    """Return the first place of the model's inputs on which it runs; if there is one only, without running it.
+    """Return the first place at which the model accepts the inputs. A single place is returned without running it.
 
     Raises:
-        Exception: the model's on the inputs of the first place, if it runs on none.
+        Exception: the model's error on the inputs of the first place, if it fails on all places.
     """
     if len(places) == 1:
         return places[0]
@@ -162,7 +162,7 @@ def first_that_runs(job: TrainingJob, places: Sequence[ExampleInputs], sample: B
             inputs = in_new_containers(place.of(job.model, sample))
             try:
                 job.model(**(inputs if place.called.nested_in is None else {place.called.nested_in: inputs}))
-            except Exception as error:  # whatever the model raises
+            except Exception as error:  # the model may raise any error
                 if is_out_of_memory(error):
                     raise
                 first = first or error

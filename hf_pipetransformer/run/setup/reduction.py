@@ -1,4 +1,4 @@
-"""How the losses of a batch's parts add up to the loss of the batch, and what that means for the layouts."""
+"""How the losses of a batch's parts add up to the loss of the batch, and which layouts this allows."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ LOSS_SAMPLE_ROWS = 4
 def find_reduction(
     loss: Loss, stack: LayerStack, data: TrainingBatches, collate: SampleCollator | None
 ) -> tuple[LossReduction, frozenset[str]]:
-    """Find how the losses of a batch's parts add up: by the user's word, or from a transformers model's head.
+    """Find how the losses of a batch's parts add up: as the user declares, or from a transformers model's head.
 
-    Nothing is assumed of any other loss, and none is run. A lazily loaded model that is split is read on process 0
+    No other loss is assumed to add up, and none is run. A lazily loaded model that is split is read on process 0
     only. Collective over all processes.
 
     Args:
         loss: the trainer's loss.
         stack: the units of the model.
         data: the training batches.
-        collate: collates samples; None if nothing is probed.
+        collate: collates samples; None without probing.
 
     Returns:
         How they add up, and the names of the parameters that may end a step without a gradient.
@@ -56,7 +56,7 @@ def find_reduction(
     job = loss.job
     plain = unexamined(loss.shifts_labels)
     if not job.sums_up and not job.args.uses_pipeline:
-        return plain, frozenset()  # nothing is added up
+        return plain, frozenset()  # the whole batch has a single loss
     if not loss.is_stock:
         unreached = frozenset(stack.table.names)  # it may reach any parameter, or none
         declared = job.args.loss_reduction
@@ -96,7 +96,7 @@ def find_reduction(
                 bounds=bounds,
             )
 
-    # results may differ between processes by rounding, or by what a collator draws
+    # results may differ between processes by rounding, or by a collator's random numbers
     found = found_by_each(job.mesh, collate.is_probed_once, read)
     unreached = frozenset(stack.table.names) - frozenset.intersection(*(theirs.reached for theirs in found))
     return found[0].reduction, unreached
@@ -123,7 +123,7 @@ def _sample_for_loss(loss: Loss, data: TrainingBatches, collate: SampleCollator)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What the loss allows of a layout
+# Layouts that the loss allows
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -133,7 +133,7 @@ def is_driven(job: TrainingJob, reduction: LossReduction) -> bool:
 
 
 def say_how_loss_adds_up(job: TrainingJob, reduction: LossReduction, planner: Planner) -> None:
-    """Say in one line what a loss that is not known to add up means for the first layout."""
+    """Log in one line how the first layout is limited by a loss that is not known to add up."""
     name = type(job.model).__name__
     parts = planner.first.data_parallel_size * job.args.gradient_accumulation_steps
     averaged = ""
