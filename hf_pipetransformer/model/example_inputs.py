@@ -132,7 +132,7 @@ def _has_all(model: nn.Module, place: ExampleInputs) -> bool:
 
 
 def _called_on(model: nn.Module, paths: Mapping[str, Path], outer: Set[str]) -> ExampleInputs:
-    """The place of these paths. If the forward names none of the inputs but one other, it gets them as one dict."""
+    """The place with these paths. If the forward requires one argument and names no input, it gets one dict."""
     needed = _needed(model)
     if len(needed) != 1 or not outer.isdisjoint(paths):
         return ExampleInputs(CalledWith(), paths)
