@@ -4,8 +4,8 @@
     a module of the front      runs; the needed leaves of its output    runs on the missing samples only; returns the
                                are stored when the call has ended       stored values, in the same containers
 
-A value that is neither needed nor stored cannot be read. Each call checks everything that could invalidate stored
-values: the front's weights, buffers, flags and modes, the shapes of its modules' inputs, and the number of calls.
+A value that is neither needed nor stored cannot be read. Each call checks for changes that invalidate stored values:
+in the front's weights, buffers, flags and modes, in its modules' input shapes, and in the number of their calls.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class FrozenFront:
     ) -> None:
         self.found = found
         self.seconds_per_row = 0.0
-        """Time of the front's modules for one row, in the last timed call."""
+        """Seconds that the front's modules took for one row, in the last timed call."""
         self.share = 0.0
         """Share of the front's modules in the forward pass of that call."""
         self.counts = CacheCounts()
