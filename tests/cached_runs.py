@@ -26,7 +26,7 @@ RUNS = {
 def trainer_of(
     run: Run, stages: dict[int, int], table: dict[int, int], folder: str = "cached", **options: Any
 ) -> PipeTransformerTrainer:
-    writing.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine, so rows can be counted
+    writing.PENDING_BATCHES = 1000  # no batch is dropped on a busy machine, so rows can be counted
     trainer = pipeline_trainer(
         run,
         stages[0],

@@ -1,4 +1,4 @@
-"""What holds for every test: no network, one thread, quiet libraries, a fixed seed, an empty working directory."""
+"""Settings of every test: no network, one thread, quiet libraries, a fixed seed, an empty working directory."""
 
 import os
 
@@ -29,7 +29,7 @@ import torch
 from distributed import patient, slowness
 
 torch.set_num_threads(1)
-gc.disable()  # until all tests are imported: nothing of that is garbage
+gc.disable()  # until all tests are imported: imports leave no garbage
 
 
 def pytest_collection_modifyitems(items):
@@ -43,7 +43,7 @@ def pytest_timeout_set_timer(item, settings):
 
 
 def pytest_collection_finish():
-    """What has been imported by now stays: no collection shall walk through it, which took up to half a second."""
+    """Exclude the imported modules from garbage collections, which took up to half a second."""
     gc.freeze()
     gc.enable()
 
@@ -72,7 +72,7 @@ def _heard_warnings():
 
 @pytest.fixture(autouse=True)
 def _empty_working_directory(tmp_path, monkeypatch):
-    """Whatever a test writes under a relative path ("trainer_output") is gone with its temporary directory."""
+    """Files under relative paths ("trainer_output") are removed with the test's temporary directory."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -103,15 +103,15 @@ def _no_distributed_state():
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What `make test-faults` shows, and asks of all faults together
+# The summary of `make test-faults`, and its bounds for all faults together
 # ---------------------------------------------------------------------------------------------------------
 
 FEWEST_KILLS = 20
-"""Below so many (a selection of the tests) nothing is asked of all of them together."""
+"""Minimum number of kills for the bounds to apply. A selection of the tests may have fewer."""
 MOST_SECONDS_UNTIL_ENDED = 5.0
 """Median, from a kill to the end of the last peer: 3.2 were seen, two of them without a sign of life."""
 MOST_SECONDS_UNTIL_ENDED_OF_20 = 10.0
-"""Likewise, but for one kill of twenty."""
+"""The same without the slowest kill of twenty."""
 MOST_SECONDS_AFTER_NOTICE = 10.0
 """The worst, from when a process that stands still is to be noticed to the end of the last peer."""
 MOST_SECONDS_TO_RECOVER = 15.0
@@ -123,7 +123,7 @@ bound finds is an attempt that waits for something: a name server, a port, a tim
 
 
 def _faults(config):
-    """What the tests have recorded of each fault."""
+    """The tests' records of each fault."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     reports = [report for reports in reporter.stats.values() for report in reports] if reporter is not None else []
     return [

@@ -1,7 +1,7 @@
 """Trains with parts that cannot be imported, in processes that this one forks: `deletion_job.py FOLDER PART...`.
 
-Prints one line of JSON: for each part (or "all") what a training in one process and in two stages has ended with, and
-how the argument that asks for the part was answered. Nothing of the package is imported before the forks.
+Prints one line of JSON: for each part (or "all") the results of trainings in one process and in two stages, and the
+response to the argument that requests the part. No module of the package is imported before the forks.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def train(folder: str, options: dict[str, Any], own_loss: bool = False) -> float
 
 
 def forked(world: int, work: Callable[[], Any]) -> list[Any]:
-    """What each of some forked processes returns."""
+    """The return values of forked processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -9,15 +9,15 @@
     assert run_ranks(add, 4, 10) == [60, 60, 60, 60]
 
 1. Importing torch, transformers and the library takes seconds, so one *fork server* per test session imports them
-   once, and each rank is a fork of it (about 50 ms). It is started by the first call.
-2. The environment is that of torchrun: RANK, WORLD_SIZE, MASTER_ADDR, ... The store is kept by the test's process on
-   a port of the system's choice: test sessions that run at the same time never meet, and it outlives the ranks.
-   No process group is made: Accelerate, or the function, makes it.
-3. A rank sends back what it returned or raised (tensors included, by value). Its output is printed by the test's
-   process, which shows it where a test fails.
-4. Ranks that hang are asked for the stacks of their threads, then killed together with their data loader workers.
-   They cannot outlive the test's process either, not even when that one is killed. Timeouts are seconds of a quiet
-   machine: while other programs use the cores, time counts less (`slowness`).
+   once, and each rank is a fork of it (about 50 ms). The first call starts the server.
+2. The environment is torchrun's: RANK, WORLD_SIZE, MASTER_ADDR, ... The test's process hosts the store on a port that
+   the system chooses. So concurrent test sessions do not interfere, and the store outlives the ranks. No process group
+   is created: Accelerate, or the function, creates it.
+3. A rank sends back its return value or its error (tensors included, by value). The test's process prints the rank's
+   output, and pytest shows it if the test fails.
+4. Ranks that hang dump the stacks of their threads, and are then killed together with their data loader workers. Ranks
+   do not outlive the test's process, even if it is killed. Timeouts are seconds of a quiet machine: while other
+   programs use the cores, time counts less (`slowness`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TICK_SECONDS = 1.0  # after so long the load is looked at again
 MOST_SLOWNESS = 30.0  # a test that hangs does end
 YOUNG_OBJECTS = 20_000  # between collections; with Python's 700 they take a tenth of a short training's time
 
-# What a rank reports when another one broke off: a consequence, not a cause.
+# Errors of a rank after another rank has failed: consequences, not causes.
 CONSEQUENCES = (
     "closed by peer",
     "reset by peer",
@@ -108,12 +108,12 @@ class RankOutcome:
     """How one rank ended.
 
     Attributes:
-        rank: Its number.
-        value: What the function returned.
-        error: What it raised, or a `RankTimeoutError` or `RankDiedError`; None if it returned.
-        exitcode: Of the process; minus the signal's number where one killed it.
+        rank: Number of the rank.
+        value: Return value of the function.
+        error: The raised error, or a `RankTimeoutError` or `RankDiedError`; None if the function returned.
+        exitcode: Exit code of the process; minus the signal's number if a signal killed it.
         finished_s: Seconds after the start of all ranks.
-        log: What it wrote to its standard output and error, and its stacks if it hung.
+        log: Standard output and error of the rank, and its stacks if it hung.
     """
 
     rank: int
@@ -130,8 +130,8 @@ def run_ranks(fn: Callable, world_size: int, *args: Any, **options: Any) -> list
     It takes the arguments of `launch_ranks`.
 
     Raises:
-        BaseException: What the first failing rank raised, of the same type, with its traceback as the cause. Errors
-            that only say that a peer is gone come last, and so do ranks that waited for the one that failed.
+        BaseException: The error of the first failing rank, of the same type, with its traceback as the cause. Errors
+            about a lost peer come last, and so do ranks that waited for the failed rank.
         RankTimeoutError: A rank did not end in time.
         RankDiedError: A rank was killed.
     """
@@ -143,7 +143,7 @@ def run_ranks(fn: Callable, world_size: int, *args: Any, **options: Any) -> list
 
 
 def run_ranks_expecting_error(fn: Callable, world_size: int, *args: Any, **options: Any) -> list[BaseException]:
-    """Returns what every rank raised; takes the arguments of `launch_ranks`.
+    """Returns the error of every rank; takes the arguments of `launch_ranks`.
 
     Raises:
         AssertionError: A rank returned, hung or died instead of raising.
@@ -196,12 +196,12 @@ def launch_ranks(
 
 
 def slowness() -> float:
-    """How often longer than on a quiet machine something takes now: processes that want to run, for each core."""
+    """Current slowdown against a quiet machine: number of runnable processes for each core."""
     return min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), MOST_SLOWNESS)
 
 
 def patient(seconds: float) -> float:
-    """A timeout for a process that is no rank, by the load of now, which may double."""
+    """A timeout for a process that is not a rank, for twice the current load."""
     return 2 * seconds * slowness()
 
 
@@ -258,7 +258,7 @@ class _Rank:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def kill(self) -> None:
-        """Kills the process and what it started, and forgets it."""
+        """Kills the process and its children, and discards it."""
         if self.process is None:
             return
         try:
@@ -273,7 +273,7 @@ class _Rank:
 
 
 def _wait(ranks: list[_Rank], timeout: float, seconds_after_error: float | None) -> None:
-    """Waits until all ranks have ended; where time runs out, notes what the others are doing."""
+    """Waits until all ranks have ended; at the timeout, records the stacks of the running ranks."""
     seconds_left, reason = timeout, f"after {timeout:g} s"
 
     def hurry(seconds: float, new_reason: str) -> None:
@@ -402,10 +402,10 @@ def _with_cause(error: BaseException, text: str) -> BaseException:
 
 
 def _die_with_the_test_process() -> None:
-    """Has the kernel kill this rank, stopped or stuck as it may be, when the test's process is gone.
+    """Has the kernel kill this rank, even if it is stopped or stuck, when the test's process is gone.
 
-    The fork server ends when nobody holds the write end of its pipe any more. Ranks inherit one; they let go of it, so
-    that the test's process alone keeps the server alive, and ask for SIGKILL at the death of their parent, the server.
+    The fork server ends when no process holds the write end of its pipe. Ranks inherit the write end and close it, so
+    only the test's process keeps the server alive. They request SIGKILL at the death of their parent, the server.
     """
     server = multiprocessing.forkserver._forkserver
     os.close(server._forkserver_alive_fd)

@@ -1,4 +1,4 @@
-"""A training as `torchrun` and `accelerate launch` start it, in which something goes wrong in the first attempt.
+"""A training as `torchrun` and `accelerate launch` start it, with a fault in the first attempt.
 
     torchrun --nproc_per_node 4 --max_restarts 1 tests/fault_job.py FOLDER KIND RANK PHASE STEP
 
@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 from typing import Any, get_args
 
-STARTED_AT = time.time()  # what the system says of a process is rounded to a second
+STARTED_AT = time.time()  # the system rounds a process's start time to a second
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS), *(str(folder) for folder in TESTS.iterdir() if folder.is_dir())]
-# Each process of a job imports, twice. That takes a fifth less without collections, and a quarter less without what
-# transformers imports where it is there, and no job here uses.
+# Each process of a job imports, twice. That takes a fifth less without collections, and a quarter less without the
+# optional packages that transformers imports and no job here uses.
 gc.disable()
 sys.modules.update(dict.fromkeys(["datasets", "pandas", "peft", "PIL", "scipy", "sklearn", "torchvision"]))
 

@@ -1,4 +1,4 @@
-"""Lets something go wrong in one process of a training, and what shall be true afterwards.
+"""Injects a fault into one process of a training, and describes the expected state afterwards.
 
 A `Fault` happens where a process enters a phase (`progress.phase`), so it can be put anywhere
 without a line for it in the library. Functions here run inside the ranks of `distributed.launch_ranks`.
@@ -28,7 +28,7 @@ Kind = Literal["kill", "stop", "hang", "busy", "raise", "corrupt", "cut", "stop_
 
 HANGS: tuple[Kind, ...] = ("hang", "busy")
 EVERYONE = -1
-"""In place of a rank: it happens to all of them."""
+"""In place of a rank: the fault happens on all ranks."""
 
 PHASES = (
     ("start", 0),
@@ -64,7 +64,7 @@ COUNTED = {6: 1, 12: 2}
 """Steps done -> layers that count as cached in `CACHED_RUN`, which freezes by `CACHED_FREEZES`: a whole epoch lies
 between. At the second freeze, where layers move and two stages become one, the first counts as cached already."""
 STORE = "store"
-"""Whatever is there in a job's folder under this name is its `activation_cache_dir`: it caches, for five epochs."""
+"""If a job's folder has an entry of this name, that is its `activation_cache_dir`: it caches, for five epochs."""
 
 WATCHDOG_TIMEOUT = 2
 DDP_TIMEOUT = 60
@@ -73,18 +73,18 @@ DDP_TIMEOUT_WITH_A_HANG = 12
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to whom, and when.
+    """A fault: its kind, its rank, and its time.
 
     Attributes:
-        kind: of the fault. "hang" sleeps, "busy" computes for ever, "corrupt" damages the newest checkpoint and kills,
-            "cut" takes the host off the network, "stop_host" stops all ranks of the host. "term" is one SIGTERM,
-            "terms" one at each phase from there on, "preempt" one to the launcher of the host.
-        rank: whom it happens to, or `EVERYONE`.
-        phase: where.
+        kind: "hang" sleeps, "busy" computes for ever, "corrupt" damages the newest checkpoint and kills, "cut" takes
+            the host off the network, "stop_host" stops all ranks of the host. "term" is one SIGTERM, "terms" one at
+            each phase from there on, "preempt" one to the launcher of the host.
+        rank: rank of the process, or `EVERYONE`.
+        phase: phase of the training.
         step: number of steps done.
-        entry: how often the phase has been entered since then.
-        caches: it happens in `CACHED_RUN`.
-        sharding: what replicas divide.
+        entry: number of times that the phase has been entered since then.
+        caches: whether it happens in `CACHED_RUN`.
+        sharding: the kind of replica sharding.
     """
 
     kind: Kind
@@ -227,11 +227,11 @@ def trainer_with_fault(
 ) -> PipeTransformerTrainer:
     """An elastic training: as many stages as processes, up to four, then two, then one."""
     store = Path(folder, STORE)
-    # the next attempt goes on with what the one that was killed has put
+    # the next attempt continues with the entries of the killed attempt
     goes_on = (fault is not None and fault.phase == "cache") or Path(folder, "_hf_pipetransformer_run_cache").exists()
     run = CACHED_RUN if caches or store.exists() else RUN.with_options(max_steps=max_steps)
     if caches:
-        writing.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine: layers count when they should
+        writing.PENDING_BATCHES = 1000  # no batch is dropped on a busy machine, so layers count as cached in time
     trainer = pipeline_trainer(
         replace(run, per_device=global_rows(world_size) // world_size),
         _stages(SHRINK[0], world_size),
@@ -265,7 +265,7 @@ def train(
     caches: bool = False,
     sharding: str = "none",
 ) -> Report:
-    """Train, or go on with what has been trained."""
+    """Train, or resume the training in the folder."""
     trainer = trainer_with_fault(folder, rank, world_size, fault, max_steps, caches, sharding)
     first = _FirstStep(trainer)
     trainer.add_callback(first)

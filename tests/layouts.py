@@ -11,7 +11,7 @@ from hf_pipetransformer.planning.planner import Planner, Request
 from hf_pipetransformer.planning.unit_times import ModelTimes, PartTimes, Seconds
 
 OF_DEVICES = ("times", "memory_budget_bytes", "autocasts")
-"""Arguments of a `Planner`; all others are those of a `Request`."""
+"""Arguments of a `Planner`; all others are arguments of a `Request`."""
 
 
 def unit(

@@ -327,7 +327,7 @@ _decoder(
     **DECODER,
     **EXPERTS,
     output_router_logits=True,
-    router_aux_loss_coef=0.5,  # large, so that it shows
+    router_aux_loss_coef=0.5,  # large enough to be visible
 )
 _decoder("mamba", "MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=4)
 
@@ -392,7 +392,7 @@ _add(
     begin_suppress_tokens=None,
 )
 
-# Models whose layers are not one list in which each layer reads the output of the previous one alone
+# Models with layers that are not a single list, or that read more than the previous layer's output
 _add(
     "funnel",  # lists of lists
     "FunnelForSequenceClassification",

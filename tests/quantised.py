@@ -1,7 +1,7 @@
-"""Models whose linear layers are quantised, with adapters on them, as they are fine-tuned (QLoRA).
+"""Models with quantised linear layers and adapters on them, as in fine-tuning with QLoRA.
 
 model = stand_in_model("llama")     int8 parameters and scales, in a module of its own
-model = torchao_model("llama")      torchao's tensors: int8 inside, float32 to whoever asks
+model = torchao_model("llama")      torchao's tensors: int8 inside, float32 for all readers
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What `make test` runs, and what it leaves to `make test-all`.
+"""Selects the tests of `make test`; `make test-all` runs all of them.
 
     @pytest.mark.parametrize("model", few(MODELS, "bert", "t5"))  # the others are slow
     @pytest.mark.parametrize("stages", [2, *slow(1, 4)])
 
-Where parameters of one test are crossed, `make test` runs those combinations of which no part is slow.
+If parameters of one test are crossed, `make test` runs the combinations without a slow parameter.
 """
 
 from __future__ import annotations

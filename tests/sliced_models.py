@@ -41,7 +41,7 @@ def _rotary(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **more}}
 
 
-# Model type (up to the first "/") and what its configuration says.
+# Model type (up to the first "/") and the options of its configuration.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "llama": _BASE,
     "gpt2": {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 64},
@@ -74,7 +74,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 NO_SDPA = ("gemma2",)
-"""Its capped scores are no matter for a fused kernel."""
+"""Models without SDPA: a fused kernel cannot cap scores."""
 
 
 def build(name: str, attention: str | None = None, **overrides: Any) -> nn.Module:
@@ -107,13 +107,13 @@ def batch_for(padding: Padding, rows: int = ROWS, tokens: int = TOKENS) -> dict[
     padded = slice(tokens - 8, tokens) if padding == "right padding" else slice(0, 20)  # more than a slice
     mask[-1, padded], ids[-1, padded], labels[-1, padded] = 0, 0, -100
     if padding == "left padding":
-        labels[-1, 20] = -100  # nothing precedes it
+        labels[-1, 20] = -100  # no token precedes it
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
 @dataclass
 class Step:
-    """What one step gives."""
+    """The results of one step."""
 
     loss: float
     gradients: dict[str, torch.Tensor]

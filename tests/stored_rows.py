@@ -42,7 +42,7 @@ def get(reader: FileReader, keys: Sequence[bytes], nbytes: Sequence[int]) -> lis
 
 
 def hits_of(reader: FileReader, numbers: Sequence[int], nbytes: int = 200) -> list[int]:
-    """The numbers whose payloads are hits. Fails if one is wrong."""
+    """The numbers with payloads in the store. Fails if a payload is wrong."""
     found = get(reader, [key_of(n) for n in numbers], [nbytes] * len(numbers))
     for number, payload in zip(numbers, found, strict=True):
         assert payload in (None, payload_of(number, nbytes).tobytes()), f"the wrong payload for {number}"

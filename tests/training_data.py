@@ -33,10 +33,10 @@ IGNORED = -100  # the label that no loss counts
 
 
 class TrainingData(Dataset):
-    """Generated samples whose labels follow from their inputs, so that a loss can fall.
+    """Generated samples with labels that follow from their inputs, so a loss can fall.
 
     Args:
-        kind: What a sample is for.
+        kind: Task of the samples.
         size: Number of samples.
         seed: Other seeds give other samples.
     """
@@ -57,7 +57,7 @@ class TrainingData(Dataset):
 class StreamedData(IterableDataset):
     """The same samples without a length and without random access, in the same order every epoch.
 
-    Workers of a data loader take turns, as those of a streamed file would: each sample comes once.
+    Workers of a data loader take turns, as with a streamed file: each sample comes once.
     """
 
     def __init__(self, kind: Kind, size: int, seed: int = 0) -> None:
@@ -70,7 +70,7 @@ class StreamedData(IterableDataset):
 
 
 class PadCollator:
-    """Makes a batch of samples of one kind. An object, so that data loader workers can receive it."""
+    """Makes a batch of samples of one kind. It is an object because data loader workers receive it by pickle."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind

@@ -33,9 +33,9 @@ WORLD = 4
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained, on what, and how; the same for the reference and for every layout.
+    """Model, data and options of a training; the same for the reference and for every layout.
 
-    `samples` is chosen so that the last batch is odd and, on some layouts, smaller than the number of pipelines.
+    With this number of `samples`, the last batch is odd and, on some layouts, smaller than the number of pipelines.
     """
 
     kind: Kind = "text-classification"
@@ -75,7 +75,7 @@ class Run:
             "report_to": [],
             "disable_tqdm": True,
             "optim": "adamw_torch",
-            # A key's bias shifts all scores of a softmax alike, so its gradient is rounding and nothing else. With
+            # A key's bias shifts all scores of a softmax alike, so its gradient is only rounding. With
             # the default of 1e-8 Adam would make full steps of it, in a direction that no two runs share.
             "adam_epsilon": 1e-4,
             "seed": 42,
@@ -85,7 +85,7 @@ class Run:
 
 @dataclass
 class Outcome:
-    """What a run leaves behind; plain values, to be sent to the test's process."""
+    """The results of a run as plain values, to be sent to the test's process."""
 
     losses: list[float]
     gradient_norms: list[float]
@@ -175,7 +175,7 @@ def with_stages(trainer: Trainer, choose: Callable[[Layout, int], int]) -> None:
 
 
 def nothing(run: PipelineRun) -> None:
-    """Looks at nothing."""
+    """Does nothing."""
 
 
 def at_each_step(
@@ -183,7 +183,7 @@ def at_each_step(
     before: Callable[[PipelineRun], None] = nothing,
     after: Callable[[PipelineRun], None] = nothing,
 ) -> None:
-    """Look at the run, or change it, before and after it adapts to what has been decided."""
+    """Inspect the run, or change it, before and after it adapts to a decision."""
     adapt = PipelineRun.adapt
 
     def adapting(self: PipelineRun) -> None:

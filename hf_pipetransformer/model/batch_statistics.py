@@ -1,8 +1,8 @@
-"""Batch normalisation: which layers normalise by the statistics of a batch, and how a probe leaves these alone.
+"""Batch normalisation: finds layers that normalise by a batch's statistics, and protects these from probes.
 
 In training mode such a layer normalises each sample by the mean and variance of the whole batch, so micro-batches
-would change its result. In a single micro-batch of a single pipeline it gives what it gives in one process. Its
-running statistics are buffers, which are kept by the stage that holds its parameters.
+would change its result. With one micro-batch in one pipeline, its result is the same as in one process. Its running
+statistics are buffers, kept by the stage that holds its parameters.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def normalised_by_batch(model: nn.Module) -> str | None:
     """Return why the samples of a batch depend on one another; None if no layer normalises by the batch.
 
     Args:
-        model: the model, in the mode in which it trains. A batch normalisation that stays in eval mode (because its
-            `train` is overridden, for example) normalises by its running statistics.
+        model: the model in its training mode. A batch normalisation that stays in eval mode (because its `train` is
+            overridden, for example) normalises by its running statistics.
     """
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats):
@@ -35,7 +35,7 @@ def normalised_by_batch(model: nn.Module) -> str | None:
 
 @contextmanager
 def running_statistics_kept(model: nn.Module) -> Iterator[None]:
-    """Inside, normalisation layers are in eval mode, so that a pass of the model leaves running statistics alone."""
+    """Inside, normalisation layers are in eval mode, so a pass does not change their running statistics."""
     switched = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
     for module in switched:
         module.training = False

@@ -1,4 +1,4 @@
-"""The inputs that a model is called on, compared with those of the batch."""
+"""Compares the inputs of a call of the model with the inputs of the batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOT_OF_STATES: frozenset[str] = frozenset(
         "use_cache",
     }
 )
-"""Model arguments that select what is returned and how the loss is computed; they change no layer's output."""
+"""Model arguments that select the returned values and the form of the loss; they change no layer's output."""
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -39,10 +39,10 @@ ROUNDING = 2.0**-7
 
 
 class RecordedInputs:
-    """A batch's inputs at this moment, to be compared with those that the model is called on.
+    """A snapshot of a batch's inputs, to be compared with the inputs of the model's calls.
 
-    It detects a mixup that replaces the inputs as well as one that writes into them, at any time. Comparing costs a
-    check of each tensor's identity and version; values are compared only if the tensor object differs.
+    It detects a mixup that replaces inputs, and one that writes into them. A comparison checks each tensor's identity
+    and version; values are compared only if the tensor object differs.
 
     Args:
         batch: the model's inputs.
@@ -65,11 +65,11 @@ class RecordedInputs:
         return not self._others(inputs, {*ignored, *NOT_OF_STATES}, rounding=0.0)
 
     def exchanged(self, inputs: Mapping[str, Any], ignored: Collection[str], defaults: Mapping[str, Any]) -> list[str]:
-        """Names of the inputs that are others, missing or added, beyond what rounding to another data type explains.
+        """Names of the inputs that are changed, missing or added. Rounding to another dtype is not a change.
 
         Args:
             inputs: the model's arguments.
-            ignored: names of inputs that do not count.
+            ignored: names of inputs that are not compared.
             defaults: the default values of the forward's parameters.
         """
         unread = {*ignored, *NOT_OF_STATES}
@@ -90,11 +90,11 @@ class RecordedInputs:
 
 @dataclass(frozen=True)
 class BatchTags:
-    """The tags of a batch, taken out of it, so that a user's methods get the batch as their collator returned it.
+    """The tags of a batch, taken out of it, because the user's methods get the batch as the collator returned it.
 
     Attributes:
         tensor: the tags.
-        inputs: the inputs to which the tags belong.
+        inputs: the inputs that the tags belong to.
     """
 
     tensor: torch.Tensor
@@ -118,7 +118,7 @@ class BatchTags:
 
 
 def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The inputs that a model is called on, by name."""
+    """The arguments of a call of the model, by name."""
     if not args:
         return kwargs
     names = itertools.islice(inspect.signature(type(model).forward).parameters, 1, None)
@@ -126,10 +126,10 @@ def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def added_settings(batch: Collection[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values among a model's arguments that are not in the batch, and may change states.
+    """The plain values among a model's arguments that are not in the batch and may change hidden states.
 
     Args:
-        batch: the names of what is in the batch.
+        batch: the names of the batch's entries.
         inputs: the model's arguments in a call on this batch.
     """
     unknown = inputs.keys() - NOT_OF_STATES - set(batch)

@@ -1,4 +1,4 @@
-"""Whether a model drops, and training mode without dropout, to make what a model computes in training reproducible."""
+"""Detects dropout, and disables it in training mode to make a model's training computation reproducible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def may_drop(model: nn.Module) -> bool:
-    """Whether a forward may draw random numbers for dropout: where it is on, some module has a rate for it."""
+    """Whether a forward may draw random numbers for dropout, that is, whether any module has a dropout rate."""
     return any(
         module.training
         and any(isinstance(value, float) and value > 0 and "drop" in name for name, value in _rates_of(module))
@@ -39,7 +39,7 @@ DROPOUTS = frozenset(
     )
     for suffix in ("", "_")
 )
-"""Functions of torch that return their first argument if nothing is dropped."""
+"""Dropout functions of torch. Without dropout they return their first argument."""
 
 DROPOUT_ARGUMENT: Mapping[str, tuple[str, int]] = {
     "scaled_dot_product_attention": ("dropout_p", 4),
@@ -49,11 +49,10 @@ DROPOUT_ARGUMENT: Mapping[str, tuple[str, int]] = {
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Inside, torch's dropout functions drop nothing, whatever mode the modules are in.
+    """Inside, torch's dropout functions are disabled in all modules, in training and in eval mode.
 
-    Setting the modules to eval mode would also disable what a model does in training only (a loss term, class weights,
-    a mixup), which a probe must include. Dropout is often not a module: transformers passes a probability to its
-    attention functions.
+    Eval mode would also disable code that a model runs only in training (a loss term, class weights, a mixup), and a
+    probe must include it. Dropout is often not a module: transformers passes a probability to its attention functions.
     """
 
     def __torch_function__(

@@ -85,11 +85,11 @@ def _text(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, torch.Ten
 
 
 def _token_ids(config: PreTrainedConfig, rows: int, tokens: int, start: int | None = None) -> torch.Tensor:
-    """Return ordinary tokens, then the end token, from which BART and T5 compute a classification. `[B, T]`"""
+    """Return ordinary tokens and the end token, because BART and T5 classify by its state. `[B, T]`"""
     text = config.get_text_config()
     vocabulary = int(_first(text, ("vocab_size", "n_vocab", "src_vocab_size"), 1000))
     special = _special_tokens(text) | _special_tokens(config)
-    # Ordinary tokens: as many as needed, none of them special. With a tiny vocabulary they are repeated.
+    # Ordinary tokens, without special ones. With a tiny vocabulary they are repeated.
     ordinary = [token for token in range(vocabulary) if token not in special][: rows * tokens] or [0]
     ids = torch.tensor([ordinary[i % len(ordinary)] for i in range(rows * tokens)]).view(rows, tokens)
     if start is not None:
@@ -156,7 +156,7 @@ def _audio_values(config: PreTrainedConfig, rows: int) -> torch.Tensor:
 
 
 def _audio_features(config: PreTrainedConfig, rows: int) -> torch.Tensor:
-    """Return audio features: of the only length that Whisper accepts, or short ones."""
+    """Return audio features. Whisper accepts only one length; for other models they are short."""
     positions = getattr(config, "max_source_positions", None)
     per_frame = _first(config, ("input_feat_per_channel", "feature_projection_input_dim", "input_dim"), None)
     if per_frame is not None:  # Speech2Text, Wav2Vec2-BERT

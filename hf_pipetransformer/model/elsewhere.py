@@ -1,10 +1,10 @@
-"""Tensors whose values are on another process: they have shape and dtype, and cannot be read.
+"""Tensors with values on another process: they have a shape and dtype, and cannot be read.
 
-A hidden tensor stays the object that it is; only its class changes. All metadata (`shape`, `nbytes`, `requires_grad`,
-hooks) stay PyTorch's own. Whatever touches its values fails at the user's line, with a sentence that names them: an
-operation is let through as long as it dispatches nothing on a hidden tensor, so there is no list of what is allowed.
+A hidden tensor stays the same object; only its class changes. All metadata (`shape`, `nbytes`, `requires_grad`,
+hooks) stay PyTorch's own. An operation that reads its values fails at the user's line, with a message that names them.
+No list of allowed operations is needed: an operation is allowed if it dispatches no kernel on a hidden tensor.
 
-Inside of a model's own forward, where a stage runs on inputs of layers that it does not have, operations compute with
+Inside a model's own forward, a stage runs without the outputs of other stages' layers. There, operations compute with
 the NaN that a hidden tensor contains.
 """
 
@@ -25,15 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _state = threading.local()
 
 NAN: float = struct.unpack("d", struct.pack("Q", 0x7FF8_E15E_4000_0000))[0]
-"""What hidden tensors contain. Its bits differ from those of a NaN that is computed, and processors hand them on."""
+"""The value in hidden tensors. Its bits differ from a computed NaN's, and processors propagate them."""
 _BITS = struct.unpack("I", struct.pack("f", NAN))[0] & 0x7FFFFFFF
 OURS = "hf_pipetransformer"
 LIBRARIES = frozenset({"accelerate", OURS, "torch", "transformers"})
-"""Packages that see the `requires_grad` that a hidden parameter has here, which is False."""
+"""Packages that see a hidden parameter's `requires_grad` on this process, which is False."""
 UPDATES = ("accelerate", OURS, "torch.optim", "torch.amp", "torch.nn.modules.module")
-"""Packages for which a hidden parameter has no gradient: they update each parameter on its own."""
+"""Packages that see no gradient on a hidden parameter, because they update each parameter on its own."""
 CLIPS = "torch.nn.utils"
-"""The package that gets a hidden gradient, for which see `HiddenGradient`."""
+"""The package that gets a `HiddenGradient` from a hidden parameter."""
 GRADIENT_REMEDY = (
     "So are norms of gradients: this process would clip or measure those of its own stage only. Set max_grad_norm, or"
     " call trainer.accelerator.clip_grad_norm_(parameters, max_norm) on all processes: it clips by the norm over all"
@@ -44,7 +44,7 @@ _READ_ONLY = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("device", "dtype", "is_leaf", "is_sparse", "layout", "ndim", "shape", "_version")
 ) | {torch.Tensor.size, torch.Tensor.numel, torch.Tensor.dim, torch.Tensor.is_floating_point}
-"""Frequent accesses that read no values: for these, nothing is watched."""
+"""Frequent accesses that read no values; they run without the dispatch mode."""
 _WITHOUT_DISPATCH = frozenset(
     {
         torch.Tensor.data.__get__,  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ _WITHOUT_DISPATCH = frozenset(
         torch.autograd.grad,
     }
 )
-"""Accesses to values that dispatch nothing."""
+"""Accesses to values that do not dispatch."""
 _FLAG = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SETS_FLAG = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
 _GRADIENT = torch.Tensor.__dict__.get("grad", torch._C.TensorBase.grad).__get__
@@ -70,13 +70,13 @@ _SETS_GRADIENT = torch.Tensor.__dict__.get("grad", torch._C.TensorBase.grad).__s
 
 
 def placeholder(parameter: torch.Tensor, fill: float = 0.0, device: torch.device | None = None) -> torch.Tensor:
-    """A tensor with shape and dtype of `parameter` in a single element of memory."""
+    """A tensor with the shape and dtype of `parameter` in a single element of memory."""
     return torch.full((), fill, dtype=parameter.dtype, device=device or parameter.device).expand(parameter.shape)
 
 
 @contextmanager
 def on_this_thread(state: threading.local, name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute of a thread's state has this value; outside it is what it was, None at first."""
+    """Inside, an attribute of a thread's state has this value. Afterwards its earlier value (or None) is restored."""
     before = getattr(state, name, None)
     setattr(state, name, value)
     try:
@@ -86,15 +86,15 @@ def on_this_thread(state: threading.local, name: str, value: Any) -> Iterator[No
 
 
 def computing_with_nan() -> AbstractContextManager[None]:
-    """Inside, on this thread, hidden tensors are NaN: a model's forward passes on what other layers would return."""
+    """Inside, on this thread, hidden tensors can be read as NaN, because a model's forward passes them on."""
     return on_this_thread(_state, "is_inside", True)
 
 
 def keeping_gradients(has_some: Callable[[], bool]) -> AbstractContextManager[None]:
-    """Inside, on this thread, gradients of hidden parameters cannot be cleared: their owners do not do the same.
+    """Inside, on this thread, gradients of hidden parameters cannot be cleared, because their owners keep them.
 
     Args:
-        has_some: whether there are any, so that clearing them changes something.
+        has_some: whether there are gradients; without any, clearing has no effect and is allowed.
     """
     return on_this_thread(_state, "has_gradients", has_some)
 
@@ -146,7 +146,7 @@ class Hidden(torch.Tensor):
     def __reduce_ex__(self, _: Any) -> NoReturn:
         _refuse("pickle", (self,), {})
 
-    # of these torch does not ask `__torch_function__`
+    # torch does not call `__torch_function__` for these
     def set_(self, *_: Any, **__: Any) -> NoReturn:
         _refuse("set_", (self,), {})
 
@@ -157,17 +157,17 @@ class Hidden(torch.Tensor):
 
 
 class HiddenParameter(Hidden, nn.Parameter):
-    """A parameter that another process has."""
+    """A parameter that another process holds."""
 
     is_elsewhere = True
 
 
 class HiddenGradient(Hidden):
-    """The gradient of a parameter that another process has, or what has been computed from it.
+    """The gradient of a parameter that another process holds, or a value computed from it.
 
-    What is computed from it is hidden as well, and what is written into it is dropped, because its owner does the same
-    there. So `torch.nn.utils` may clip what is on one stage, and what is clipped entry by entry; it may not change a
-    gradient that is here by what is elsewhere.
+    Values computed from it are hidden as well, and writes into it are dropped, because its owner does the same on its
+    process. So `torch.nn.utils` may clip the gradients of one stage, and clip gradients entry by entry. It may not
+    change a gradient of this process by a hidden value.
     """
 
     @classmethod
@@ -183,7 +183,7 @@ class HiddenGradient(Hidden):
 
 
 class _Following(TorchDispatchMode):
-    """Inside, operations on hidden gradients do what `HiddenGradient` says."""
+    """Inside, operations on hidden gradients follow the rules of `HiddenGradient`."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -208,7 +208,7 @@ class _Following(TorchDispatchMode):
 
 
 def _like(result: torch.Tensor, source: Hidden) -> HiddenGradient:
-    """Hide what has been computed from a hidden gradient."""
+    """Hide a tensor that was computed from a hidden gradient."""
     hidden: Any = result if type(result) is torch.Tensor else result.as_subclass(torch.Tensor)
     hidden.__class__ = HiddenGradient
     hidden.about, hidden.remedy, hidden.is_trained = source.about, source.remedy, False
@@ -217,7 +217,7 @@ def _like(result: torch.Tensor, source: Hidden) -> HiddenGradient:
 
 
 def _gradient_of(parameter: Hidden, caller: str) -> HiddenGradient | None:
-    """What a hidden parameter has as gradient for the module that asks for it."""
+    """The `grad` of a hidden parameter, for the module that reads it."""
     if not isinstance(parameter, HiddenParameter):
         _refuse("grad", (parameter,), {})
     if not parameter.is_trained or _is_in(caller, *UPDATES):
@@ -249,8 +249,8 @@ def hide(tensor: torch.Tensor, about: str, remedy: str, is_trained: bool | None 
     Args:
         tensor: the tensor.
         about: where its values are, as a clause: "weight is held by rank 1".
-        remedy: what the user can do, as a sentence.
-        is_trained: what `requires_grad` shall say to the user, who may choose parameters by it; None: what it says.
+        remedy: the remedy for the user, as a sentence.
+        is_trained: the value of `requires_grad` for users' code, which may select parameters by it; None: unchanged.
     """
     kind = getattr(tensor, "plain_class", type(tensor))  # a guarded weight stands for a plain one
     if kind in (torch.Tensor, nn.Parameter):
@@ -271,8 +271,8 @@ def hidden_like(tensor: torch.Tensor, about: str, remedy: str) -> torch.Tensor:
 def is_computed_of_hidden(value: torch.Tensor) -> bool:
     """Whether a number of 32 bits on the CPU is NaN because a hidden tensor has been read unnoticed.
 
-    Functions of torch that look neither at the class of a tensor nor at modes read it as NaN: `torch.Tensor(p)`,
-    `torch.func`, whatever runs with `DisableTorchFunction`.
+    Functions of torch that ignore both a tensor's class and modes read it as NaN: `torch.Tensor(p)`, `torch.func`, and
+    code that runs with `DisableTorchFunction`.
     """
     if value.device.type != "cpu" or value.dtype != torch.float32 or value.numel() != 1:
         return False
@@ -280,7 +280,7 @@ def is_computed_of_hidden(value: torch.Tensor) -> bool:
 
 
 def show(tensor: torch.Tensor) -> None:
-    """Make a hidden parameter readable again, which has got its values."""
+    """Make a hidden parameter readable again, once it has its values."""
     if isinstance(tensor, Hidden):
         del tensor.about, tensor.remedy, tensor.is_trained
         plain: Any = nn.Parameter if isinstance(tensor, HiddenParameter) else torch.Tensor
@@ -288,7 +288,7 @@ def show(tensor: torch.Tensor) -> None:
 
 
 class Unreadable:
-    """A value that cannot be read here, and is no tensor. Whatever is done with it fails at the user's line."""
+    """A value that is no tensor and cannot be read on this process. Any use of it fails at the user's line."""
 
     def __init__(self, about: str, remedy: str) -> None:
         self.__dict__.update(about=about, remedy=remedy)
@@ -318,10 +318,10 @@ def _refuse(function: Any, args: Any, kwargs: Any) -> NoReturn:
 
 
 def _caller() -> str:
-    """The module of the code that has asked a hidden tensor for an attribute."""
+    """The module of the code that accesses an attribute of a hidden tensor."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
 def _is_in(module: str, *packages: str) -> bool:
-    """Whether a module is one of the packages, or inside of one."""
+    """Whether a module is one of the packages, or inside one."""
     return any(module == package or module.startswith(f"{package}.") for package in packages)

@@ -1,4 +1,4 @@
-"""Inputs of a model for probes on a few samples, found by their names in a batch. The loss is never asked.
+"""Finds the inputs of a model for probes on a few samples, by their names in a batch. It never calls the loss.
 
 forward(input_ids, attention_mask)     {"input_ids": ..., "attention_mask": ..., "weight": ...}
                                        the entries that the forward names; the loss keeps "weight" for itself
@@ -35,19 +35,19 @@ from .units import CalledWith
 LABELS = LABELS_AND_DECODER - {"decoder_input_ids", "decoder_attention_mask"}
 DUMMY_ROWS = 2
 MOST_NAMES = 6
-"""Number of inputs that an error names."""
+"""Maximum number of inputs that an error names."""
 Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class ExampleInputs:
-    """Where the inputs of a call of the model stand in a batch.
+    """The places of a model call's inputs in a batch.
 
     Attributes:
         called: how the model is called on them.
-        paths: for each input, the keys that lead to it. None: all entries of the batch but those that are kept back.
-        are_made: whether the batch has none, and they are made.
-        num_calls: number of groups of inputs, each of which is a call of the model, probably.
+        paths: for each input, the keys that lead to it. None: all entries of the batch except those kept back.
+        are_made: whether the inputs are made, because the batch has none.
+        num_calls: number of groups of inputs; each is probably one call of the model.
     """
 
     called: CalledWith
@@ -56,7 +56,7 @@ class ExampleInputs:
     num_calls: int = 1
 
     def of(self, model: nn.Module, batch: Mapping[str, Any]) -> Batch:
-        """The inputs in a batch, which may lack some; without a dict around them that the model may expect."""
+        """The inputs in a batch, which may lack some; without the outer dict that some models expect."""
         if self.are_made:
             made = made_inputs(model, DUMMY_ROWS)
             assert made is not None
@@ -67,14 +67,14 @@ class ExampleInputs:
         return {name: value for name, value in found.items() if value is not None}
 
     def described(self) -> str:
-        """The same text where the same entries of batches are taken."""
+        """A text that is the same if the same entries of batches are taken."""
         called = self.called
         where = sorted(self.paths.items()) if self.paths is not None else self.are_made
         return f"{called.takes_batch} {called.nested_in} {sorted(called.kept_back)} {where}"
 
 
 def example_inputs(model: nn.Module, batch: Mapping[str, Any], labels: Collection[str]) -> list[ExampleInputs]:
-    """Where the inputs of a model stand in a batch, by their names alone. The first place on which it runs counts.
+    """Return the candidate places of a model's inputs in a batch, by name. Use the first one that the model runs on.
 
     Args:
         model: the model; it is not called.
@@ -82,7 +82,7 @@ def example_inputs(model: nn.Module, batch: Mapping[str, Any], labels: Collectio
         labels: names of labels, which a loss may keep for itself.
 
     Raises:
-        UnsupportedModelError: there is no place, and nothing can be made.
+        UnsupportedModelError: no place is found, and inputs cannot be made.
     """
     found = [place for place in _places(model, batch, {*labels, *LABELS}) if _has_all(model, place)]
     if not found:
@@ -104,7 +104,7 @@ def _places(model: nn.Module, batch: Mapping[str, Any], labels: Set[str]) -> Ite
     taken = everything if names is None else everything & names
     is_direct = bool(tensors_of({name: batch[name] for name in taken - labels}))
     if is_direct:
-        # without labels, too: they may be of another kind than the model's own loss expects
+        # without labels, too: the model's own loss may not accept them
         for some in dict.fromkeys((taken, taken - labels)):
             place = _called_on(model, {name: (name,) for name in batch if name in some}, outer)
             yield replace(place, called=replace(place.called, kept_back=everything - some))
@@ -132,7 +132,7 @@ def _has_all(model: nn.Module, place: ExampleInputs) -> bool:
 
 
 def _called_on(model: nn.Module, paths: Mapping[str, Path], outer: Set[str]) -> ExampleInputs:
-    """The place, whose inputs are passed as one dict if the model's forward names none of them, and one other."""
+    """The place with these paths. If the forward requires one argument and names no input, it gets one dict."""
     needed = _needed(model)
     if len(needed) != 1 or not outer.isdisjoint(paths):
         return ExampleInputs(CalledWith(), paths)
@@ -173,7 +173,7 @@ def _at(value: Any, path: Path) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What a forward takes
+# The arguments of a forward
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -203,17 +203,17 @@ def _needed(module: nn.Module) -> list[str]:
 
 
 def _names_of_inputs(module: nn.Module) -> frozenset[str] | None:
-    """The names that a forward takes: its own, and with `**kwargs` those of the part to which it hands them on.
+    """The names that a forward takes; with `**kwargs`, also the names of the code that it passes them on to.
 
-    These are the methods of its base classes, and the part with most of the weights, as in wrappers. None if that part
-    takes anything.
+    That code is the same method of its base classes, and the part with most of the weights, as in wrappers. None if
+    that part takes any name.
     """
     names = _named_parameters(module)
     keywords = [p for p in _parameters_of(module) if p.kind is inspect.Parameter.VAR_KEYWORD]
     if not keywords:
         return names
     bases: tuple[Any, ...] = type(module).__mro__[1:]
-    for base in bases:  # a method with `*args, **kwargs` around that of a base class
+    for base in bases:  # a method with `*args, **kwargs` around a base class's method
         if "forward" in vars(base) and base.__module__.partition(".")[0] != "torch":
             names |= _named(inspect.signature(base.forward).parameters.values()) - {"self"}
     for named in typing.get_args(keywords[0].annotation):  # Unpack[TransformersKwargs]
@@ -234,15 +234,15 @@ def _names_of_inputs(module: nn.Module) -> frozenset[str] | None:
 
 
 def made_inputs(model: nn.Module, rows: int, tokens: int = 8) -> Batch | None:
-    """The model's `dummy_inputs`, or some that are made from the configuration of the transformers model in it.
+    """The model's `dummy_inputs`, or inputs made from the configuration of the transformers model in it.
 
     Args:
         model: the model.
         rows: number of samples.
-        tokens: number of tokens of each; `dummy_inputs` have their own.
+        tokens: number of tokens of each sample; `dummy_inputs` have their own.
 
     Returns:
-        None if there are none, and none can be made.
+        The inputs; None if they cannot be made either.
     """
     own = _own_dummy_inputs(model)
     if own is not None:
@@ -253,12 +253,12 @@ def made_inputs(model: nn.Module, rows: int, tokens: int = 8) -> Batch | None:
         return None
     try:
         return dict(dummy_batch(inner, rows, tokens=tokens))
-    except ValueError:  # its main input is of a kind that is not known
+    except ValueError:  # its main input is of an unknown kind
         return None
 
 
 def _own_dummy_inputs(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """The `dummy_inputs` of a model class that is not from transformers, whose are of one kind for all."""
+    """The `dummy_inputs` of a user's model class; None for transformers' classes, which all have the same inputs."""
     of_class = getattr(type(model), "dummy_inputs", None)
     if type(model).__module__.startswith("transformers.") or of_class is PreTrainedModel.dummy_inputs:
         return None

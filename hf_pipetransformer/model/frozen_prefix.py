@@ -1,12 +1,12 @@
 """Freezing the bottom layers of a model: which parameters freeze, and how a whole model runs with frozen layers.
 
     model(**batch)      embeddings   layer 0   layer 1   layer 2   layer 3   head
-    frozen, f = 2       `requires_grad` is off           | nothing changes
+    frozen, f = 2       `requires_grad` is off           | unchanged
 
 `frozen_units` describes how frozen layers run, in a whole model and in a pipeline.
 
-A parameter that a frozen layer shares with an active one or with the head (a head tied to the embeddings, ALBERT's
-one layer) is frozen for both, because the output of frozen layers must not change any more.
+A parameter that a frozen layer shares with an active layer or with the head (a head tied to the embeddings, ALBERT's
+single layer) is frozen for both, because the output of frozen layers must not change any more.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class FreezableLayers:
 
     Attributes:
         owners: for each unit, the names of the parameters that are trained through it (`LayerStack.trained_with`).
-        inside: for each unit, the names of those that lie in its own module; its gradient norm is computed over these.
+        inside: for each unit, the names of its owned parameters in its own module; its gradient norm covers these.
         head: names of the parameters that the loss depends on even if every unit is frozen.
-        trainable: names of the parameters that training would change if nothing was frozen: they require a gradient
+        trainable: names of the parameters that training would change without any freezing: they require a gradient
             and get one.
         units: the name of each unit's module.
-        frozen_by_user: number of the lowest units with which no parameter would freeze that is trained, and which run
-            alike in training and in evaluation mode.
-        random_by_user: number of the units above these that the user has frozen as well, but which have dropout.
+        frozen_by_user: number of the lowest units without trained parameters that run alike in training and in
+            evaluation mode.
+        random_by_user: number of units above these that the user has frozen as well, but that have dropout.
     """
 
     owners: tuple[frozenset[str], ...]
@@ -62,7 +62,7 @@ class FreezableLayers:
         Args:
             stack: the model's units.
             batch: keyword arguments of `model.forward`, with 1 or 2 samples.
-            evaluates: whether what is frozen runs in evaluation mode anyway.
+            evaluates: whether frozen layers run in evaluation mode anyway.
         """
         names = stack.table.names
         layers = cls(
@@ -85,7 +85,7 @@ class FreezableLayers:
 
     @property
     def max_frozen(self) -> int:
-        """The maximum number of units that can be frozen such that something remains to train; 0 if none can be."""
+        """The maximum number of units that can be frozen with parameters left to train; 0 if none can be."""
         return next((f for f in range(self.num_layers, 0, -1) if self.trainable - self.frozen(f)), 0)
 
     @property
@@ -105,7 +105,7 @@ class FreezableLayers:
 
     @property
     def outside_alone(self) -> frozenset[str]:
-        """What freezing would stop, if none of it is inside a layer: a prompt or prefix that the layers read."""
+        """The parameters that freezing would stop, if all are outside the layers, as a prompt that layers read is."""
         is_trained_inside = not self.trainable.isdisjoint(name for names in self.inside for name in names)
         return frozenset() if is_trained_inside else self.trainable & self.frozen(self.num_layers)
 
@@ -114,12 +114,12 @@ class FreezableLayers:
         return name_ranges(self.units[first:stop])
 
     def describe_freeze(self, before: int, after: int, stopped: Collection[str]) -> str:
-        """Name, for the log, the units that freeze and what stops training with them outside of the frozen units.
+        """Name, for the log, the units that freeze and the parameters outside of them that stop training.
 
         Args:
             before: number of units that were frozen before.
             after: number of units that are frozen now.
-            stopped: names of the parameters that were trained before and are not any more.
+            stopped: names of the parameters that were trained before and no longer are.
         """
         count = f"{after - before} layer{'' if after - before == 1 else 's'}"
         text = f"freezing {count} ({_listed(self.described(before, after))})"
@@ -132,12 +132,12 @@ class FreezableLayers:
 
 
 def frozen_modules(model: nn.Module, opened: Collection[str] = (), name: str = "") -> dict[str, nn.Module]:
-    """The largest modules all of whose parameters are frozen, by name; modules without parameters are not counted.
+    """The largest modules with frozen parameters only, by name; without modules that have no parameters.
 
     Args:
         model: the model, or a part of it.
-        opened: names of modules of which the parts count, and not the module.
-        name: the part's.
+        opened: names of modules to be replaced by their parts.
+        name: name of the part in the model.
     """
     parameters = list(model.parameters())
     if isinstance(model, torch.jit.ScriptModule):  # its forward cannot be replaced
@@ -180,12 +180,12 @@ def squared_norms(
 
 
 def _alike_in_training(stack: LayerStack, batch: dict[str, Any], evaluates: bool) -> int:
-    """Number of the lowest units that return the same in training mode and in evaluation mode, and draw nothing.
+    """Number of the lowest units that return the same in training and in evaluation mode, without random numbers.
 
     Args:
         stack: the model's units.
         batch: keyword arguments of `model.forward`.
-        evaluates: whether what is frozen runs in evaluation mode anyway.
+        evaluates: whether frozen layers run in evaluation mode anyway.
     """
     outputs: list[tuple[nn.Module, list[torch.Tensor]]] = []
     at_start: list[torch.Tensor] = []
@@ -199,7 +199,7 @@ def _alike_in_training(stack: LayerStack, batch: dict[str, Any], evaluates: bool
     with ExitStack() as stack_of_hooks, evaluation_mode(stack.model), torch.no_grad(), global_state_kept():
         for module in {unit.module for unit in stack.units}:
             stack_of_hooks.callback(module.register_forward_hook(note).remove)
-        for trains in (False, True, True):  # a dropout that drops nothing once may do so the next time
+        for trains in (False, True, True):  # a dropout may drop only in the second pass
             stack.model.train(trains)
             for module in frozen_modules(stack.model).values() if evaluates else ():
                 module.eval()
@@ -228,7 +228,7 @@ def name_ranges(names: Sequence[str]) -> list[str]:
 
 
 def _widest(name: str, others: Collection[str]) -> str:
-    """The outermost module with this parameter in which there is none of the others; otherwise the parameter."""
+    """The outermost module that has this parameter and none of the others; the parameter itself without one."""
     parts = name.split(".")
     paths = [".".join(parts[:length]) for length in range(1, len(parts))]
     return next((path for path in paths if not any(other.startswith(f"{path}.") for other in others)), name)

@@ -20,12 +20,12 @@ class FrozenUnits:
 
         begin      the model is called: the units and the part before them are set to eval mode
         count      a unit is called
-        run, skip  the unit computes, or its output is known already; after the last frozen unit, modes are restored
+        run, skip  the unit computes, or its output is already known; after the last frozen unit, modes are restored
         end        the call of the model is over, wherever it was left; modes are restored
 
-    The users of this class define what a call of the model is. For a `LayerRangeRunner` every pass is one, also in
-    eval mode, and its frozen units build no graph. In a plain Trainer only a call in training mode is one, so
-    evaluation is not affected; the next call ends it.
+    The users of this class define a call of the model. For a `LayerRangeRunner` every pass is a call, also in eval
+    mode, and its frozen units build no graph. In a plain Trainer only a call in training mode counts, so evaluation is
+    not affected; the next call ends it.
 
     Args:
         model: the complete model.
@@ -69,7 +69,7 @@ class FrozenUnits:
         if not self._model.training:
             switched = [module for module in trains_before if not module.training]
         elif self.num_frozen:
-            # all modules, not only those of frozen units: dropout on the embeddings is often not a separate module
+            # all modules, not only frozen units: dropout on the embeddings is often not a separate module
             kept = self._keeps_training
             switched = [module for module in self._model.modules() if module.training and module not in kept]
         stays = self._stays_in_eval
@@ -114,11 +114,11 @@ class FrozenUnits:
 
 
 def modules_around(model: nn.Module, layers: Collection[nn.Module]) -> set[nn.Module]:
-    """The model, and those modules around these layers that are user code.
+    """The model, and the modules of user code around these layers.
 
-    At its beginning such code may ask whether it trains, for more than dropout: in the stock Trainer it does, whatever
-    layers are frozen. In transformers' own modules, the mode only decides about dropout and masking of the embeddings
-    before the layers, and the embeddings are frozen with the layers.
+    User code may read its mode for more than dropout. In the stock Trainer it is in training mode, also with frozen
+    layers. In transformers' own modules, the mode only affects dropout and masking of the embeddings, and these are
+    frozen with the layers.
     """
     layers = set(layers)
     return {

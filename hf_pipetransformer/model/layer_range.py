@@ -1,14 +1,14 @@
 """Runs only the layers [start, stop) of a model, through the model's own forward.
 
-There is no forward per model family and no tracing: the model's Python code runs as it is, but the layers before
-`start` return a value that was computed elsewhere, and the forward is left after layer `stop - 1`.
+There is no forward per model family and no tracing. The model's own Python code runs, but the layers before `start`
+return a value that was computed elsewhere, and the forward is left after layer `stop - 1`.
 
     model(**batch)      embeddings   layer 0   layer 1   layer 2   layer 3   head
     run(1, 3, carry)    computed     skipped   COMPUTED  COMPUTED  -         -
                                      └ returns `carry`          └ forward is left here, its output is returned
 
-Of several layers that are skipped, the last one of each stack returns `carry`, and the others return values that
-cannot be read (`elsewhere`): a range depends on nothing but its carry and the batch, whatever the model's code does.
+If several layers are skipped, the last one of each stack returns `carry`, and the others return values that cannot be
+read (`elsewhere`). So with any model code, a range depends only on its carry and the batch.
 
 Every range recomputes the part before the layers (embeddings, masks, rotary tables, position bias) from the batch's
 own inputs, so only the layers' outputs have to be sent between devices.
@@ -46,13 +46,13 @@ def has_own_forward(module: nn.Module) -> bool:
 class _RangeDone(BaseException):
     """Raised to leave the model's forward after the last unit of a range.
 
-    It is not an `Exception`, so that no `except Exception` in a model's code can catch it.
+    It is not an `Exception`, because an `except Exception` in a model's code must not catch it.
     """
 
 
 @dataclass
 class _Pass:
-    """One forward of the model in which only the units [start, stop) compute."""
+    """One forward of the model that computes only the units [start, stop)."""
 
     start: int
     stop: int | None  # None: through the head
@@ -65,14 +65,14 @@ class _Pass:
 
 
 class LayerRangeRunner:
-    """Overrides `forward` on the instances of the layer modules, so that ranges of them can be run.
+    """Overrides `forward` on the instances of the layer modules, to run ranges of them.
 
-    Classes, names, attributes and gradient checkpointing stay as they are; `remove()` restores the layers.
+    Classes, names, attributes and gradient checkpointing do not change; `remove()` restores the layers.
 
     Args:
         model: the complete model.
-        layers: which of its modules are run.
-        called: how the loss calls the model. Stages below the loss call it likewise.
+        layers: its modules that are run as layers.
+        called: how the loss calls the model. Stages below the loss call it in the same way.
     """
 
     def __init__(self, model: nn.Module, layers: ModelLayers, called: CalledWith | None = None) -> None:
@@ -82,8 +82,8 @@ class LayerRangeRunner:
         self._taps = {
             layer: tuple(model.get_submodule(name) for name in names) for layer, names in layers.taps.items() if names
         }
-        self._tapped: dict[nn.Module, Any] = {}  # what tapped modules of the unit that runs have returned
-        self._handed_on: dict[nn.Module, Any] = {}  # what tapped modules of a unit that does not run shall return
+        self._tapped: dict[nn.Module, Any] = {}  # outputs of tapped modules of the running unit
+        self._handed_on: dict[nn.Module, Any] = {}  # outputs for tapped modules of a skipped unit
         self.units: tuple[Unit, ...] = ()
         self._structures: tuple[OutputStructure, ...] = ()  # of each unit's output
         self._pass: _Pass | None = None
@@ -112,7 +112,7 @@ class LayerRangeRunner:
         return runner
 
     def describe(self) -> TracedLayers:
-        """What is known about the model since `trace`."""
+        """The description of the model after `trace`."""
         calls = tuple((unit.name, unit.stack) for unit in self.units)
         return TracedLayers(self._found, self.called, calls, self._structures)
 
@@ -148,17 +148,17 @@ class LayerRangeRunner:
         self._replaced.clear()
 
     def restrict_to(self, computable: Sequence[int] | None) -> None:
-        """Set the units whose weights are on this process; None means all units.
+        """Set the units with weights on this process; None means all units.
 
-        Calling the model outside of this range then fails with a clear error, where it would otherwise compute with
-        weights that are not here, and so does `generate`, which calls the model many times.
+        After this, calls of the model outside of this range raise an error, because their weights are not on this
+        process. `generate` raises it as well, because it calls the model many times.
         """
         self._computable = None if computable is None else tuple(computable)
         for override in self._refusing:
             override.remove()
         self._refusing = []
         if computable is not None:
-            # those of PEFT, and the models inside, have it as well
+            # PEFT's models, and the models inside them, have it as well
             generating = [module for module in self.model.modules() if hasattr(type(module), GENERATE)]
             self._refusing = [MethodOverride(module, GENERATE, self._refuse_to_generate) for module in generating]
 
@@ -181,9 +181,9 @@ class LayerRangeRunner:
         self._frozen.freeze(num_frozen, {unit.module for unit in self.units[num_frozen:]}, stays_in_eval)
 
     def begin_plain_call(self) -> None:
-        """Announce a call of the whole model outside of any pass. If it trains, its frozen units run as in a pass.
+        """Announce a call of the whole model outside of any pass. In training mode, frozen units run as in a pass.
 
-        While a runner is installed, it does so by itself.
+        An installed runner calls this method itself.
         """
         if self.model.training:
             self._frozen.begin()
@@ -191,17 +191,17 @@ class LayerRangeRunner:
             self._frozen.forget()
 
     def calling_with(self, called: CalledWith) -> AbstractContextManager[None]:
-        """Inside, keep back other inputs than the loss does, as a prediction may."""
+        """Inside, keep back the inputs that `called` names: a prediction may keep back others than the loss."""
         return having(self, called=replace(self.called, kept_back=called.kept_back))
 
     def training_before_units(self) -> AbstractContextManager[None]:
-        """Inside, passes of a model in eval mode begin like those of a training run with frozen units."""
+        """Inside, passes of a model in eval mode begin as in a training with frozen units."""
         return having(self, _is_in_training_before_units=True)
 
     def calling_through(self, call: Callable[..., Any]) -> AbstractContextManager[None]:
-        """Inside, `run` calls this in place of the model: its forward, or that of a part of it with all layers.
+        """Inside, `run` calls this function in place of the model: its forward, or a part's forward with all layers.
 
-        No hooks are called then, which the caller's own call of the model has called.
+        The model's hooks are not called then, because the caller's own call of the model has called them.
         """
         return having(self, _call=call)
 
@@ -211,7 +211,7 @@ class LayerRangeRunner:
 
     # ------------------------------------------------------------------------------------ running
     def trace(self, batch: dict[str, Any], observer: Observer | None = None) -> Any:
-        """Run the whole model once, record which units it calls in which order, and return its output.
+        """Run the whole model once, record its units in the order of their calls, and return its output.
 
         Args:
             batch: the model's keyword arguments.
@@ -239,7 +239,7 @@ class LayerRangeRunner:
 
         Args:
             start: first unit that is computed.
-            stop: first unit that is not computed any more.
+            stop: first unit that is no longer computed.
             carry: the outputs of the units before `start` (none for `start` = 0).
             batch: the model's keyword arguments.
             observer: called with each unit that is computed and its output.
@@ -272,7 +272,7 @@ class LayerRangeRunner:
     ) -> Iterator[None]:
         """Inside, one call `model(**batch)` runs units [start, end) and the head.
 
-        So any code that calls the model (a Trainer's `compute_loss`, `prediction_step`) runs the last stage unchanged.
+        So code that calls the model (a Trainer's `compute_loss`, `prediction_step`) runs the last stage unchanged.
 
         Args:
             start: first unit that is computed.
@@ -296,7 +296,7 @@ class LayerRangeRunner:
     def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs of a batch that are passed to the model."""
         given = {
-            # some models write their results into the dict that they are called on
+            # some models write their results into their input dict
             name: in_new_containers(value) if isinstance(value, Mapping) else value
             for name, value in batch.items()
             if name not in self.called.kept_back
@@ -341,17 +341,17 @@ class LayerRangeRunner:
             self._pass = None
 
     def begin_call(self) -> None:
-        """Run when the model or a part of it is called, not earlier: the caller may ask whether the model trains.
+        """Run when the model or a part of it is called, not earlier: its caller may read the model's mode first.
 
         Raises:
-            ValueError: it is called as a whole outside of a pass, and not all of its layers are here.
+            ValueError: the whole model is called outside of a pass, and some of its layers are on other processes.
         """
         current = self._pass
         if current is None:
             if self._computable is not None and not self.is_served:
                 raise self._missing_layers(next(u for i, u in enumerate(self.units) if i not in self._computable))
             if self._frozen.num_frozen and self._computable is None:
-                self.begin_plain_call()  # in a backward, for example: losses that cache gradients call the model there
+                self.begin_plain_call()  # e.g. in a backward, by losses that cache gradients
             return
         repeats = current.may_repeat and self._frozen.position == len(self.units)
         if repeats:
@@ -398,7 +398,7 @@ class LayerRangeRunner:
         return original(*args, **kwargs)
 
     def _skipped(self, current: _Pass, index: int, unit: Unit) -> Any:
-        """What a unit returns that does not run: the last one of its stack the carry, the others unreadable values."""
+        """The output of a skipped unit: the carry for the last one of its stack, unreadable values for the others."""
         values = current.carry[unit.stack]
         self._frozen.skip(index)
         if any(later.stack == unit.stack for later in self.units[index + 1 : current.start]):
@@ -419,12 +419,12 @@ class LayerRangeRunner:
         return forward
 
     def _with_tapped(self, unit: Unit, output: Any) -> Any:
-        """What is carried of a unit that has run: its output, and those of its tapped modules."""
+        """The carried tensors of a unit that has run: its output, and the outputs of its tapped modules."""
         taps = self._taps.get(unit.name)
         return output if taps is None else (output, [self._tapped.pop(module) for module in taps])
 
     def _hand_on(self, unit: Unit, carried: Any) -> Any:
-        """Return the output of a unit that does not run. The hooks on its tapped modules are called, as if it ran."""
+        """Return the output of a skipped unit, and call the hooks on its tapped modules as if it had run."""
         taps = self._taps.get(unit.name)
         if taps is None:
             return carried
@@ -435,7 +435,7 @@ class LayerRangeRunner:
         return output
 
     def _structure(self, index: int, unit: Unit, num_tensors: int) -> OutputStructure:
-        """Structure of a unit's own output: Donut's layers also return the size of their image, which they halve."""
+        """Structure of a unit's own output. Donut's layers also return the size of their image, halved each time."""
         own = self._structures[index]
         return own if len(own.is_floating) == num_tensors else self._structure_of_last(unit.stack)
 

@@ -1,8 +1,8 @@
 """Finds the sequential layers of any model, and the parameters that each of them needs.
 
-Nothing here is specific to a model family. The result is verified before it is used: `LayerStack.discover` runs the
-model one unit at a time, with every parameter and value that the unit should not need set to NaN, and compares the
-result with the unsplit model.
+The search is the same for all model families. Its result is verified before use: `LayerStack.discover` runs the model
+one unit at a time, with NaN in all parameters and values that the unit should not need, and compares the result with
+the unsplit model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CarrySlot:
 
     stack: int
     position: int  # among the tensors in the stack's output
-    is_used: bool  # False: no later unit reads it, and only its shape has to be known
+    is_used: bool  # False: no later unit reads its values, only its shape is needed
     needs_gradient: bool  # the loss depends on it through autograd
 
 
@@ -54,14 +54,15 @@ class UnitNeeds:
     """What each unit of a model needs.
 
     Attributes:
-        owners: for each unit, the names of the parameters it needs; the first unit also needs those of the part before
-            the layers, the last one those of the head. A parameter needed by several units (a tied head, ALBERT's
-            layers) is *shared*.
+        owners: for each unit, the names of the parameters it needs. The first unit also needs the parameters before
+            the layers, the last unit the head's. A parameter needed by several units (a tied head, ALBERT's layers) is
+            *shared*.
         boundaries: `boundaries[k]` describes the carry between units k - 1 and k; empty for k = 0.
         unreached: names of parameters that no gradient reached with the probed batch; a unit owns them nevertheless.
-        only_returned: names that the last unit needs for an output which is not part of the loss (T5 returns its
-            encoder's output): if the unit runs alone, they get no gradient.
-        trained_with: as `owners`, without what a unit owns only because it may read it where no gradient shows it.
+        only_returned: names that the last unit needs only for an output outside the loss (T5 returns its encoder's
+            output): if the unit runs alone, they get no gradient.
+        trained_with: as `owners`, without the parameters that a unit owns only because it may read them without a
+            gradient.
     """
 
     owners: tuple[frozenset[str], ...]
@@ -88,8 +89,8 @@ class LayerStack:
         runner: runs ranges of the units.
         table: the model's parameters by name.
         needs: what each unit needs.
-        whole_because: why the model does not run on a part of a batch (flat image patches have no entry for each
-            sample), or not as it runs on the whole (it counts its calls); empty if it does.
+        whole_because: why the model cannot run on a part of a batch (flat image patches have no entry for each
+            sample), or runs differently on it (it counts its calls); empty if it can.
     """
 
     runner: LayerRangeRunner
@@ -152,19 +153,19 @@ class LayerStack:
         Costs about two forwards and one autograd graph of the batch (no backward). Afterwards the model's weights,
         modes and `requires_grad` flags are as before, and its layers run unchanged outside of the runner.
 
-        1. Find the stacks of layers, and the order in which a forward calls them.
+        1. Find the stacks of layers, and the order of their calls in a forward.
         2. Run one unit at a time; the leaves of its autograd graph are the parameters and carried values it needs.
         3. Run again with everything else set to NaN: the result must equal the unsplit model's.
 
-        If that fails, each layer counts as a stack of its own: the carry then holds the output of each layer and not
-        only of the last one, and 2 shows which of them a later layer or the head reads (DPT's head reads four). At
-        last, layers that do not run return copies, because some models change the outputs of layers in place.
+        If that fails, each layer becomes a stack of its own: the carry then holds the outputs of all layers, not only
+        of the last one, and step 2 shows which outputs a later layer or the head reads (DPT's head reads four). As the
+        last resort, skipped layers return copies, because some models change the outputs of layers in place.
 
         Args:
             model: the complete model, on one device.
             batch: keyword arguments of `model.forward` with 1 or 2 samples, for which it returns a loss or logits.
             called: how the loss calls the model.
-            named: names of the modules that contain the layers (`pipeline_layers`); None if they are to be found.
+            named: names of the modules that contain the layers (`pipeline_layers`); None to find them.
 
         Raises:
             ValueError: if a module in `named` does not exist or contains no layers.
@@ -218,7 +219,7 @@ class LayerStack:
                 stack = cls(runner, table, needs)
                 if stack._equals_uncut(whole, batch):  # 3
                     return stack
-                # with a gradient where training has one: wav2vec 2.0 chooses codes without one in eval mode only
+                # with the gradients of training: only in eval mode, wav2vec 2.0 chooses codes without a gradient
                 with _training_without_dropout(model):
                     _, used_in_training, _ = _reached_by_each_unit(runner, table, batch)
                 used = [one | other for one, other in zip(used, used_in_training, strict=True)]
@@ -238,7 +239,7 @@ class LayerStack:
 
     @classmethod
     def uncut(cls, model: nn.Module, called: CalledWith | None = None) -> LayerStack:
-        """The whole model as one unit. Works for any model, also one without layers; the model is not called.
+        """The whole model as one unit. Works for any model, also without layers; the model is not called.
 
         Args:
             model: the model.
@@ -255,7 +256,7 @@ class LayerStack:
         return cls(LayerRangeRunner.of(model, found.traced), ParameterTable(model), found.needs, found.whole_because)
 
     def describe(self) -> StackDescription:
-        """What was discovered, for other processes with the same model."""
+        """The discovered units, for other processes with the same model."""
         return StackDescription(self.runner.describe(), self.needs, self.whole_because)
 
     @contextmanager
@@ -285,7 +286,7 @@ class LayerStack:
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors are equal value by value, but for rounding; one large value is no measure of the others."""
+    """Whether tensors are equal up to rounding, value by value: a large value does not widen the others' tolerance."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():
@@ -302,14 +303,14 @@ def output_tensors(output: Any) -> dict[str, torch.Tensor]:
 
 
 def loss_outputs(outputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs from which a loss can be computed: the loss and logits of any name; without these, all outputs."""
+    """The outputs that a loss can be computed from: the loss and logits of any name; without these, all outputs."""
     return [value for key, value in outputs.items() if key == "loss" or "logits" in key] or list(outputs.values())
 
 
 def why_whole(stack: LayerStack) -> str:
-    """Return why a model does not compute on parts of a batch what it computes on the whole; empty if it may.
+    """Return why parts of a batch may give other results than the whole; empty if no reason is known.
 
-    It looks at modules and at what is known already, and calls nothing.
+    It reads modules and the stack's description, and does not call the model.
     """
     if stack.whole_because:
         return stack.whole_because
@@ -324,7 +325,7 @@ def _reached_by_each_unit(
 ) -> tuple[list[set[str]], list[set[tuple[int, int]]], frozenset[str]]:
     """For each unit, run alone: names of the parameters and (stack, position) of the carried tensors it needs.
 
-    The third value holds the names that the last unit needs only for outputs other than loss and logits.
+    The third value holds the names that the last unit needs only for outputs that are neither loss nor logits.
     """
     owners: list[set[str]] = []
     used: list[set[tuple[int, int]]] = []
@@ -386,7 +387,7 @@ def _outside(table: ParameterTable, units: Sequence[Unit]) -> frozenset[str]:
 def _boundaries(
     runner: LayerRangeRunner, used: Sequence[set[tuple[int, int]]], all_used: bool = False
 ) -> tuple[tuple[CarrySlot, ...], ...]:
-    """From the values that each unit reads, derive which values must cross each boundary: with `all_used`, all."""
+    """Derive the values that must cross each boundary from the values that each unit reads; with `all_used`, all."""
     num_units = len(runner.units)
     boundaries: list[tuple[CarrySlot, ...]] = [()] * num_units
     needed_later: set[tuple[int, int]] = set()

@@ -21,9 +21,9 @@ CONTAINERS: tuple[type, ...] = (list, dict, set, collections.deque)
 MAX_DEPTH = 3
 """Containers inside containers are restored down to this depth."""
 MAX_ENTRIES = 2_000
-"""Limit for one attribute, with all containers inside it. Larger ones hold data, not counters, and are left alone."""
+"""Limit for one attribute, with all containers inside it. Larger ones hold data, not counters, and are ignored."""
 MAX_ELEMENTS = 2**22
-"""Larger tensors that are neither parameters nor buffers are left alone."""
+"""Larger tensors that are neither parameters nor buffers are not restored."""
 STOCK = (
     "builtins",
     "collections",
@@ -36,7 +36,7 @@ STOCK = (
     "tokenizers",
     "hf_pipetransformer",
 )
-"""Packages whose objects keep no state from call to call that matters here."""
+"""Packages with objects that keep no relevant state between calls."""
 
 Undo = Callable[[], None]
 
@@ -45,11 +45,11 @@ Undo = Callable[[], None]
 def left_as_found(*objects: Any) -> Iterator[None]:
     """Inside, objects may change; afterwards their attributes, containers and buffers are restored.
 
-    Of parameters only `requires_grad` needs restoring, because a probe takes no optimizer step.
+    For parameters only `requires_grad` is restored, because a probe takes no optimizer step.
 
     Args:
-        objects: modules, with all their submodules, or any other objects. Of one with attributes, the modules (a
-            criterion) and user objects among these are restored as well.
+        objects: modules, with all their submodules, or any other objects. Modules (a criterion) and user objects among
+            their attributes are restored as well.
     """
     undo = [restore for value in _with_parts(objects) for restore in _restoring(value)]
     try:
@@ -74,7 +74,7 @@ def _with_parts(objects: Sequence[Any]) -> list[Any]:
 
 
 def _restoring(owner: Any) -> Iterator[Undo]:
-    """Yield functions that restore an object: a container, or the attributes of another one."""
+    """Yield functions that restore a container, or the attributes of another object."""
     if not hasattr(owner, "__dict__"):
         yield from _contents(owner, [MAX_ENTRIES], MAX_DEPTH)
         return
@@ -123,7 +123,7 @@ def _are_the_same(one: Any, other: Any) -> bool:
 
 
 def _values(tensor: Any) -> Iterator[Undo]:
-    """Yield a function that restores the values of a tensor that is no parameter."""
+    """Yield a function that restores a tensor's values, if it is not a parameter."""
     if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter) and not tensor.is_inference():
         yield partial(_set_values, tensor, tensor.detach().clone(), tensor._version)
 

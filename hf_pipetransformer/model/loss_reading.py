@@ -1,12 +1,12 @@
-"""Reads off how the loss of a transformers model adds up, from the head and the loss alone.
+"""Determines how the loss of a transformers model adds up, from the head and the loss alone.
 
-    1. Run the layers once on a few samples, and once on the first of them: which dimension is that of the samples,
-       and does a sample's state depend on the others?
-    2. Change what the layers return a little, so that no two samples, and no two tokens, have the same loss.
+    1. Run the layers once on a few samples, and once on the first of them. This shows the samples' dimension, and
+       whether a sample's state depends on the others.
+    2. Change the layers' outputs a little, to give all samples and tokens different losses.
     3. Compute the loss of the whole, and of unequal parts with unequal numbers of labels, each from those states.
 
-The loss is transformers' own, so nothing has to be tried that users' code could do: no state, no gradients. What fits
-none of `loss_scaling`'s ways of adding up is computed on whole batches.
+The loss is transformers' own, so state and gradients of users' code need no test. A loss that fits no reduction in
+`loss_scaling` is computed on whole batches.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ ComputeLoss = Callable[[Batch, NumItems], torch.Tensor]
 """Computes the loss of a batch, 0-dimensional, for `num_items_in_batch`."""
 
 SPREAD = 0.2
-"""Size of the change of what the layers return, relative to its own spread."""
+"""Size of the change of the layers' outputs, relative to their standard deviation."""
 
 
 @dataclass(frozen=True)
 class LossReading:
-    """What was read off.
+    """The result of `read_reduction`.
 
     Attributes:
         reduction: how the losses of parts add up.
@@ -68,7 +68,7 @@ def read_reduction(
     tolerance: float,
     bounds: SampleBounds | None = None,
 ) -> LossReading:
-    """Read off how a loss adds up. Afterwards the model and all random generators are as before.
+    """Determine how a loss adds up. Restores the model and all random generators.
 
     Args:
         stack: the units of the whole model.
@@ -77,8 +77,8 @@ def read_reduction(
         shifts_labels: whether the model predicts label i + 1 at position i.
         label_names: names of the inputs that are labels.
         passes_items: whether the Trainer passes `num_items_in_batch`.
-        tolerance: the difference of losses that rounding explains.
-        bounds: where samples begin, if inputs have different numbers of rows.
+        tolerance: the largest difference of losses that rounding explains.
+        bounds: the first rows of the samples, if inputs have different numbers of rows.
     """
     items = items_passed(batch, shifts_labels, passes_items)
     rows = batch_rows(batch) if bounds is None else bounds.count
@@ -101,7 +101,7 @@ def read_reduction(
                 found = _read(head, batches, shifts_labels, label_names, passes_items, tolerance)
             except _MixedSamplesError as error:
                 found = unexamined(shifts_labels, str(error))
-            except Exception as error:  # the model does not run on what has been taken for some of the samples
+            except Exception as error:  # the model does not run on the supposed rows of some samples
                 if is_out_of_memory(error) or len(numbers_of_rows(batch)) == 1:
                     raise
                 why = f"it fails on some of the samples, whose inputs have different numbers of rows ({error})"
@@ -114,7 +114,7 @@ def read_reduction(
 def _run_whole(
     stack: LayerStack, batch: Batch, items: NumItems, compute_loss: ComputeLoss
 ) -> tuple[Carry, frozenset[str]]:
-    """Compute the loss once; return what the layers have returned, and the names of parameters that it reaches."""
+    """Compute the loss once; return the layers' outputs, and the names of the parameters that the loss reaches."""
     carry: Carry = {}
 
     def note(unit: Unit, output: object) -> None:
@@ -134,7 +134,7 @@ class _MixedSamplesError(Exception):
 
 
 class _Head:
-    """Computes losses of samples of a batch from what the layers have returned for all of them."""
+    """Computes losses of some samples of a batch from the layers' outputs for all samples."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ def _read(
 
 
 def _dimension_of_samples(whole: torch.Tensor, part: torch.Tensor) -> int | None:
-    """The dimension in which a value for all samples differs from that for one; None if there is none."""
+    """The dimension that differs between a value for all samples and for one sample; None if none differs."""
     different = [d for d, (a, b) in enumerate(zip(whole.shape, part.shape, strict=True)) if a != b]
     if len(different) > 1:
         raise _MixedSamplesError("the shapes inside the model depend on the samples together")

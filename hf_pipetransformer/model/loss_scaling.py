@@ -1,13 +1,13 @@
-"""How a loss adds up, so that micro-batches and replicas give the loss of the whole batch.
+"""Loss reductions: how the losses of micro-batches and replicas add up to the loss of the whole batch.
 
 With n = `num_items_in_batch` and c = the number of items in a part of the batch:
 
     sum      loss(part, n) = S(part) / n    parts get the global n and are added
     mean     loss(part)    = S(part) / c    parts are weighted by their share of the items
-    whole    not known to be one of these: it is computed on whole batches. Those of replicas and of accumulated
-             batches are averaged, as under DDP, and each gets its share of n
+    whole    unknown: the loss is computed on whole batches. The losses of replicas and of accumulated batches are
+             averaged, as under DDP, and each gets its share of n
 
-`loss_reading` reads off which of them the loss of a transformers model is; for a loss of their own, users may say so.
+`loss_reading` determines the reduction of a transformers model's loss. Users may specify it for their own loss.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class LossReduction:
 
     Attributes:
         kind: one of the kinds described at the top of this module.
-        items: what is counted: "labels" (that are not ignored), "shifted_labels" (the same without each sample's first
-            label), or "rows" (samples).
-        key: name of the input that is counted; unused for "rows".
-        reason: why it is "whole".
+        items: the counted items: "labels" (that are not ignored), "shifted_labels" (the same without each sample's
+            first label), or "rows" (samples).
+        key: name of the counted input; unused for "rows".
+        reason: why the kind is "whole".
     """
 
     kind: Kind
@@ -61,7 +61,7 @@ class LossReduction:
         return [batch_rows(b, default=1) if c is None else next(read) for b, c in zip(batches, counted, strict=True)]
 
     def source(self, batch: Batch) -> torch.Tensor | None:
-        """The input whose values are counted; None if samples are."""
+        """The counted input; None if samples are counted."""
         values = batch.get(self.key)
         shifted = batch.get("shift_labels") if self.key == "labels" else None
         if isinstance(shifted, torch.Tensor) and (self.items == "shifted_labels" or values is None):
@@ -96,12 +96,12 @@ def items_passed(batch: Batch, shifts_labels: bool, passes_items: bool) -> NumIt
 
 
 def unexamined(shifts_labels: bool, reason: str = "") -> LossReduction:
-    """The reduction for one process without accumulation, where nothing is added up, or if no other kind fits."""
+    """The reduction if no other kind fits, or if no losses are added up: one process without accumulation."""
     return LossReduction("whole", _token_items(shifts_labels), reason=reason)
 
 
 EXACT = 1e-4
-"""The difference that rounding explains in float32, relative to the sum of the parts' absolute values."""
+"""The largest difference that rounding explains in float32, relative to the sum of the parts' absolute values."""
 HALF_PRECISION = 3e-2
 """The same in half precision."""
 ABSOLUTE = 1e-7
@@ -115,15 +115,15 @@ def why_not(
     losses: Sequence[float],
     tolerance: float,
 ) -> str | None:
-    """Return what contradicts a reduction; None if the losses of the parts add up to the loss of the whole.
+    """Return the contradiction to a reduction; None if the losses of the parts add up to the loss of the whole.
 
     Args:
         reduction: how the losses should add up.
         batch: the whole.
         parts: its parts.
         items: `num_items_in_batch` of the whole.
-        losses: the loss of the whole, and those of the parts, each for that number of items.
-        tolerance: the difference that rounding explains.
+        losses: the loss of the whole, and the losses of the parts, each computed with `items`.
+        tolerance: the largest difference that rounding explains.
     """
     count = reduction.count(batch) if reduction.kind == "mean" else items
     if reduction.kind == "mean" and not count:
@@ -147,7 +147,7 @@ def candidates_for(
         batch: a few samples.
         shifts_labels: whether the model predicts label i + 1 at position i.
         label_names: names of the inputs that are labels.
-        passes_items: whether the Trainer passes `num_items_in_batch`, which a sum is divided by.
+        passes_items: whether the Trainer passes `num_items_in_batch`, the divisor of a sum.
     """
     tokens = _token_items(shifts_labels)
     found = [LossReduction("sum", tokens)] if passes_items else []
@@ -168,9 +168,9 @@ def _token_items(shifts_labels: bool) -> Items:
 
 
 def with_unequal_labels(batch: Batch, label_names: Sequence[str]) -> Batch:
-    """The same samples with unequal numbers of labels: neighbouring samples of a dataset often have equally many.
+    """The same samples with unequal numbers of labels.
 
-    A mean over samples could not be told from a mean over tokens otherwise.
+    Samples of a dataset often have equal numbers of labels. Then a mean over samples equals a mean over tokens.
 
     Args:
         batch: a few samples of the data.
@@ -187,7 +187,7 @@ def _with_unequal_counts(labels: torch.Tensor) -> torch.Tensor:
     labels = labels.clone()
     flat = labels.view(len(labels), -1)
     if not flat.ne(IGNORED).any():
-        flat.zero_()  # a loss without any counted label would show nothing
+        flat.zero_()  # a loss without any counted label would be uninformative
     for row, values in enumerate(flat):
         counted = values.ne(IGNORED).nonzero().flatten()[1:]  # the first may not count, if labels are shifted
         values[counted[: len(counted) * (row % 4) // (row % 4 + 1)]] = IGNORED

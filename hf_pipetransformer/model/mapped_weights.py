@@ -1,18 +1,18 @@
-"""Weights that are mapped from files and not in memory, as `from_pretrained` leaves those of a safetensors checkpoint.
+"""Weights that are mapped from files and not in memory, as after `from_pretrained` of a safetensors checkpoint.
 
-transformers maps a checkpoint's files privately (copy-on-write): a weight costs no memory until it is read, then page
-cache that all processes of a host share and that the kernel takes back when memory is needed, and memory of this
-process only for the pages that it writes to. So every process can have the whole model although no process has memory
-for it:
+transformers maps a checkpoint's files privately (copy-on-write). An unread weight costs no memory. A weight that is
+read costs page cache, which all processes of a host share and which the kernel frees when memory is needed. Only pages
+that a process writes to cost its own memory. So every process can have the whole model, even if it is larger than the
+memory:
 
     a module's weights   mapped ──forward──> read from the file ──`give_back`──> mapped
     its stage's weights  mapped ──`into_memory`──> a copy in this process's memory, and no mapping
 
-The kernel would take back what was read by itself, but limits of memory (of containers, of batch systems) may count it
+The kernel would free the read pages by itself, but memory limits (of containers, of batch systems) may count them
 until then.
 
-A page that this process has written to differs from the file, and is never given back. The kernel knows which pages
-these are (`/proc/self/pagemap`), so no bookkeeping is needed. Where it does not tell (not Linux), none is given back.
+A page that this process has written to differs from the file, and is never given back. The kernel lists these pages
+(`/proc/self/pagemap`), so no bookkeeping is needed. On systems without this list (not Linux), no page is given back.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAPPINGS = Path("/proc/self/maps")
 PAGES = Path("/proc/self/pagemap")
 WRITTEN_AT_ONCE = 2**24
 GIVE_BACK_S = 0.02
-"""Seconds between two times that pages which are only passed on are given back."""
+"""Interval for giving back pages that are only passed on, in seconds."""
 IS_PRESENT, IS_SWAPPED, IS_OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 """Bits of the kernel's 8-byte entry for each page. A page in memory that is not a file's was written to."""
 
@@ -63,13 +63,13 @@ class TensorLike(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where the values of a mapped tensor are: bytes [offset, offset + size) of a file."""
+    """The place of a mapped tensor's values: bytes [offset, offset + size) of a file."""
 
     file: Path
     offset: int
     size: int
     is_private: bool
-    """Whether the file stays as it is when this process writes to the tensor."""
+    """Whether the file does not change when this process writes to the tensor."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class _Mapping:
 
 
 class FileMappings:
-    """The writable mappings of files that this process has at the moment."""
+    """The current writable mappings of files in this process."""
 
     def __init__(self) -> None:
         found = []
@@ -145,8 +145,8 @@ def _has_own_pages(tensor: torch.Tensor) -> bool | None:
 def give_back(tensor: torch.Tensor) -> None:
     """Give the pages of a mapped tensor back to the kernel; they are read from the file again when they are needed.
 
-    Pages at its ends, which it shares with its neighbours, stay. Does nothing if this process has written to a page of
-    the tensor, or if the kernel does not tell.
+    Pages at its ends, which it shares with its neighbours, are kept. All pages are kept if this process has written to
+    one of them, or if the kernel does not tell.
 
     Args:
         tensor: a tensor that `FileMappings` has found; it must still be mapped.
@@ -164,17 +164,17 @@ def _libc() -> ctypes.CDLL:
 
 @contextmanager
 def giving_back(model: nn.Module) -> Iterator[None]:
-    """Inside, each module gives back what it has read of mapped weights when its forward is over; at the end all do.
+    """Inside, each module gives back the pages of its mapped weights after its forward; at the end all modules do.
 
-    So a model can run in the memory of its largest layer. What autograd has kept of the weights stays valid. No module
-    is touched: the hook is torch's for all modules of the process.
+    So a model can run in the memory of its largest layer. Weights saved by autograd stay valid. Modules do not change:
+    the hook is torch's global hook for all modules of the process.
     """
     mappings = FileMappings()
 
     def forward_is_over(module: nn.Module, *_: Any) -> None:
         for parameter in module.parameters():
             for value in values_of(parameter):
-                if mappings.place_of(value) is not None:  # not so a placeholder that has taken its place
+                if mappings.place_of(value) is not None:  # a placeholder in its place is not mapped
                     give_back(value)
 
     hook = register_module_forward_hook(forward_is_over)
@@ -186,7 +186,7 @@ def giving_back(model: nn.Module) -> Iterator[None]:
 
 
 def into_memory(parameters: Iterable[torch.Tensor]) -> None:
-    """Copy those of the parameters that are mapped into memory of this process, one after the other.
+    """Copy the mapped ones among the parameters into memory of this process, one after the other.
 
     They remain the same objects. Afterwards the file may be changed or removed.
     """
@@ -203,16 +203,16 @@ def into_memory(parameters: Iterable[torch.Tensor]) -> None:
 def tensors_in_file(folder: Path, likes: Sequence[TensorLike], are_passed_on: bool = False) -> list[torch.Tensor]:
     """Return empty tensors in a temporary file without a name, which vanishes with the last of them.
 
-    Their pages are those of a file: the kernel writes them to the disk and takes them back when memory is needed.
+    Their pages belong to a file: the kernel writes them to the disk and frees them when memory is needed.
 
     Args:
-        folder: a folder on the disk that the file takes space of; created if it is missing.
+        folder: a folder on the disk for the file; created if it is missing.
         likes: the shapes and dtypes of the tensors.
-        are_passed_on: whether they are only filled and then read in a row, for a save. Then a thread gives their pages
-            back all the time, as long as there is one of the tensors, so that they never add up.
+        are_passed_on: whether the tensors are only filled and then read in a row, for a save. Then a thread gives
+            their pages back continuously while any of the tensors exists, to bound the memory.
 
     Raises:
-        OSError: the disk has no space for them. Without this, writing to them would end the process by a SIGBUS.
+        OSError: the disk has no space for them. Without this check, writing to them could end the process by a SIGBUS.
     """
     folder.mkdir(parents=True, exist_ok=True)
     begins = [0, *accumulate(-(-like.num_bytes // PAGE) * PAGE for like in likes)]
@@ -232,7 +232,7 @@ def tensors_in_file(folder: Path, likes: Sequence[TensorLike], are_passed_on: bo
 
 
 def _give_back_again_and_again(pages: weakref.ref[mmap.mmap]) -> None:
-    """Give the pages of a mapping back until it is gone. It is shared, so what was written to them is in the file."""
+    """Give the pages of a mapping back until it is gone. The mapping is shared, so written values are in the file."""
     while (mapping := pages()) is not None:
         mapping.madvise(mmap.MADV_DONTNEED)
         del mapping

@@ -1,4 +1,4 @@
-"""Replaces methods of single modules, so that a model's own code calls something else, and attributes for a time."""
+"""Replaces methods of single modules, which the model's own code then calls, and attributes for a limited time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def having(owner: Any, **values: Any) -> Iterator[None]:
 
 
 class HookOfOriginal:
-    """A forward pre-hook of a module. A copy or pickle of it returns the inputs, and needs nothing of this package."""
+    """A forward pre-hook of a module. A copy or pickle of it returns the inputs, and does not need this package."""
 
     def __init__(self, function: Callable[[Any, Any], None]) -> None:
         self._function = function
@@ -41,15 +41,15 @@ class MethodOverride:
     """Replaces a method of one module until `remove`. A copy of the module gets the earlier method, bound to the copy.
 
     Args:
-        module: the module whose method is replaced.
-        name: name of the method, which the module's class has.
+        module: the module.
+        name: name of the replaced method, which the module's class has.
         function: the function that is called instead.
     """
 
     def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
         self._module, self._name, self._function = module, name, function
         self.earlier = module.__dict__.get(name)
-        """What the module had in place of its class's method; None if nothing."""
+        """The module's own attribute of this name before; None if it used its class's method."""
         self.replaced = getattr(module, name)
         """The method that would be called without the override."""
         setattr(module, name, self)
@@ -59,11 +59,11 @@ class MethodOverride:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the method in whose place it is, which libraries ask for the names of a model's inputs."""
+        """Signature of the replaced method, because libraries read the names of a model's inputs from it."""
         return inspect.signature(self.replaced)
 
     def remove(self) -> None:
-        """Restore the earlier method. What has replaced this since stays, and calls the earlier method."""
+        """Restore the earlier method. A later replacement of this one stays, and calls the earlier method."""
         if self._module.__dict__.get(self._name) is not self:
             self._function = self.replaced
         elif self.earlier is None:
@@ -72,7 +72,7 @@ class MethodOverride:
             setattr(self._module, self._name, self.earlier)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle of the module has the earlier method, and needs nothing of this package."""
+        """A pickle of the module has the earlier method, and does not need this package."""
         if self.earlier is None:
             return getattr, (self._module, self._name)  # read before the module's pickle has any attributes
         return partial, (self.earlier,)

@@ -24,11 +24,11 @@ MOST_UNUSED_POSITIONS = 2
 
 
 UNNAMED = "(unnamed inputs)"
-"""Name of the one entry of a batch that the user's collator returns as a tuple or list instead of a dict."""
+"""Name of the single entry of a batch that the user's collator returns as a tuple or list instead of a dict."""
 
 
 def with_name(batch: Any) -> Mapping[str, Any]:
-    """Return a batch as a mapping, whatever the user's collator returns."""
+    """Return a batch as a mapping, even if the user's collator returns a tuple or list."""
     return batch if isinstance(batch, Mapping) else {UNNAMED: batch}
 
 
@@ -51,7 +51,7 @@ def refuse_unnamed(batch: Batch) -> None:
 
 
 def refuse_without_tensors(batch: Batch) -> None:
-    """Refuse a batch whose shapes, which stages must know, cannot be seen.
+    """Refuse a batch without visible shapes, because stages must know them.
 
     Raises:
         ValueError: no tensor in it has a batch dimension.
@@ -135,7 +135,7 @@ def _is_one_per_row(value: Any, rows: int) -> bool:
 
 @contextmanager
 def naming_long_rows(model: nn.Module, batch: Any) -> Iterator[None]:
-    """Inside, an error that the model raises for more tokens than it has positions is replaced by one that says so.
+    """Inside, an error of the model is replaced if a sample has more tokens than the model has positions.
 
     Raises:
         ValueError: if the model raised an error, and the batch's samples are longer than its table of positions.
@@ -167,9 +167,9 @@ def _most_tokens(model: nn.Module) -> int | None:
 
 
 def _most_tokens_in(batch: Any) -> int:
-    """Number of tokens of a sample; 0 if there are none, or if positions are given, which begin anew in each document.
+    """Number of tokens of a sample; 0 without tokens, or with given positions, which restart in each document.
 
-    Only shapes are looked at: after a kernel has failed, a device may not answer any more.
+    It reads only shapes, because a device may not respond after a kernel has failed.
     """
     tokens = batch.get("input_ids") if isinstance(batch, Mapping) and batch.get("position_ids") is None else None
     return tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.dim() >= 2 else 0
@@ -177,12 +177,12 @@ def _most_tokens_in(batch: Any) -> int:
 
 @dataclass(frozen=True)
 class SampleBounds:
-    """Where samples begin in the tensors of a batch, some of which have other numbers of rows than samples.
+    """The first row of each sample in the tensors of a batch, if some have other numbers of rows than samples.
 
     pixel_values  [patches of sample 0 | of sample 1 | ...]      bounds 0, 16, 16, 24: sample 1 has no image
 
     Attributes:
-        of: for each tensor, its first row of each sample, and at last its number of rows; without those that are the
+        of: for each tensor, the first row of each sample, and then the number of rows; without tensors that are the
             same for any samples, such as a prompt.
         count: number of samples.
     """
@@ -192,14 +192,15 @@ class SampleBounds:
 
     @classmethod
     def found(cls, batch: Batch, first: Sequence[Mapping[str, Any]]) -> SampleBounds | None:
-        """Find them by the batches that a collator makes of the first sample, of the first two, and so on.
+        """Find the bounds from the batches that a collator makes of the first sample, the first two, and so on.
 
         Args:
             batch: the batch of all samples.
-            first: those of some of them.
+            first: the batches of the first samples.
 
         Returns:
-            None if the tensors of `batch` do not begin with those of the others, or have no rows for samples.
+            The bounds; None if a tensor of `batch` does not begin with the smaller batches' tensor, or has no rows for
+            samples.
         """
         of, count = dict[str, tuple[int, ...]](), len(first) + 1
         for name, value in batch.items():
@@ -219,7 +220,7 @@ class SampleBounds:
         return cls(of, count)
 
     def cut(self, batch: Batch, start: int, stop: int) -> Batch:
-        """Samples [start, stop) of the batch; without the tensors that have nothing of them."""
+        """Samples [start, stop) of the batch; without tensors that have no rows for them."""
         spans = {name: slice(bounds[start], bounds[stop]) for name, bounds in self.of.items()}
         return {
             name: value[spans[name]] if name in spans else value

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import recursively_apply
 
 MASKED = 1e30
-"""Values from here on stand for "minus infinity", and are no measure of others."""
+"""Values of at least this size stand for "minus infinity", and do not widen the tolerance for others."""
 
 
 def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
@@ -26,7 +26,7 @@ def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
 
 
 def in_new_containers(value: Any) -> Any:
-    """The same tensors in new containers, for a model that writes its results into the dict that it is called on."""
+    """The same tensors in new containers, for a model that writes its results into its input dict."""
     return recursively_apply(lambda tensor: tensor, value)
 
 
@@ -41,7 +41,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def are_close(one: torch.Tensor, other: torch.Tensor, float32: float = 1e-4, half: float = 3e-2) -> bool:
-    """Whether two tensors are equal but for rounding, where NaN equals NaN.
+    """Whether two tensors are equal up to rounding. NaN equals NaN.
 
     Args:
         one, other: the tensors.

@@ -1,7 +1,7 @@
-"""A model's parameters by name, and placeholders for those that are on other processes.
+"""A model's parameters by name, and placeholders for parameters on other processes.
 
-A parameter object is never replaced: a parameter that is elsewhere occupies one element of memory in the shape of its
-values. So tied weights, hooks on parameters, a user's lists and the optimizer's references remain valid meanwhile.
+A parameter object is never replaced: a parameter on another process occupies one element of memory in the shape of its
+values. So tied weights, hooks on parameters, a user's lists and the optimizer's references remain valid.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .elsewhere import placeholder, show
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether it is a tensor subclass around other tensors, such as torchao's quantised weights.
+    """Whether a tensor is a subclass around other tensors, such as torchao's quantised weights.
 
-    Its dtype is the one that it is computed with; values and scales are in the tensors inside.
+    Its dtype is the dtype of computations; values and scales are in the inner tensors.
     """
     return hasattr(type(tensor), "__tensor_flatten__")
 
@@ -44,14 +44,14 @@ def values_of(parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 def set_values(parameter: torch.Tensor, values: Iterable[torch.Tensor]) -> None:
-    """Put other tensors in the place of `values_of(parameter)`, which can be read then; it stays the same object."""
+    """Replace `values_of(parameter)` by other tensors. The parameter stays the same object, and becomes readable."""
     show(parameter)
     for (owner, name), value in zip(_places_of(parameter), values, strict=True):
         setattr(owner, name, value)
 
 
 def with_values(parameter: torch.Tensor, values: Iterator[torch.Tensor]) -> torch.Tensor:
-    """A new tensor of the parameter's kind with other values, of which it takes as many as it needs."""
+    """A new tensor of the parameter's kind with other values. It takes as many from the iterator as it needs."""
     if not is_wrapper(parameter):
         return next(values)
     names, context = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -63,12 +63,12 @@ def with_values(parameter: torch.Tensor, values: Iterator[torch.Tensor]) -> torc
 
 
 def num_bytes(parameter: torch.Tensor) -> int:
-    """Bytes of a parameter's values, for a wrapper those that it takes and not those that it stands for."""
+    """Size of a parameter's values in bytes; for a wrapper, the size of its inner tensors."""
     return sum(value.nbytes for value in values_of(parameter))
 
 
 def has_state(parameter: torch.Tensor) -> bool:
-    """Whether it is a quantised weight of a class of its own, whose scales are attributes (bitsandbytes)."""
+    """Whether a parameter is a quantised weight of a class with scales as attributes (bitsandbytes)."""
     plain = type(parameter) in (torch.Tensor, nn.Parameter) or is_wrapper(parameter)
     return not plain and not parameter.is_floating_point()
 
@@ -117,7 +117,7 @@ class ParameterTable:
         return parameter
 
     def __setitem__(self, name: str, parameter: nn.Parameter) -> None:
-        """Replace a parameter under all its names; only for a model that nothing else refers to yet."""
+        """Replace a parameter under all its names; only before other code refers to the model."""
         for alias in self.aliases[name]:
             owner, _, attribute = alias.rpartition(".")
             setattr(self.model.get_submodule(owner), attribute, parameter)
@@ -127,8 +127,8 @@ class ParameterTable:
         """Inside, these parameters have other values in all modules, and require no gradient.
 
         Args:
-            substitutes: placeholders, by name. A wrapper gets one with the same fill for each of its tensors; a weight
-                that has state keeps its values, as it could not compute with others.
+            substitutes: placeholders, by name. Each inner tensor of a wrapper gets a placeholder with the same fill. A
+                weight with state keeps its values, because it cannot compute with others.
         """
         replaced = {name: self[name] for name in substitutes if not has_state(self[name])}
         originals = [(parameter, values_of(parameter), parameter.requires_grad) for parameter in replaced.values()]

@@ -1,6 +1,6 @@
-"""Models that cannot be split, by their configuration, their parameters and what their forwards do.
+"""Refuses models that cannot be split, by their configuration, their parameters and their forwards.
 
-Raises `UnsupportedModelError` with the reason and what can be done.
+Raises `UnsupportedModelError` with the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ USE_ONE_STAGE = "Set pipeline_parallel_size=1."
 
 
 def refuse_by_configuration(model: nn.Module) -> None:
-    """Refuse models whose configuration alone shows that they have no exact pipeline.
+    """Refuse models if their configuration alone shows that they have no exact pipeline.
 
     Raises:
         UnsupportedModelError: for outputs of all layers, or layers that are skipped at random.
@@ -49,12 +49,12 @@ def refuse_by_configuration(model: nn.Module) -> None:
 
 
 def has_router_loss(model: nn.Module) -> bool:
-    """Whether the model adds a loss over the routers of all layers, which is one of the whole batch."""
+    """Whether the model adds a loss over the routers of all layers. Such a loss needs the whole batch."""
     return any(getattr(part, "output_router_logits", False) for part in configs_of(model))
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """The model's configuration, and those of its parts."""
+    """The configurations of the model and its parts."""
     config = getattr(model, "config", None)
     return [c for c in (config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", {}))) if c]
 
@@ -76,7 +76,7 @@ def refuse_weights_with_state(model: nn.Module) -> None:
 
 
 def refuse_overlapping_weights(model: nn.Module) -> None:
-    """Refuse different parameters that share elements in memory (`a.data = fused.data[:n]`), which moving takes apart.
+    """Refuse different parameters that share elements in memory (`a.data = fused.data[:n]`): moves would split them.
 
     Raises:
         UnsupportedModelError: if the model has such parameters; the message names two.
@@ -123,11 +123,11 @@ def refuse_own_backward(model: nn.Module, unit: Unit, _: Any) -> None:
 
 
 def refuse_changed_weights(model: nn.Module, versions: Mapping[str, int]) -> None:
-    """Refuse a model whose forward changes its own weights in place, some of which other stages hold.
+    """Refuse a model if its forward changes weights in place, because other stages hold some of them.
 
     Args:
-        model: the model, which has run.
-        versions: autograd's counters of changes in place, from before.
+        model: the model, after a forward.
+        versions: autograd's counters of in-place changes before the forward.
     """
     changed = [name for name, parameter in model.named_parameters() if parameter._version != versions.get(name)]
     if changed:
@@ -140,9 +140,9 @@ def refuse_changed_weights(model: nn.Module, versions: Mapping[str, int]) -> Non
 
 @contextmanager
 def refusing_what_fails(model: nn.Module) -> Iterator[None]:
-    """Convert a model error into an `UnsupportedModelError`, as the whole model has just run on the same batch.
+    """Convert a model error into an `UnsupportedModelError`, because the whole model has run on the same batch.
 
-    Gemma 3n's upper layers, for example, take keys and values from a dictionary that lower layers have filled.
+    For example, Gemma 3n's upper layers take keys and values from a dictionary that lower layers have filled.
     """
     try:
         yield

@@ -1,6 +1,6 @@
-"""Finds the lists of layers in a model: by transformers' class of layers, or by what they are called on.
+"""Finds the lists of layers in a model: by transformers' class of layers, or by the inputs of their calls.
 
-Nothing here is specific to a model family.
+The search is the same for all model families.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .nested import in_new_containers, tensors_of
 from .placeholders import ParameterTable, reachable_leaves
 
 MOST_NAMES = 8
-"""Of modules that an error message lists."""
+"""Maximum number of modules that an error message lists."""
 
 
 def find_stacks(model: nn.Module, batch: dict[str, Any], named: Sequence[str] | None = None) -> list[list[str]]:
     """Names of the layer modules of each stack, in the modules with the given names if there are any.
 
-    A stack is an outermost `nn.ModuleList` whose members are all `GradientCheckpointingLayer`. In a model without such
-    a list, it is a list in which each member is called on what the previous one has returned. In a model without any
-    of these, each member of a list is a stack of its own, if each depends on the previous one.
+    A stack is an outermost `nn.ModuleList` with only `GradientCheckpointingLayer` as members. In a model without such
+    a list, it is a list with members that are called on the previous member's output. In a model without these lists,
+    each member of a list is a stack of its own, if each depends on the previous one.
 
     Raises:
         ValueError: if a module in `named` does not exist or contains no layers.
@@ -103,7 +103,7 @@ class _ListCall:
 
     Attributes:
         inputs: the ids of the tensors that it was called on.
-        outputs: the tensors that it has returned; kept, so that ids are not used again.
+        outputs: the returned tensors; kept, because ids of freed tensors are used again.
         behind: the numbers of the earlier calls that its outputs depend on, possibly through other modules.
     """
 
@@ -113,15 +113,15 @@ class _ListCall:
 
 
 def _lists_in_order(model: nn.Module, lists: Sequence[list[str]], batch: dict[str, Any]) -> list[list[str]]:
-    """The lists whose members are called one after the other.
+    """The lists with members that are called one after the other.
 
     XLM, for example, has a list of all attention modules, one of all feed-forward modules, and two of norms: each
     depends on the previous one of its list through others. Members that do not depend on one another (several heads)
     are no layers.
 
     Returns:
-        The lists in which each call is on what the previous one has returned; if there are none, each member of the
-        lists in which each call depends on the previous one, as a stack of its own.
+        The lists with each call on the previous call's output. If there are none: the lists with each call dependent
+        on the previous one, each member as a stack of its own.
     """
     calls: list[_ListCall] = []
     numbers: dict[nn.Module, list[int]] = {}
@@ -153,18 +153,18 @@ def _lists_in_order(model: nn.Module, lists: Sequence[list[str]], batch: dict[st
 
 
 def _are_chained(calls: Sequence[_ListCall], numbers: Sequence[Sequence[int]]) -> bool:
-    """Whether each call of a list's members is on what the previous one has returned.
+    """Whether each call of a list's members is on the previous call's output.
 
     Args:
         calls: all calls.
-        numbers: for each member the numbers of its own.
+        numbers: for each member, the numbers of its calls.
     """
     pairs = list(pairwise(sorted(chain.from_iterable(numbers))))
     return bool(pairs) and all(any(id(t) in calls[b].inputs for t in calls[a].outputs) for a, b in pairs)
 
 
 def _depend_in_order(calls: Sequence[_ListCall], numbers: Sequence[Sequence[int]]) -> bool:
-    """Whether each call depends on that of the member before it."""
+    """Whether each call depends on the previous member's call."""
     pairs = list(pairwise(chain.from_iterable(numbers)))
     return bool(pairs) and all(a in calls[b].behind for a, b in pairs)
 
@@ -172,13 +172,13 @@ def _depend_in_order(calls: Sequence[_ListCall], numbers: Sequence[Sequence[int]
 def tapped_modules(
     model: nn.Module, stacks: Sequence[Sequence[str]], batch: dict[str, Any]
 ) -> dict[str, tuple[str, ...]]:
-    """For each layer, the modules inside it whose output tensors the model returns although the layer does not.
+    """For each layer, its inner modules with output tensors that the model returns, but the layer does not.
 
-    transformers collects them by hooks on these modules (routers of experts), which are not called where the layer
-    does not run.
+    transformers collects these tensors by hooks on the modules (routers of experts). The hooks are not called if the
+    layer does not run.
     """
     returned_by: dict[int, list[str]] = {}
-    kept: list[Any] = []  # so that ids are not reused
+    kept: list[Any] = []  # because ids of freed objects are used again
 
     def note(name: str, _: nn.Module, __: Any, output: Any) -> None:
         kept.append(output)

@@ -1,4 +1,4 @@
-"""Tags: what a part of a training attaches to the samples of a batch.
+"""Tags: numbers that a part of a training attaches to the samples of a batch.
 
     input_ids   [B, T]
     labels      [B]
@@ -17,14 +17,14 @@ import torch
 TAGS = "pipetransformer_tags"
 """Name of the tags in a batch: an int64 tensor [B, n]."""
 BLANK = -2
-"""Number in tags that have no meaning any more."""
+"""Number in tags without a meaning."""
 
 NO_TAGS = torch.full((1, 4), BLANK, dtype=torch.int64)
-"""In place of a batch's tags: nothing may be concluded from the inputs of the model's calls either."""
+"""Tags for a batch that allow no conclusion from the inputs of the model's calls."""
 
 
 def blanked(tags: torch.Tensor) -> torch.Tensor:
-    """Tags of the same shape, on all stages, that have no meaning."""
+    """Tags without a meaning, of the same shape on all stages."""
     return torch.full_like(tags, BLANK)
 
 

@@ -1,7 +1,7 @@
-"""Checks in training mode, before the model is split, what a stage of a pipeline will compute.
+"""Checks the results of a pipeline's last stage in training mode, before the model is split.
 
-`LayerStack.discover` has compared stages with the whole model in eval mode. In training a model may do more: draw
-random numbers, read other layers, count its calls. One forward of a few samples and two of the last unit show it.
+`LayerStack.discover` has compared stages with the whole model in eval mode. In training a model may also draw random
+numbers, read other layers, or count its calls. One forward of a few samples and two of the last unit show it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIBRARIES = ("transformers.", "torch.", "peft.", "accelerate.")
 
 
 def is_users(module: nn.Module) -> bool:
-    """Whether a module is the user's own, or of a library that is not known here."""
+    """Whether a module is the user's own, or from an unknown library."""
     return not type(module).__module__.startswith(LIBRARIES)
 
 
@@ -35,19 +35,19 @@ def is_users(module: nn.Module) -> bool:
 def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
     """Check the last unit alone against the whole model in training mode, without dropout.
 
-    The caller undoes what the forwards change in the model.
+    The caller undoes the forwards' changes in the model.
 
     Args:
         stack: the units of the complete model.
         batch: the model's inputs, for a few samples.
 
     Returns:
-        Why each call must run whole batches in one forward: it changes state, or what lies behind the layers reads
-        more than the outputs of the last ones (of two towers, which call the same layers). Empty if it need not.
+        Why each call must run whole batches in one forward; empty if it need not. Either a call changes state, or the
+        code after the layers reads more than the last layers' outputs (two towers that call the same layers).
 
     Raises:
-        UnsupportedModelError: training draws random numbers before the layers that reach the outputs past them, reads
-            what layers other than the last leave behind, or changes weights in the forward.
+        UnsupportedModelError: in training the model draws random numbers before the layers and reads them behind the
+            layers, reads state that earlier layers leave behind, or changes weights in the forward.
     """
     model, runner, last = stack.model, stack.runner, stack.num_units - 1
     carry: Carry = {}  # before the last unit
@@ -61,7 +61,7 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
 
     runner.install()
     try:
-        # each unit draws the same numbers in each pass, and so does what lies behind the last one
+        # each unit, and the code after the last one, draw the same numbers in each pass
         with (
             global_state_kept(),
             evaluation_mode(model),
@@ -112,7 +112,7 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
 
 
 def _behind_all(stack: LayerStack, batch: dict[str, Any], final: Carry) -> dict[str, torch.Tensor] | None:
-    """The outputs when no layer runs, from what the last ones have returned; None if that fails."""
+    """The outputs without running a layer, from the last layers' outputs; None if that fails."""
     seed_all(0)
     copies = {of: tuple(value.clone() for value in values) for of, values in final.items()}
     try:
@@ -133,8 +133,8 @@ def _are_close(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor
 def _state_of(model: nn.Module) -> dict[str, Any]:
     """Buffers, numbers in attributes of user modules, and the norms of untrained parameters, by name.
 
-    Of transformers' own modules it includes only saved buffers, because they also keep tables that are computed from
-    the inputs. Running statistics of batch normalisation are left out: each stage keeps those of its layers, and
+    For transformers' own modules it includes only saved buffers, because their other buffers are tables computed from
+    the inputs. Running statistics of batch normalisation are left out: each stage keeps its layers' statistics, and
     `normalised_by_batch` limits the rest.
     """
     state = _norms_of_untrained(model)
@@ -153,9 +153,9 @@ def _state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _norms_of_untrained(model: nn.Module) -> dict[str, Any]:
-    """The norms of parameters that are not trained, such as those of a teacher that follows the model.
+    """The norms of untrained parameters, such as the parameters of a teacher that follows the model.
 
-    None for one that has the values of its file, which need not be read.
+    None for a parameter that still has its file's values, which need not be read.
     """
     mappings, norms = FileMappings(), dict[str, Any]()
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""What is known about the layers of a model, in immutable values: its units, what they return, how it is called."""
+"""Immutable descriptions of a model's layers: its units, their outputs, and the way the model is called."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class CalledWith:
 
     Attributes:
         kept_back: inputs that it does not pass to the model (sample weights, labels that it takes out).
-        takes_batch: whether it calls the model on inputs of the batch; otherwise on its own (pairs of sentences), and
-            perhaps several times. All batches that the runner is given are then the inputs of one call.
-        nested_in: the model's only argument, if it is called on one dict of inputs, as sentence-transformers' are.
+        takes_batch: whether it calls the model on inputs of the batch. If not, it calls it on inputs of its own (pairs
+            of sentences), perhaps several times, and each batch of the runner holds the inputs of one call.
+        nested_in: the model's only argument, if it is called on one dict of inputs, as in sentence-transformers.
     """
 
     kept_back: frozenset[str] = frozenset()
@@ -51,7 +51,7 @@ class _Gap:
 
 @dataclass(frozen=True)
 class OutputStructure:
-    """A unit's output (tensor, tuple or ModelOutput) without its tensors, from which it is rebuilt."""
+    """A unit's output (tensor, tuple or ModelOutput) with gaps for its tensors, to rebuild it later."""
 
     template: Any  # the output with a `_Gap` in place of each tensor
     is_floating: tuple[bool, ...]  # for each tensor
@@ -74,8 +74,8 @@ class ModelLayers:
     Attributes:
         stacks: for each stack of layers, the names of its modules in the model.
         copies_carry: whether layers that do not run return copies of the carry, which the model may change in place.
-        taps: for each layer, the names of modules inside it whose outputs the model reads through hooks on them (the
-            routers of experts). They are part of the layer's carry; where the layer does not run, the hooks get them.
+        taps: for each layer, the names of inner modules with hooks that pass their outputs to the model (the routers
+            of experts). These outputs are part of the layer's carry; if the layer does not run, the hooks get them.
     """
 
     stacks: tuple[tuple[str, ...], ...]
@@ -85,13 +85,13 @@ class ModelLayers:
 
 @dataclass(frozen=True)
 class TracedLayers:
-    """What a `LayerRangeRunner` has traced, without the model; it can be sent to another process.
+    """The result of `LayerRangeRunner.trace` without the model; it can be sent to another process.
 
     Attributes:
-        layers: those of the model.
+        layers: the model's layers.
         called: how the model is called.
         calls: name and stack of each unit.
-        structures: of each unit's output.
+        structures: structure of each unit's output.
     """
 
     layers: ModelLayers

@@ -1,1 +1,1 @@
-"""Capabilities of a training, each in a folder of its own: what a run can do besides training a pipeline."""
+"""Optional capabilities of a training, each in a folder of its own."""

@@ -1,4 +1,4 @@
-"""Warns that dropout keeps frozen modules from being cached, and says what `eval_frozen_modules=True` would gain."""
+"""Warns that dropout keeps frozen modules from being cached, and names the gain of `eval_frozen_modules=True`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ..run.job import TrainingJob
 logger = logging.getLogger(__name__)
 
 WORTH_A_WARNING = 1.1
-"""Predicted speed-up from which on the hint is a warning, and not an information."""
+"""Minimum predicted speed-up for the hint to be logged as a warning, not as information."""
 
 
 LEAST_REST = 0.05
-"""Least share of a step that is taken to remain: reading takes time, too."""
+"""Minimum share of a step that is assumed to remain, because reading takes time, too."""
 MOST_TO_NAME = 3
 
 
 def give_hint(job: TrainingJob, modules: Sequence[str], share: float | None, of: str = "a step") -> None:
-    """Log that frozen modules run with dropout, and what it would gain to run them without.
+    """Log that frozen modules run with dropout, and the speed-up without it.
 
     Args:
         job: the training job.
         modules: names of the modules.
-        share: share of a training step that computing them takes, from 0 to 1; None if it is not known.
-        of: what it is a share of. Only a share of the time tells how much faster a step would be.
+        share: their share of a training step, from 0 to 1; None if it is not known.
+        of: the reference of `share`, in words. A speed-up is logged only for a share of "a step".
     """
     names = ", ".join(modules[:MOST_TO_NAME]) + (", ..." if len(modules) > MOST_TO_NAME else "")
     are, run, they, their = ("are", "run", "they", "their") if len(modules) > 1 else ("is", "runs", "it", "its")

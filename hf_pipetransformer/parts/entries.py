@@ -1,12 +1,12 @@
-"""The parts that a training may have, in the order in which they are called.
+"""Lists the parts that a training may have, in calling order.
 
-    part            asked for by                       does
-    freezing        freeze_policy, frozen layers       wishes that more layers be frozen
+    part            requested by                       does
+    freezing        freeze_policy, frozen layers       requests that more layers be frozen
     records         always                             log lines, metrics, the record for the report
     preemption      always                             saves and exits on SIGTERM
-    prefix_cache    activation_cache                   wishes that frozen layers count as cached
+    prefix_cache    activation_cache                   requests that frozen layers count as cached
     front           activation_cache, with one stage   reads the outputs of frozen modules
-    loss_effects    several stages                     brings to all stages what the loss does to the trainer
+    loss_effects    several stages                     copies the loss's changes of the trainer to all stages
     watchdog        watchdog_timeout                   ends the job when a process dies or hangs
 
 A new part is a folder `parts/<name>` with a module `part.py`, and a line in `ENTRIES`.
@@ -30,11 +30,11 @@ class Entry:
     """A part that a training may have.
 
     Attributes:
-        name: of its folder in `parts/`.
-        is_wanted: whether a training has it.
-        asked_by: the argument with which the user has asked for it; None if it is wanted by default.
-        make: makes the part for a run, or returns None where what it needs is not installed. By default `make` of
-            `parts/<name>/part.py`, which is imported for it.
+        name: name of its folder in `parts/`.
+        is_wanted: whether a training has the part.
+        asked_by: the argument that requests it; None if the training has it by default.
+        make: creates the part for a run, or returns None if a module that it needs is not installed. The default is
+            `make` of `parts/<name>/part.py`, which is imported then.
     """
 
     name: str
@@ -74,4 +74,4 @@ ENTRIES = [
     Entry("loss_effects", lambda job: job.args.uses_pipeline, _own_code),
     Entry("watchdog", lambda job: job.mesh.world_size > 1 and job.args.watchdog_timeout > 0, _timeout),
 ]
-"""All parts, in the order in which they are called."""
+"""All parts, in calling order."""

@@ -1,1 +1,1 @@
-"""Outputs of modules that the user has frozen and that are fed by the batch alone, stored and read in later epochs."""
+"""Stores the outputs of user-frozen modules that depend on the batch alone, and reads them in later epochs."""

@@ -1,4 +1,4 @@
-"""What is known of a call of the model, and of the modules of its front in it."""
+"""Records of a call of the model, and of the calls of its front's modules."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ REMEDY = "Set activation_cache='off'"
 
 
 class OtherCallsError(Exception):
-    """The front is called in another way than before, so what is stored is of no use in this call."""
+    """The front is called differently than before, so this call cannot use stored outputs."""
 
 
 class NewCallError(Exception):
-    """A module of the front is called on something else than when what is stored was computed."""
+    """A module of the front has other arguments than when its stored outputs were computed."""
 
 
 class AllRanError(Exception):
-    """Ends a forward pass of which only the front is wanted."""
+    """Ends a forward pass once all modules of the front have run."""
 
 
 @dataclass(frozen=True)
 class ReturnedLeaf:
-    """A tensor in the output of a module: its device, and what one row of it is; or all, if it is not of rows.
+    """A tensor in a module's output: its device, and the type and shape of one row (of all, if it has no rows).
 
-    `order` has its dimensions as they lie in memory: what reads it would round otherwise in another order.
+    `order` lists its dimensions as they lie in memory. With another order, modules that read it may round differently.
     """
 
     device: torch.device
@@ -53,14 +53,14 @@ class ReturnedLeaf:
         return cls(tensor.device, leaf, per is not None, dense_order(tensor))
 
     def as_returned(self, stored: torch.Tensor) -> torch.Tensor:
-        """What is read from the store, as the module returns it."""
+        """Convert a tensor from the store to the dtype and memory order that the module returns."""
         if self.order is None or self.order == tuple(range(stored.dim())):
             return stored.to(self.row.dtype)
         made = torch.empty_permuted(stored.shape, self.order, dtype=self.row.dtype, device=stored.device)
         return made.copy_(stored)
 
     def sized(self, rows: Rows, width: int) -> tuple[int, ...]:
-        """The shape for these rows in a batch of this width."""
+        """Shape of the tensor for these rows in a batch of this width."""
         first, *rest = self.row.sized(width)
         return (self.row.length(rows) if self.is_of_rows else first), *rest
 
@@ -71,11 +71,11 @@ class ReturnedLeaf:
 
 @dataclass(frozen=True)
 class Known:
-    """How a module is called, and what it returns, for inputs of some shape.
+    """The arguments and outputs of a module for inputs of one shape.
 
     Attributes:
-        others: arguments that are no tensors, in each way in which it was called.
-        leaves: of its output: tensors as `ReturnedLeaf`, other values as they are.
+        others: the arguments that are no tensors, for each kind of call so far.
+        leaves: leaves of the output: tensors as `ReturnedLeaf`, other values unchanged.
         structure: the containers of the leaves.
     """
 
@@ -86,14 +86,14 @@ class Known:
 
 @dataclass(frozen=True)
 class KnownBatch:
-    """What is known of the inputs of a call.
+    """Description of the inputs of a call.
 
     Attributes:
-        keys: of the rows.
+        keys: keys of the rows.
         rows: samples, or images.
-        tokens: which columns belong to the samples, if padding is not stored.
-        signature: what the shapes of the front's outputs depend on.
-        covered: of the tensors that the keys are made of, by their identity: which it is, and its number of writes.
+        tokens: the columns that belong to the samples, if padding is not stored.
+        signature: the values that determine the shapes of the front's outputs.
+        covered: id of each tensor in the keys -> its number, and its count of writes.
     """
 
     keys: Sequence[bytes]
@@ -112,12 +112,12 @@ class FrontCall:
     """A call of the model.
 
     Attributes:
-        batch: what is known of its inputs; None in a trial.
-        known: of each module, if something is given back.
-        given_back: what is given back, by module and leaf; None if all modules run on all samples.
-        digests: of the arguments, when what is given back was computed, for each module.
-        missing: rows that are computed, and not given back.
-        ran: the modules that have been called, with what they have returned.
+        batch: description of its inputs; None in a trial.
+        known: records of the modules, if stored outputs are returned.
+        given_back: the stored outputs, by module and leaf; None if all modules run on all samples.
+        digests: for each module, digests of its arguments when the stored outputs were computed.
+        missing: rows without stored outputs, which are computed.
+        ran: the calls of the modules so far, with their outputs.
     """
 
     batch: KnownBatch | None = None
@@ -125,11 +125,11 @@ class FrontCall:
     given_back: dict[tuple[str, int], torch.Tensor] | None = None
     digests: dict[str, torch.Tensor] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
-    computed: dict[int, torch.Tensor] = field(default_factory=dict)  # of these rows, for a tensor in an output
+    computed: dict[int, torch.Tensor] = field(default_factory=dict)  # id of an output tensor -> its missing rows
     ran: dict[str, RecordedCall] = field(default_factory=dict)
-    made: ArgumentDigests | None = None  # in this call
-    seconds: float = 0.0  # of the modules that ran
-    versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when they were returned
+    made: ArgumentDigests | None = None  # digests computed in this call
+    seconds: float = 0.0  # duration of the modules that ran
+    versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when the module returned
     ends: bool = False  # when all modules have run
 
 
@@ -141,17 +141,17 @@ def of_missing(
     known: Known,
     has_rows: Sequence[bool],
 ) -> list[Any]:
-    """The leaves of what a module returns for the rows of which nothing is stored.
+    """Run a module on the missing rows, and return the leaves of its output.
 
     Args:
-        forward: the module's.
-        args, kwargs: what it is called on.
+        forward: the module's own forward.
+        args, kwargs: its arguments for all rows.
         call: the call of the model.
-        known: how the module is called.
-        has_rows: which of the tensors that it is called on are divided among the rows.
+        known: the record of the module.
+        has_rows: for each tensor among the arguments, whether it is divided among the rows.
 
     Raises:
-        NewCallError: it does not run on some of the rows, or returns something else for them.
+        NewCallError: it does not run on a part of the rows, or its output has another structure or shape for them.
     """
     assert call.batch is not None
     given = arguments_of(args, kwargs)[0]
@@ -168,7 +168,7 @@ def of_missing(
     try:
         with torch.no_grad(), unnoticed():
             leaves, structure = tree_flatten(forward(*args, **kwargs))
-    except Exception as error:  # it does not run on a part of the samples
+    except Exception as error:  # the module does not run on a part of the samples
         raise NewCallError from error
     if structure != known.structure:
         raise NewCallError
@@ -176,5 +176,5 @@ def of_missing(
         if isinstance(leaf, ReturnedLeaf) and leaf.is_of_rows:
             shape = leaf.sized(rows.chosen(call.missing), call.batch.width)
             if not isinstance(found, torch.Tensor) or found.shape != shape:
-                raise NewCallError  # it depends on the other samples
+                raise NewCallError  # the shape depends on the other samples
     return leaves

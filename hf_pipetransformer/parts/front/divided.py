@@ -1,9 +1,9 @@
-"""How the first dimension of tensors is divided among the rows of a call: samples, or images.
+"""Divides the first dimension of tensors among the rows of a call: samples, or images.
 
 pixel_values [samples, ...]                      each row has one entry
 pixel_values [samples * times, ...]              each row has `times` entries: several images, or choices, of a sample
-pixel_values [sum of patches, ...]               the first image has as many entries as `image_grid_thw[0]` multiplies
-image_grid_thw [images, 3]                       to, and so on: the patches of all images stand in one dimension
+pixel_values [sum of patches, ...]               the patches of all images stand in one dimension;
+image_grid_thw [images, 3]                       image i has as many entries as the product of `image_grid_thw[i]`
 output [sum of patches / 4, ...]                 four neighbouring patches were merged
 """
 
@@ -19,9 +19,9 @@ import torch
 from ...model.origins import tensors_in
 
 GRIDS = "grid_thw"
-"""How the names of inputs end that have the numbers of each image's patches in time, height and width."""
+"""Suffix of the names of inputs with each image's number of patches in time, height and width."""
 EACH = 0
-"""In place of a number of patches: each row has as many entries as another one."""
+"""In place of a number of patches: all rows have the same number of entries."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class Rows:
 
     Attributes:
         count: their number.
-        patches: the number of patches of each image, if those of all images stand in one dimension; else empty.
+        patches: the number of patches of each image, if all patches stand in one dimension; else empty.
     """
 
     count: int
     patches: tuple[int, ...] = ()
 
     def patches_per_entry(self, length: int) -> int | None:
-        """How many patches are one entry of a dimension of this length.
+        """Number of patches for each entry of a dimension of this length.
 
         Returns:
-            `EACH` if it has as many entries for each row; None if it cannot be divided among the rows.
+            `EACH` if all rows have the same number of entries; None if the dimension cannot be divided among the rows.
         """
         if self.patches and length > 0 and sum(self.patches) % length == 0:
             per = sum(self.patches) // length
@@ -50,7 +50,7 @@ class Rows:
         return EACH if is_of_rows else None
 
     def sizes(self, length: int) -> list[int]:
-        """Numbers of entries of each row in a dimension of this length, which can be divided."""
+        """Number of entries of each row in a dimension of this length, which must be divisible among the rows."""
         per = self.patches_per_entry(length)
         assert per is not None, "patches_per_entry() has been asked"
         return [patches // per for patches in self.patches] if per else [length // self.count] * self.count
@@ -68,7 +68,7 @@ class Rows:
         return tensor.split(self.sizes(len(tensor)))
 
     def some(self, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """The parts of a tensor that belong to some rows; a tensor that is not divided among rows as it is."""
+        """The parts of a tensor that belong to some rows; a tensor that is not divided is returned unchanged."""
         if not self.has(tensor):
             return tensor
         if not self.patches:
@@ -86,7 +86,7 @@ class Rows:
 
 
 def rows_of(names: Collection[str], inputs: Mapping[str, Any]) -> Rows | None:
-    """The rows of the named inputs; None if they have different numbers of entries, and no grid tells why."""
+    """The rows of the named inputs; None if their numbers of entries differ and no grid explains it."""
     lengths = {len(tensor) if tensor.dim() else 1 for name in names for tensor in tensors_in(inputs[name])}
     grids = [grid for name in names if name.endswith(GRIDS) for grid in tensors_in(inputs[name])]
     if len(grids) == 1 and grids[0].dim() == 2 and not grids[0].is_floating_point() and lengths != {len(grids[0])}:

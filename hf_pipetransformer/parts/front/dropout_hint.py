@@ -1,4 +1,4 @@
-"""Measures what share of a step frozen modules with dropout take, for the hint about `eval_frozen_modules`."""
+"""Measures the share of frozen modules with dropout in a step, for the hint about `eval_frozen_modules`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class DropoutHint:
                 self.close(is_given=True)
 
     def interrupt(self) -> None:
-        """An evaluation or another epoch begins, which is no part of a step."""
+        """An evaluation or an epoch begins, which is not part of a step."""
         if self._timer is not None:
             self._timer.interrupt()
 
     def close(self, is_given: bool) -> None:
-        """Let the modules run as they are, and give the hint if it has not been given yet, unless told otherwise."""
+        """Restore the modules' own forward. With `is_given`, give the hint if it has not been given yet."""
         if self._timer is not None:
             self._timer.close()
             if is_given:

@@ -1,4 +1,4 @@
-"""What a frozen front has returned for one sample, as bytes in the store."""
+"""The outputs of a frozen front for one sample, as bytes in the store."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .divided import EACH, Rows
 from .rows import Tokens
 
 TOKENS = -1
-"""In a shape: as many as the batch has columns; in an entry, as many as the sample has tokens."""
+"""Placeholder in shapes: the batch's number of columns; in an entry, the sample's number of tokens."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that is stored: its type, and the shape of one row; `TOKENS` stands for the width of the batch.
+    """A stored tensor: its type, and the shape of one row; `TOKENS` stands for the width of the batch.
 
-    The first dimension is that of several entries for each row: the given number, or a row's patches divided by
-    `per`. `TOKENS` can only be the second.
+    The first dimension is the number of entries for each row: `shape[0]`, or the row's patches divided by `per`.
+    `TOKENS` can only be the second.
     """
 
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Leaf:
 
 
 def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions in the order in which they lie in memory; None if there are gaps, or values that repeat."""
+    """A tensor's dimensions in memory order; None if its memory has gaps or repeated values."""
     if tensor.layout is not torch.strided:
         return None
     order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
@@ -57,7 +57,7 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 class FrontEntries:
-    """Reads and writes the entries of one generation of the store, in one process: a sample's leaves in a row.
+    """Reads and writes the entries of one generation of the store. An entry holds a sample's leaves in a row.
 
     Args:
         store: the store of this node.
@@ -66,9 +66,9 @@ class FrontEntries:
 
     def __init__(self, store: FileStore, number: int, fingerprint: str) -> None:
         self.failure: OSError | None = None
-        """Why nothing is stored any more, if something failed."""
+        """The error that has ended writing, if there was one."""
         self.full: str | None = None
-        """Why no more samples fit, if the store has reached its size. What is in it is read."""
+        """Why no more samples fit, if the store has reached its size limit. Its entries are still read."""
         self.name = number, fingerprint
         self._store = store
         self._reader = store.reader(number, fingerprint)
@@ -87,19 +87,19 @@ class FrontEntries:
         device: torch.device,
         keeps_padding: bool = False,
     ) -> tuple[list[int], list[torch.Tensor]]:
-        """Read what there is of these samples.
+        """Read the stored entries of these samples.
 
         Args:
-            keys: of the rows.
+            keys: keys of the rows.
             rows: the rows.
-            leaves: what an entry consists of.
-            tokens: which columns of the leaves are stored, of those that are as wide as the batch.
-            device: where the tensors are needed.
+            leaves: the tensors of an entry.
+            tokens: the columns that are stored, for leaves that are as wide as the batch.
+            device: device of the tensors.
             keeps_padding: whether padding is read as well, from entries that are at least as wide as the batch.
 
         Returns:
-            The rows that are not in the store, and the tensors, in which these are undefined, and padding repeats the
-            last token. No tensors if there is nothing.
+            The rows that are not in the store, and the tensors. In the tensors, missing rows are undefined, and
+            padding repeats the last token. No tensors if all rows are missing.
         """
         width = 0 if tokens is None else tokens.width
         lengths: Sequence[int] = [0] * len(keys) if tokens is None else tokens.lengths
@@ -124,12 +124,12 @@ class FrontEntries:
                     stored = part.clone().view(leaf.dtype).view(leaf.sized(length))[:, :width]
                     own = into.narrow(1, 0, stored.shape[1])
                     own.copy_(stored)
-                    into[:, length:] = own[:, -1:]  # values as they occur: a norm of zeros has no gradient
+                    into[:, length:] = own[:, -1:]  # real values, because a norm of zeros has no gradient
             tensors.append(whole.flatten(0, 1).to(device))
         return missing, tensors
 
     def _widths(self, keys: Sequence[bytes], leaves: Sequence[Leaf], width: int) -> list[int]:
-        """Numbers of columns of the widest entries; the batch's width where there is none that is wide enough."""
+        """Numbers of columns of the widest entries; the batch's width if no entry is wide enough."""
         fixed = sum(leaf.row_bytes(0) for leaf in leaves)
         of_column = sum(leaf.row_bytes(1) for leaf in leaves) - fixed
         widths = [(size - fixed) // max(of_column, 1) for size in self._reader.sizes(keys)]
@@ -143,14 +143,14 @@ class FrontEntries:
         leaves: Sequence[Leaf],
         lengths: Sequence[int] | None,
     ) -> int:
-        """Store the tensors of these samples, and return how many were new. After an error nothing more is stored.
+        """Store the tensors of these samples, and return the number of new ones. An error ends all further writing.
 
         Args:
-            keys: of the rows.
+            keys: keys of the rows.
             rows: the rows.
-            tensors: with some entries for each row.
-            leaves: what an entry consists of.
-            lengths: numbers of the columns that are stored of each sample; None if everything is stored.
+            tensors: the tensors, each with some entries for each row.
+            leaves: the tensors of an entry.
+            lengths: for each sample, the number of stored columns; None stores all columns.
         """
         if self.failure is not None or self.full is not None:
             return 0
@@ -170,7 +170,7 @@ class FrontEntries:
         return 0
 
     def close(self, deletes: bool = False) -> None:
-        """Close the files, and delete the generation if it is of no use to anybody."""
+        """Close the files. With `deletes`, delete the generation."""
         self._reader.close()
         if self._writer is not None:
             self._writer.close()

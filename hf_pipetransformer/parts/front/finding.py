@@ -1,9 +1,10 @@
-"""Finds the frozen front of a model: the largest frozen modules whose inputs come from the batch alone.
+"""Finds the frozen front of a model: the largest frozen modules that depend on the batch alone.
 
-One forward pass is watched as it happens, function by function, without names or families. Of each tensor it is known
-what it was computed from: inputs of the batch (by name), parameters that are trained, random numbers. A module belongs
-to the front if all its parameters are frozen, it is called once, and nothing of what it is given was computed from
-what is trained or drawn. Its output is needed if anything but the front reads it, or if the model returns it:
+The finder watches one forward pass function by function; it knows no model families. For each tensor it records the
+batch inputs (by name) that the tensor depends on, and whether it depends on trained parameters or random numbers. A
+module belongs to the front if all its parameters are frozen, it is called once, and its inputs depend on neither
+trained parameters nor random numbers. Its output is needed if code outside the front reads it, or the model returns
+it:
 
     pixel_values -> embeddings -> layer 0 ... layer 7 -> projector (trained) -> ...
                     front         front       front,
@@ -39,13 +40,13 @@ from .entries import dense_order
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CHEAP = 0.5
-"""A module is computed, not stored, if its share of the time is below this part of its share of the bytes."""
+"""A module is computed, not stored, if its share of the time is below this fraction of its share of the bytes."""
 LEAKS = "something that is computed inside of it is recorded, such as attentions, and read outside"
-"""Why a module is not in the front whose parts the model asks for more than the module returns."""
+"""Why a module is not in the front if the model also reads values from inside it."""
 DRAWS = "it draws random numbers"
-"""Why a module is not in the front that has dropout, for example."""
+"""Why a module with dropout, for example, is not in the front."""
 NOTICEABLE = 0.05
-"""Share of the forward pass from which on it is said why a frozen module is not in the front."""
+"""Minimum share of the forward pass for the log to name a frozen module that is not in the front."""
 
 
 RecordedCall = tuple[list[torch.Tensor], str, list[Any], TreeSpec]
@@ -54,20 +55,20 @@ RecordedCall = tuple[list[torch.Tensor], str, list[Any], TreeSpec]
 
 @dataclass(frozen=True)
 class FoundFront:
-    """What one forward pass has shown.
+    """The front that one forward pass has shown.
 
     Attributes:
-        needed: names of the modules, in the order of their calls, with the positions of the leaves of their outputs
-            that must be stored.
-        reads: names of the batch's inputs that they are computed from, which have as many entries each.
-        seconds: of the modules' calls.
-        share: the same as a share of the whole pass.
-        sample_bytes: what must be stored for each sample of the batch, in bytes.
-        why_not: for other frozen modules, why they are not in the front, if they take a noticeable time.
-        closed: names of those of them in which there may be modules that could be.
-        calls: of each module; to be forgotten after use.
-        uncalled: names of frozen modules that were not called, as the batch has no images, for example.
-        is_of_images: whether an entry is an image's, and a sample has any number of them.
+        needed: names of the modules, in the order of their calls, with the positions of the output leaves that must
+            be stored.
+        reads: names of the batch inputs that the modules depend on; all have the same number of entries.
+        seconds: duration of the modules' calls.
+        share: share of these calls in the whole pass.
+        sample_bytes: size of the stored outputs of each sample of the batch, in bytes.
+        why_not: for other frozen modules that take a noticeable time, why they are not in the front.
+        closed: names of those modules with parts that may belong to the front.
+        calls: the recorded call of each module; to be discarded after use.
+        uncalled: names of frozen modules that were not called, for example because the batch has no images.
+        is_of_images: whether an entry belongs to an image, and a sample has any number of images.
     """
 
     needed: dict[str, tuple[int, ...]]
@@ -103,7 +104,7 @@ class _FrozenCall:
 
 
 def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], str]:
-    """The tensors among a module's arguments, and the others in words, without those that only a loss needs."""
+    """The tensors among a module's arguments, and the other arguments in words; without those for the loss only."""
     given = args, {name: value for name, value in kwargs.items() if name not in NOT_OF_STATES}
     leaves, structure = tree_flatten(given)
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
@@ -137,13 +138,13 @@ def find_front(
     opened: Collection[str] = (),
     declared: Collection[str] = (),
 ) -> tuple[Any, FoundFront]:
-    """Watch one forward pass, and return its output and the front that it has shown, which may be empty.
+    """Watch one forward pass, and return its output and the front, which may be empty.
 
     Args:
         model: the model, in the modes of training.
-        inputs: what it is called on, by name.
+        inputs: its arguments, by name.
         call: runs the forward.
-        device: where it computes.
+        device: device of the model.
         opened: as for `frozen_modules`.
         declared: names of modules with code of the user's own that may be stored.
     """
@@ -185,7 +186,7 @@ def find_front(
             why = why or "it keeps something of what it computes"
         output = origins.returned(output)
         if users_hooks_on(module):
-            origins.note_read(tensors_in(output))  # they get it, and may keep it
+            origins.note_read(tensors_in(output))  # the hooks get the output, and may keep it
         outputs, structure = tree_flatten(output)
         odd = next((leaf for leaf in outputs if leaf is not None and not isinstance(leaf, torch.Tensor)), None)
         if odd is not None:
@@ -227,13 +228,13 @@ def find_front(
 
 
 def users_hooks_on(module: nn.Module) -> list[Any]:
-    """The hooks that get what a module returns, and are not of a known library."""
+    """The forward hooks of a module that do not belong to a known library; they get the module's output."""
     return [hook for hook in module._forward_hooks.values() if not is_known(hook)]
 
 
 @contextmanager
 def users_hooks_at_rest(model: nn.Module) -> Iterator[None]:
-    """Inside, users' hooks on a model's modules do not run: a trial is no call of the user's."""
+    """Inside, users' hooks on a model's modules do not run, because a trial is not a call of the user's."""
     tables = [table for module in model.modules() for table in (module._forward_hooks, module._forward_pre_hooks)]
     before = [(table, dict(table)) for table in tables if not all(map(is_known, table.values()))]
     for table, hooks in before:
@@ -248,7 +249,7 @@ def users_hooks_at_rest(model: nn.Module) -> Iterator[None]:
 
 
 def _users_hook(module: nn.Module) -> str | None:
-    """A hook on a part of a module that is not of a known library: it may do anything when the part runs."""
+    """Name of a user's hook on a part of a module; None without one. It may do anything when the part runs."""
     for part in module.modules():
         hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values()) if part is not module else ()
         for hook in hooks:
@@ -258,7 +259,7 @@ def _users_hook(module: nn.Module) -> str | None:
 
 
 def _kept_by(module: nn.Module) -> list[dict[str, int]]:
-    """The identities of what the parts of a module have as attributes, without switches (such as "hooks are set")."""
+    """The identities of the attributes of a module's parts, without switches (such as "hooks are set")."""
     left_out = ("_modules", "_buffers", "forward")
     return [
         {name: id(value) for name, value in vars(part).items() if name not in left_out and type(value) is not bool}
@@ -276,7 +277,7 @@ def _why_not(call: _FrozenCall, num_calls: int, inputs: Mapping[str, Any]) -> st
         return "it is called several times in a forward pass"
     if versions_of([*call.inputs, *call.outputs]) != call.versions:
         return "the model writes into what it returns"
-    if call.origins & {TRAINED, UNKNOWN}:  # this is said before its own dropout, which is not what keeps it out
+    if call.origins & {TRAINED, UNKNOWN}:  # before its own dropout, which is not the reason then
         return "its inputs are computed from trained parameters, or by functions that are not known"
     if call.why_not is not None:
         return call.why_not
@@ -290,7 +291,7 @@ def _why_not(call: _FrozenCall, num_calls: int, inputs: Mapping[str, Any]) -> st
 
 
 def _chosen(calls: Sequence[_FrozenCall], origins: Origins, inputs: Mapping[str, Any], seconds: float) -> FoundFront:
-    """Choose the front among the frozen modules that were called."""
+    """Choose the front from the frozen modules that were called."""
     counts = Counter(call.name for call in calls)
     why_not: dict[str, str] = {}
     closed: set[str] = set()
@@ -341,7 +342,7 @@ def _chosen(calls: Sequence[_FrozenCall], origins: Origins, inputs: Mapping[str,
 def _needed(
     front: Mapping[str, _FrozenCall], calls: Sequence[_FrozenCall], origins: Origins
 ) -> dict[str, tuple[int, ...]]:
-    """For each module of the front, which leaves of its output something else reads."""
+    """For each module of the front, positions of the output leaves that code outside the front reads."""
     others = {id(tensor) for call in calls if call.name not in front for tensor in call.inputs}
     return {
         name: tuple(
@@ -364,7 +365,7 @@ def _cheap(
     calls: Sequence[_FrozenCall],
     origins: Origins,
 ) -> list[str]:
-    """The last module that takes less time than what is stored for it is worth, if there is one."""
+    """Return the last module that is cheaper to compute than to store, in a list; empty if there is none."""
     seconds, size = sum(call.seconds for call in front.values()), _nbytes(front, needed)
     for name in reversed(list(front)):
         rest = {other: call for other, call in front.items() if other != name}
@@ -379,5 +380,5 @@ def _nbytes(front: Mapping[str, _FrozenCall], needed: Mapping[str, tuple[int, ..
 
 
 def _is_of_rows(tensor: torch.Tensor, rows: Rows) -> bool:
-    """Whether a tensor can be stored as it is, in parts for each row."""
+    """Whether a tensor can be divided among the rows and stored as it is."""
     return dense_order(tensor) is not None and tensor.numel() > 0 and rows.has(tensor)

@@ -1,11 +1,11 @@
-"""Computes the frozen front of a model once for each sample: its outputs are stored, and given back afterwards.
+"""Computes the frozen front of a model once for each sample: stores its outputs, and returns them in later calls.
 
-    in a call of the model     none of its samples is in the store      some are, or all
-    a module of the front      runs; what is needed of its output       runs on the others only; returns what
-                               is stored when the call has ended        was stored, in the same containers
+    in a call of the model     none of its samples is in the store      some or all samples are in the store
+    a module of the front      runs; the needed leaves of its output    runs on the missing samples only; returns the
+                               are stored when the call has ended       stored values, in the same containers
 
-A value that is neither needed nor stored cannot be read. What could make a stored value a wrong one is looked at in
-each call: the front's weights, buffers, flags and modes, the shapes that its modules are called on, and how often.
+A value that is neither needed nor stored cannot be read. Each call checks for changes that invalidate stored values:
+in the front's weights, buffers, flags and modes, in its modules' input shapes, and in the number of their calls.
 """
 
 from __future__ import annotations
@@ -58,15 +58,13 @@ from .trial import FrontTrial, cleared, is_wide, noisy, some_rows
 NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were looked for"
 ITEMS = "num_items_in_batch"
 VERIFYING = 0.03
-"""Share of the time that comparing stored outputs with computed ones may take."""
+"""Upper bound for the share of the time spent on comparing stored outputs with computed ones."""
 LEAST_BETWEEN, MOST_BETWEEN = 16, 256
-"""Number of calls that are read between two comparisons: at least, and where times may not decide."""
+"""Number of calls read between two comparisons: the minimum, and the number used if times may not decide."""
 WIDER = 2
-"""How many times as wide as its batch a sample is computed at most, so that it can be read in wider batches."""
-
-
+"""Maximum ratio of the width at which a sample is computed to its batch's width. Wider batches can read it later."""
 TRIES_TO_WIDEN = 3
-"""Number of calls in which samples could not be computed with more padding, or not read, after which none are."""
+"""Number of failed attempts to compute or read samples with more padding, after which the front stops trying."""
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -74,14 +72,14 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 class FrozenFront:
-    """The front of a model, from the call after the one in which it was found until `close`.
+    """The front of a model, from the call after its discovery until `close`.
 
     Args:
         model: the model.
         found: its front.
-        entries: what is stored.
-        device: where the model computes.
-        storage_dtype: data type in which fractions are stored; None stores them as they are computed.
+        entries: the stored outputs.
+        device: device of the model.
+        storage_dtype: dtype of stored floating-point outputs; None keeps the computed dtype.
         is_timed: whether measurements may decide when stored outputs are compared with computed ones.
     """
 
@@ -96,29 +94,29 @@ class FrozenFront:
     ) -> None:
         self.found = found
         self.seconds_per_row = 0.0
-        """Of the front's modules, in the call that was timed last."""
+        """Seconds that the front's modules took for one row, in the last timed call."""
         self.share = 0.0
-        """Their share of the model's forward pass in it."""
+        """Share of the front's modules in the forward pass of that call."""
         self.counts = CacheCounts()
-        """Of the samples of all calls, until they are taken."""
+        """Counts over the samples of all calls since they were last taken."""
         self.trouble: str | None = None
-        """Why what is stored is of no use any more."""
+        """Why the stored outputs can no longer be used."""
         self.is_verified = False
-        """Whether what is stored was compared with what is computed, of one call: once in each epoch."""
+        """Whether the stored outputs of one call were compared with computed ones: once in each epoch."""
         self._verified = 0.0, 0.0, 0
-        """When that was, what computing took, and how many calls had been read."""
-        self._looks_for_draws = False  # in each module, as random numbers are drawn somewhere in the model
+        """Time of that comparison, seconds that computing took, and number of calls read until then."""
+        self._looks_for_draws = False  # in each module, because some module of the model draws random numbers
         self.num_missed = self.num_read = 0
-        """Number of calls of which nothing was found, and of those that were read."""
+        """Number of calls without any stored sample, and number of calls read from the store."""
         self._model, self._entries, self._device, self._storage_dtype = model, entries, device, storage_dtype
         self.trial = FrontTrial(found, self._tried)
-        """What trials have shown of it."""
+        """Results of the front's trials."""
         self._known: dict[Any, dict[str, Known]] = {}
-        self._around: str | None = None  # what it is called on besides tensors, on which names, autocast, and adapters
+        self._around: str | None = None  # arguments that are no tensors, input names, autocast, adapters
         self._padding = PaddingValues()
         self._widest = 0  # number of columns of the widest batch
         self._tries_to_widen = TRIES_TO_WIDEN
-        self._implies_causal = False  # the modules do without a mask what they do with a causal one
+        self._implies_causal = False  # without a mask, the modules compute the same as with a causal mask
         self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
         self._call: FrontCall | None = None
         self._stored, self._is_timed = found.stored, is_timed
@@ -126,19 +124,19 @@ class FrozenFront:
         self.open()
 
     def open(self) -> None:
-        """Look at the calls of the modules, until `close`."""
+        """Intercept the calls of the front's modules until `close`."""
         for name in self.found.needed if not self._overrides else ():
             module = self._model.get_submodule(name)
             self._overrides.append(MethodOverride(module, "forward", partial(self._forward, name, module.forward)))
 
     def close(self) -> None:
-        """Let the modules run as they are."""
+        """Restore the modules' own forward."""
         for override in self._overrides:
             override.remove()
         self._overrides = []
 
     def needs(self, inputs: Batch) -> bool:
-        """Whether a call has several rows, of which nothing is known, as the front was tried on one."""
+        """Whether a call has several rows, but the front was tried on a single row."""
         reads = self.found.reads
         rows = rows_of(reads, inputs) if self.trial.is_of_one and reads <= inputs.keys() else None
         return rows is not None and rows.count > 1
@@ -152,18 +150,17 @@ class FrozenFront:
         writes: bool,
         run_on: Callable[[Batch], Any] | None = None,
     ) -> Any:
-        """Run a call of the model, in which the front is computed or given back.
+        """Run a call of the model. The front is computed, or its stored outputs are returned.
 
         Args:
-            inputs: what the model is called on, by name.
-            forward: runs its forward.
-            reads: whether stored outputs may be given back.
-            writes: whether outputs that are not in the store are stored.
-            run_on: runs the model's forward on a batch, if outputs may be computed with more padding than this batch
-                has.
+            inputs: the model's arguments, by name.
+            forward: runs the model's forward.
+            reads: whether stored outputs may be returned.
+            writes: whether missing outputs are stored.
+            run_on: runs the model's forward on a batch; None if outputs must keep this batch's padding.
 
         Raises:
-            OtherCallsError: the front is not called as before, and nothing was given back.
+            OtherCallsError: the front is not called as before; the call must be repeated without stored outputs.
         """
         batch = self._described(inputs)
         if batch is None:
@@ -174,7 +171,7 @@ class FrozenFront:
                 return forward()
             finally:
                 self._call = None
-        # with a loss that may read padding, what is read must not have another
+        # the loss may read padding, and stored outputs may have other padding
         may_read = not self.trial.awaits_loss or batch.tokens is None or not batch.tokens.has_padding
         found = self._read(batch) if reads and may_read else None
         hits = 0 if found is None else batch.rows.count - len(found.missing)
@@ -203,7 +200,7 @@ class FrozenFront:
                     raise
                 set_torch_states(before)
                 raise OtherCallsError("something reads more of it than before") from error
-            except NewCallError:  # without a mask, where a batch has no padding: what is stored may hold all the same
+            except NewCallError:  # e.g. no mask for a batch without padding: the stored outputs may still be valid
                 set_torch_states(before)
                 self._tries_to_widen -= wider is not None
             finally:
@@ -217,7 +214,7 @@ class FrozenFront:
         synchronise(self._device)
         seconds = time.perf_counter() - began
         if states != other_randomness() and not self._looks_for_draws:
-            self._looks_for_draws = True  # from the next call on; of this one, nothing is stored
+            self._looks_for_draws = True  # from the next call on; this call stores no outputs
             return output
         of_now = {name: versions_of([*given, *leaves]) for name, (given, _, leaves, _) in call.ran.items()}
         if of_now != call.versions:
@@ -235,14 +232,14 @@ class FrozenFront:
     def learn(
         self, inputs: Batch, ran: Mapping[str, RecordedCall], seconds: float, of_call: float, writes: bool
     ) -> None:
-        """Take over what the front's modules have returned in a call of the model.
+        """Record the outputs of the front's modules in a call of the model.
 
         Args:
-            inputs: what the model was called on.
-            ran: what each of the modules was called on, and has returned.
-            seconds: how long they ran.
-            of_call: how long the model ran.
-            writes: whether to store it.
+            inputs: the model's arguments.
+            ran: inputs and outputs of each module.
+            seconds: duration of the modules' calls.
+            of_call: duration of the model's call.
+            writes: whether to store the outputs.
         """
         batch = self._described(inputs)
         if batch is None or ran.keys() != self.found.needed.keys():
@@ -265,7 +262,7 @@ class FrozenFront:
     def _computed_wider(
         self, inputs: Batch, batch: KnownBatch, found: FrontCall | None, run_on: Callable[[Batch], Any]
     ) -> FrontCall | None:
-        """Store missing samples as they are in the widest batch so far, if they keep their padding, and read them.
+        """Compute missing samples at the width of the widest batch so far, store and read them, if padding is stored.
 
         Another epoch has them in other batches. The values of padding do not depend on the columns behind it.
         """
@@ -283,11 +280,11 @@ class FrozenFront:
         self._write(FrontCall(described, self._known_by(described, ran), ran=ran))
         seconds = self.counts.load_seconds
         found = self._read(batch)
-        self.counts.load_seconds = seconds  # of an epoch that reads, alone
+        self.counts.load_seconds = seconds  # these seconds count only in an epoch that reads
         return found
 
     def _tried(self, forward: Callable[[], Any]) -> dict[str, RecordedCall]:
-        """What the modules have returned in a call that leaves the model as it was, and ends when all have run."""
+        """Return the modules' outputs in a call that ends when all have run. Restores the model's state."""
         self._call = call = FrontCall(ends=True)
         try:
             kept = left_as_found(self._model), global_state_kept(), generators_kept(self._model)
@@ -303,7 +300,7 @@ class FrozenFront:
 
     # ------------------------------------------------------------------------------------ inside
     def _compare(self, call: FrontCall, found: FrontCall) -> None:
-        """Compare what modules return, which are called in a new way, with what is stored of the samples."""
+        """Compare the modules' outputs in a new kind of call with the samples' stored outputs."""
         assert call.batch is not None and found.given_back is not None
         tokens = call.batch.tokens
         for (name, position), stored in found.given_back.items():
@@ -330,13 +327,13 @@ class FrozenFront:
             self._implies_causal |= any(set(pair) == EITHER for pair in pairs)
 
     def _generators(self) -> list[Any]:
-        """States of the generators from which a module may draw."""
+        """States of the generators that a module may draw from."""
         return [*torch_states(), *(other_randomness() if self._looks_for_draws else ())]
 
     def _must_verify_again(self) -> bool:
-        """Whether stored outputs are compared with computed ones once more: something unseen may have changed.
+        """Whether to compare stored outputs with computed ones again, because something unseen may have changed.
 
-        That takes at most `VERIFYING` of the time. Where runs must repeat bit by bit, it takes place at fixed times.
+        This takes at most `VERIFYING` of the time. Where runs must repeat bit by bit, it happens at fixed calls.
         """
         at, seconds, num_read = self._verified
         if self._is_timed:
@@ -345,7 +342,7 @@ class FrozenFront:
         return self.num_read - num_read >= MOST_BETWEEN
 
     def _described(self, inputs: Batch) -> KnownBatch | None:
-        """What is known of what the model is called on; None if nothing is stored of it, or read."""
+        """Describe the inputs of a call; None if the call can neither be stored nor read."""
         values = {name: value for name, value in inputs.items() if not tensors_in(value) and name != ITEMS}
         device = self._device.type
         plain = {name: value for name, value in values.items() if name not in NOT_OF_STATES}
@@ -356,7 +353,7 @@ class FrozenFront:
         self._around = self._around or around
         if around != self._around:
             return None
-        tokens = tokens_of(inputs) if self.trial.cuts_padding else None  # otherwise padding is stored
+        tokens = tokens_of(inputs) if self.trial.cuts_padding else None  # else padding is stored
         reads = self.found.reads
         rows = rows_of(reads, inputs) if reads <= inputs.keys() else None
         if rows is None or (rows.count > 1 and self.trial.is_of_one):
@@ -398,7 +395,7 @@ class FrozenFront:
         return self._storage_dtype if self._storage_dtype is not None and dtype.is_floating_point else dtype
 
     def _read(self, batch: KnownBatch) -> FrontCall | None:
-        """What is stored of a batch, as the call in which it is given back; None if it is nothing."""
+        """Return the call that returns the batch's stored outputs; None if none are stored."""
         known = self._known.get(batch.signature)
         if known is None:
             return None
@@ -418,13 +415,13 @@ class FrozenFront:
         return FrontCall(batch, known, given_back, by_module, missing)
 
     def _digests_of(self, batch: KnownBatch, ran: Mapping[str, RecordedCall]) -> dict[str, torch.Tensor]:
-        """Of what the modules were called on, beside one another's outputs."""
+        """Digests of the modules' arguments, without the outputs of other modules of the front."""
         of_front = {id(leaf) for *_, leaves, _ in ran.values() for leaf in leaves}
         made = ArgumentDigests(batch.rows, batch.tokens, batch.covered)
         return {name: made.of(ran[name][0], of_front, self.trial.has_rows.get(name, ())) for name in self.found.needed}
 
     def _write(self, call: FrontCall) -> None:
-        """Store what the modules have returned in a call; of one in which something was given back, the rest."""
+        """Store the modules' outputs in a call. If stored samples were read in it, store only the missing ones."""
         batch = call.batch
         assert batch is not None
         digests = self._digests_of(batch, call.ran)
@@ -472,7 +469,7 @@ class FrozenFront:
     def _given_back(
         self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: FrontCall
     ) -> Any:
-        """What a module would return: what is stored, and what it returns for the samples of which nothing is."""
+        """Return a module's output: stored values, and computed ones for the missing samples."""
         assert call.batch is not None and call.given_back is not None
         known, batch = call.known[name], call.batch
         given, others = arguments_of(args, kwargs)

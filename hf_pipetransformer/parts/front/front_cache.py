@@ -1,13 +1,14 @@
-"""What is frozen by the user, and fed by the batch alone, is computed in the first epoch and read in the others.
+"""Caches the outputs of modules that the user has frozen and that depend on the batch alone.
 
-For models that run in one stage and have no freeze policy. When a step calls the model:
+The first epoch stores them, later epochs read them. This is for models that run in one stage without a freeze policy.
+When a step calls the model:
 
-    1st call                          the front is looked for, in this call, and tried on half of the samples
-    2nd                               how much of the time it takes decides whether it is stored; a line says so
-    others of the first epoch         what the front returns is stored
-    of later epochs                   it is read, unless reading turns out to take longer
+    1st call                          finds the front, and tries it on half of the samples
+    2nd call                          measures the front's share of the time, decides whether to store it, and logs it
+    other calls of the first epoch    store the front's outputs
+    calls of later epochs             read them, unless reading takes longer than computing
 
-In evaluations the same takes place, with a front of their own.
+Evaluations do the same with a front of their own.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from .front_calls import FrontCalls
 class FrontCache:
     """Watches the calls of the model in a training's steps and evaluations, from its creation until `close`.
 
-    What evaluations store is apart: the modules are in another mode then, and samples keep their padding, which
+    Evaluations have a store of their own: their modules are in another mode, and samples keep their padding, which
     metrics may read.
 
     Args:
         loss: the trainer's loss.
         dataset: the training data.
-        generations: a file in the folder of the store.
+        generations: a file in the store's folder.
     """
 
     def __init__(self, loss: Loss, dataset: Any, generations: Path) -> None:
@@ -51,12 +52,12 @@ class FrontCache:
         self.model = job.model
         self._job = job
         self._store = FileStore(generations.parent, user=generations.stem)
-        # it may outlive the training, and another one in the same folder
+        # this store may outlive the training, and another training in the same folder
         token: str = job.mesh.gather_objects(uuid.uuid4().hex)[0]
         self._store_of_evaluations = FileStore(generations.parent, user=f"{generations.stem}-{token}")
         self._in_steps = FrontCalls(loss, self._store, dataset)
         self._in_evaluations = FrontCalls(loss, self._store_of_evaluations)
-        self._num_evaluations: dict[str, int] = {}  # of each data set, by the prefix of its metrics
+        self._num_evaluations: dict[str, int] = {}  # for each data set, by the prefix of its metrics
         self._now: FrontCalls | None = None
         self._override: MethodOverride | None = None
         self._is_kept = False  # for evaluations after the training
@@ -64,18 +65,18 @@ class FrontCache:
         self._watch()
 
     def _watch(self) -> None:
-        """Look at the calls of the model."""
+        """Intercept the calls of the model."""
         forward = self.model.forward
         self._override = MethodOverride(self.model, "forward", partial(self._forward, forward))
 
     def _unwatch(self) -> None:
-        """Let the model run as it is."""
+        """Restore the model's own forward."""
         if self._override is not None:
             self._override.remove()
             self._override = None
 
     def release(self) -> None:
-        """Let the model run as it is, after the last step."""
+        """Restore the model's own forward after the last step."""
         self._in_steps.end_hint(is_given=True)
         self._in_steps.drop()
         self._in_evaluations.pause()
@@ -83,12 +84,12 @@ class FrontCache:
         self._unwatch()
 
     def close(self, has_failed: bool, keeps_evaluations: bool = False) -> None:
-        """Let the model run as it is, and remove what no other training can read.
+        """Restore the model's own forward, and remove the outputs that no other training can read.
 
         Args:
             has_failed: whether the training has failed, and may be resumed.
-            keeps_evaluations: whether evaluations after the training shall read what those in it have stored. It is
-                kept until `forget`, or as long as the trainer lives.
+            keeps_evaluations: whether evaluations after the training read the outputs that its evaluations have
+                stored. These are kept until `forget`, or as long as the trainer lives.
         """
         self.release()
         kept = self._in_evaluations.generation if keeps_evaluations else None
@@ -98,16 +99,16 @@ class FrontCache:
         if has_failed or self._job.shares_store or not self._job.trainer.is_local_process_zero():
             return
         if kept is None:
-            self._store.remove()  # a process that still reads computes what it does not find
+            self._store.remove()  # a process that still reads computes missing samples
             return
         for generation in self._store.generations():
             if generation != kept:
                 self._store.delete(*generation)
-        self._store_of_evaluations.mark_used(*kept)  # of the trainings that have marked it, the last one removes it
+        self._store_of_evaluations.mark_used(*kept)  # the last training that has marked it removes it
         self._remove_kept = weakref.finalize(self._job.trainer, self._store_of_evaluations.leave, *kept)
 
     def keeps_evaluations_of(self, model: nn.Module) -> bool:
-        """Whether evaluations of a model after the training can read what those in it have stored."""
+        """Whether evaluations of a model after the training can read the outputs stored by its evaluations."""
         return self._is_kept and model is self.model
 
     def forget(self) -> None:
@@ -120,7 +121,7 @@ class FrontCache:
 
     @property
     def why_not_read(self) -> dict[str, str]:
-        """Frozen modules that are computed in every epoch, and why; without those inside another one."""
+        """Frozen modules that are computed in every epoch, and why; without modules inside another of them."""
         reasons = dict(self._in_steps.why_not_read)
         if not self._job.args.eval_frozen_modules:
             hint = ". Set eval_frozen_modules=True to run it without dropout and to read its output"
@@ -128,7 +129,7 @@ class FrontCache:
         return {name: why for name, why in reasons.items() if not any(name.startswith(f"{of}.") for of in reasons)}
 
     def epoch_report(self) -> EpochReport | None:
-        """The use of the front in the epoch's steps; None if nothing was looked up. Collective over all processes."""
+        """The use of the front in the epoch's steps; None without a lookup. Collective over all processes."""
         everyone = self._job.mesh.gather_objects(self._in_steps.take_counts())
         counts = reduce(add, (counts for counts, _ in everyone))
         if not counts.rows:
@@ -138,11 +139,11 @@ class FrontCache:
 
     @contextmanager
     def step(self, state: TrainerState, batch: Batch) -> Iterator[None]:
-        """Inside, in a step, the model's calls are looked at.
+        """Inside, in a step, the model's calls are intercepted.
 
         Args:
-            state: the trainer's.
-            batch: what the loss is computed of.
+            state: the trainer's state.
+            batch: the batch of the loss.
         """
         epoch = math.floor((state.epoch or 0.0) + 1e-6)
         if epoch != self._in_steps.epoch:
@@ -155,14 +156,14 @@ class FrontCache:
 
     @contextmanager
     def evaluation(self, state: TrainerState, prefix: str) -> Iterator[None]:
-        """Inside, in an evaluation that does not generate, the model's calls are looked at.
+        """Inside, in an evaluation that does not generate, the model's calls are intercepted.
 
         Args:
-            state: the trainer's.
-            prefix: of the metrics; there may be several data sets.
+            state: the trainer's state.
+            prefix: prefix of the metrics, which identifies the data set.
         """
         calls = self._in_evaluations
-        if self._now is calls:  # an evaluation inside of another one
+        if self._now is calls:  # an evaluation inside another one
             yield
             return
         is_over = self._override is None  # the training

@@ -1,4 +1,4 @@
-"""The calls of a model in steps, or in evaluations: what is known of them, and the front of its frozen modules."""
+"""The calls of a model in steps, or in evaluations: their records, and the front of the frozen modules."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from .rows import may_have_padding
 logger = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.05
-"""Share of the forward pass from which on a front is stored with `activation_cache="auto"`."""
+"""Minimum share of the forward pass for a front to be stored with `activation_cache="auto"`."""
 READS_TO_JUDGE = 5
-"""Number of calls after whose reading it is decided whether reading takes longer than computing."""
+"""Number of read calls before the times of reading and computing are compared."""
 CALLS_TO_MISS = 16
-"""Number of calls of which nothing was found, after which the inputs are taken to change from epoch to epoch."""
+"""Number of calls without any stored sample, after which the inputs are assumed to change from epoch to epoch."""
 MOST_OF_IT = 0.25
-"""Share of the forward pass from which on a part of a frozen module that is stored goes for the module, in the log."""
+"""Minimum share of the forward pass of a stored part for which the log reports the whole frozen module as stored."""
 MOST_OPENED = 3
-"""Number of times that it is looked for in the parts of modules that cannot be stored as a whole."""
+"""Maximum number of searches inside modules that cannot be stored as a whole."""
 NOTHING_FOUND = "it is not called on what comes from the batch alone, or nothing else reads what it returns"
-"""Why a frozen module is computed in every epoch of which nothing else is known."""
+"""Why a frozen module is computed in every epoch if no other reason was found."""
 ENTRIES_VERSION = 6
-"""Of what an entry of the store consists of."""
+"""Version of the contents of an entry in the store."""
 MOST_SEARCHES = 5
-"""Number of times that the front is looked for: with each change of `requires_grad`."""
+"""Maximum number of searches for the front: each change of `requires_grad` starts one."""
 
 
 class FrontCalls:
-    """What is known of the model's calls in steps, or in evaluations, and their front.
+    """Records the model's calls in steps, or in evaluations, and holds their front.
 
     Args:
         loss: the trainer's loss.
@@ -62,37 +62,37 @@ class FrontCalls:
 
     def __init__(self, loss: Loss, store: FileStore, dataset: Any = None) -> None:
         self.epoch = -1
-        """Of the training; in evaluations, how often the data set has been evaluated."""
+        """Epoch of the training; in evaluations, number of evaluations of the data set so far."""
         self.writes = False
-        """Whether what is stored will be read."""
+        """Whether to store outputs, because later calls will read them."""
         self._loss, self._job, self._store = loss, loss.job, store
         self._model: nn.Module = loss.job.model
         self._is_training = dataset is not None
         self._size = len(dataset) if isinstance(dataset, Sized) else None
         self._reads = self._is_trying = False
-        self._begun = 0.0  # the part of the epoch that was over when its first call was seen
+        self._begun = 0.0  # fraction of the epoch that was over at its first recorded call
         self._parameters: list[nn.Parameter] = []  # of the model, as the epoch began
-        self._flags: list[bool] | None = None  # those for which the front was looked for
+        self._flags: list[bool] | None = None  # flags at the last search for the front
         self._front: FrozenFront | None = None
         self._weights: WatchedWeights | None = None
         self._digest = ""  # of the weights
         self._may_be_rewritten = False  # whether weights that were written to may have the same values
         self._entries: FrontEntries | None = None
-        self._existed = False  # what is stored, before this training began to store
+        self._existed = False  # the generation existed before this training stored outputs
         self._is_decided, self._share = False, 0.0  # its share of the forward pass
         self._may_widen = False  # samples may be computed with more padding than their batch has
-        # what was counted in the epoch, with the forward passes that were not run, and what of the present front
+        # counts of the epoch, number of forward passes that were not run, and counts of the present front
         self._counts, self._skipped, self._of_front = CacheCounts(), 0.0, CacheCounts()
         self._has_looked = False  # for a front, in this step or evaluation
         self._num_searches = self._num_opened = self._expected_in = 0
         self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
-        # when it was looked for: names of the inputs, and the frozen modules that were not called
+        # at the last search: names of the inputs, and the frozen modules that were not called
         self._names = self._uncalled = frozenset[str]()
         self._has_said_full = False
         self._declared = loss.job.args.cached_modules or ()
         self._why_not: dict[str, str] = {}  # why they cannot
         self.why_not_read: dict[str, str] = {}
-        """Frozen modules that are computed, and why, as far as it is known."""
+        """Frozen modules that are computed in every epoch, and the reasons, if known."""
         self._hint: DropoutHint | None = None
 
     def begin_epoch(self, epoch: int, begun: float) -> None:
@@ -106,7 +106,7 @@ class FrontCalls:
             self._front.is_verified, self._front.num_missed = False, 0
 
     def begin_step(self) -> None:
-        """A step begins: what is trained may be other parameters than in the last one."""
+        """A step begins. Other parameters may be trained than in the last step."""
         self._has_looked = False
         if self._hint is not None:
             self._hint.begin_step()
@@ -125,13 +125,13 @@ class FrontCalls:
             self._skipped += self._share * counts.layers_skipped
 
     def pause(self) -> None:
-        """Let the front's modules run as they are until `resume`."""
+        """Restore the own forward of the front's modules until `resume`."""
         self._interrupt_hint()
         if self._front is not None:
             self._front.close()
 
     def allow_rewritten(self) -> None:
-        """Weights may be written to before the next call, as for an evaluation of averages, and be the same."""
+        """Allow writes into weights before the next call if values stay the same (evaluation of averaged weights)."""
         self._may_be_rewritten = True
 
     def _interrupt_hint(self) -> None:
@@ -139,12 +139,12 @@ class FrontCalls:
             self._hint.interrupt()
 
     def resume(self) -> None:
-        """Have the front's modules watched again."""
+        """Intercept the calls of the front's modules again."""
         if self._front is not None:
             self._front.open()
 
     def try_loss(self, batch: Batch) -> None:
-        """Find out on a batch whether a stock loss reads padding in what the model returns, if that must be known."""
+        """Test on a batch whether a stock loss reads padding in the model's outputs, if a trial is still due."""
         trial = None if self._front is None else self._front.trial
         if trial is None or not trial.awaits_loss or self._flags != self._flags_now() or not may_have_padding(batch):
             return
@@ -165,7 +165,7 @@ class FrontCalls:
 
     # ------------------------------------------------------------------------------------ calls of the model
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of the model, of which the front is looked for, computed, or given back."""
+        """Run a call of the model. The front is searched for, computed, or read from the store."""
         flags = self._flags_now()
         names = frozenset(name for name, value in kwargs.items() if value is not None) - NOT_OF_STATES
         shows_more = bool(self._uncalled) and names > self._names
@@ -175,10 +175,10 @@ class FrontCalls:
         if shows_more or (self._front is not None and not self._is_trying and self._front.needs(inputs)):
             self.end_hint(is_given=False)
             self.drop()
-            self._flags = None  # look for it again: what it has stored so far still holds
+            self._flags = None  # search again: the outputs stored so far stay valid
         run: Callable[[], Any] = partial(forward, *args, **kwargs)
         run_on: Callable[[Batch], Any] = lambda batch: forward(**batch)  # noqa: E731
-        if self._is_trying:  # the model is left as it was found, so that no front can be opened or closed here
+        if self._is_trying:  # a trial restores the model, so it must not open or close a front
             assert self._front is not None
             if flags != self._flags:
                 return run()
@@ -235,7 +235,7 @@ class FrontCalls:
         before, everything = torch_states(), WatchedWeights.of(list(frozen_modules(self._model).values()))
         try:
             output, found = find_front(self._model, inputs, run, device, self._opened, self._declared)
-        except Exception:  # of a model that does not run while it is watched
+        except Exception:  # the model does not run while it is watched
             logger.debug("Frozen modules could not be looked for.", exc_info=True)
             set_torch_states(before)
             return run()
@@ -244,7 +244,7 @@ class FrontCalls:
             self._num_opened += 1
             self._opened |= found.closed
             self._why_not |= {name: found.why_not[name] for name in found.closed}
-            self._flags = None  # look into these, in the next call
+            self._flags = None  # search inside these modules in the next call
             return output
         if self._is_training:
             self._say_why_not(found)
@@ -259,11 +259,11 @@ class FrontCalls:
         self._existed = self._entries.exists
         self._reads = self._existed
         storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
-        self._expected_in = self.epoch + (1 if self._begun < 0.5 else 2)  # half an epoch tells nothing
+        self._expected_in = self.epoch + (1 if self._begun < 0.5 else 2)  # half an epoch is too short
         is_timed = job.args.activation_cache == "auto" and not job.args.full_determinism
         self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype, is_timed)
         self._of_front = CacheCounts()
-        # evaluations have the same batches each time, and groups of similar lengths come again in such groups
+        # evaluations repeat their batches, and samples grouped by length meet batches of similar width again
         self._may_widen = self._is_training and str(job.args.train_sampling_strategy) == "random"
         self._may_widen &= job.mesh.world_size == 1 or not waits_for_others(self._model)
         if self._is_of_samples(front, inputs, found, run_on):
@@ -277,9 +277,9 @@ class FrontCalls:
     def _is_of_samples(
         self, front: FrozenFront, inputs: Batch, found: FoundFront, run_on: Callable[[Batch], Any]
     ) -> bool:
-        """Whether what the front returns for a sample depends on it alone, by a trial that leaves all as it was."""
+        """Return True if the front's output for a sample is independent of the other samples. Restores all state."""
         may_cut = self._is_training and self._loss.is_stock and self._job.trainer.label_smoother is None
-        # each process decides for itself, and what runs in the trial must not wait for the others
+        # each process decides for itself, and the trial must not wait for other processes
         may_cut &= self._job.mesh.world_size == 1 or not waits_for_others(self._model)
         may_cut &= not any(users_hooks_on(self._model.get_submodule(name)) for name in found.needed)
         before = torch_states()
@@ -291,7 +291,7 @@ class FrontCalls:
             return False
 
     def _say_why_not(self, found: FoundFront) -> None:
-        """Say of the largest modules that are frozen, and not stored, not even for the most part, why."""
+        """Log why the largest frozen modules are not stored; without modules that are stored for the most part."""
         stored = list(found.needed) if found.share >= MOST_OF_IT else []
         said: list[str] = []
         random: list[str] = []
@@ -319,14 +319,14 @@ class FrontCalls:
         return FrontEntries(self._store, len(found.needed), xxhash.xxh3_128_hexdigest(content.encode()))
 
     def _say_if_full(self, why: str | None) -> None:
-        """Say once, in training and in evaluations, that some samples are not stored."""
+        """Log once that some samples are not stored, in training and in evaluations."""
         if why is not None and not self._has_said_full:
             self._has_said_full = True
             logger.warning("Not all samples are stored, and the others are computed in each epoch: %s", why)
 
     # ------------------------------------------------------------------------------------ decisions
     def _decide(self) -> None:
-        """Decide whether the front is worth storing, and say so."""
+        """Decide whether the front is worth storing, and log the decision."""
         front = self._front
         assert front is not None
         names = _described(self._model, front.found)
@@ -354,7 +354,7 @@ class FrontCalls:
             )
 
     def _turn_off(self, why: str, is_wrong: bool = False) -> None:
-        """Store and read nothing more of this front; what may be wrong, or is of no use to anybody, is deleted."""
+        """Stop storing and reading this front. Entries that may be wrong, or that no process can use, are deleted."""
         assert self._front is not None
         names = _described(self._model, self._front.found)
         logger.warning("The output of %s is not cached: %s.", names, why)
@@ -368,7 +368,7 @@ class FrontCalls:
             self._hint = None
 
     def drop(self, deletes: bool = False) -> None:
-        """Let the front's modules run again, and forget what is known of them."""
+        """Restore the own forward of the front's modules, and discard the front."""
         self.say_what_was_read()
         if self._front is not None:
             self._front.close()
@@ -379,10 +379,10 @@ class FrontCalls:
         self._front, self._weights, self._entries, self._is_decided = None, None, None, False
 
     def say_what_was_read(self, if_any: bool = False) -> None:
-        """Say of how many samples the present front was read, since this was said last.
+        """Log for how many samples the present front was read since the last such line.
 
         Args:
-            if_any: whether to say nothing if there were none.
+            if_any: whether to log only if there were samples.
         """
         self._count()
         front, counts = self._front, self._of_front
@@ -394,7 +394,7 @@ class FrontCalls:
 
     @property
     def generation(self) -> tuple[int, str] | None:
-        """Name of the present front's generation in the store, if something is stored."""
+        """Name of the present front's generation in the store; None if it has no entries."""
         return self._entries.name if self._entries is not None and self._is_decided and self._entries.exists else None
 
     def _say(self, text: str) -> None:
@@ -402,6 +402,6 @@ class FrontCalls:
 
 
 def _described(model: nn.Module, found: FoundFront) -> str:
-    """The outermost modules with the front's in them, in words."""
+    """Names of the outermost modules that contain the front's modules, in words."""
     names = list(found.needed)
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} modules)"

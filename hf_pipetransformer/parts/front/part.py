@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Front(RunPart):
-    """Holds the cache of modules that the user has frozen, from the first epoch on in which a parameter is frozen.
+    """Holds the cache for modules that the user has frozen. It is created once a parameter is frozen.
 
-    Before that nothing of the cache is loaded, and a step costs what it costs without this part.
+    Until then the cache's code is not imported, and steps have no extra cost.
 
     Args:
         run: the run of the training.
@@ -59,9 +59,9 @@ class Front(RunPart):
                 )
 
     def _look_for_frozen(self) -> None:
-        """Make the cache when a parameter is frozen. Collective over all processes.
+        """Create the cache when a parameter is frozen. Collective over all processes.
 
-        Several processes agree on it in the first step of an epoch only, and not in each step.
+        Several processes agree on it only in the first step of an epoch, not in each step.
         """
         mesh = self._job.mesh
         if self._cache is not None or (self._run.is_within_epoch and mesh.world_size > 1):
@@ -90,7 +90,7 @@ class Front(RunPart):
 
     def release(self) -> None:
         if self._cache is not None:
-            self._cache.release()  # before what else has replaced the layers' forward
+            self._cache.release()  # before other code that has replaced the layers' forward
 
     def close(self, ending: Ending) -> None:
         if self._cache is not None:
@@ -105,5 +105,5 @@ class Front(RunPart):
 
 
 def make(run: PipelineRun) -> Front | None:
-    """Return the part; None if what it needs is not installed."""
+    """Return the part; None if the modules that it needs are not installed."""
     return Front(run) if is_installed("front.front_cache", "prefix_cache.cache.sharing") else None

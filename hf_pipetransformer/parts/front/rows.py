@@ -1,8 +1,8 @@
-"""What of a batch, and of the tensors that are computed from it, belongs to which sample.
+"""Divides a batch, and the tensors computed from it, among the samples.
 
-inputs [rows, width, ...]     a sample's own: the first `lengths[row]` columns, where there is a mask for it
+inputs [rows, width, ...]     the first `lengths[row]` columns belong to the sample, if there is a mask
 arguments, outputs            some entries for each row (`divided`)
-keys, digests                 some bytes for each row, of its own values only
+keys, digests                 some bytes for each row, from its own values only
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ..prefix_cache.cache.content_keys import (
 from .divided import Rows
 
 DIGEST_BYTES = 32
-"""Of a row's arguments: 16 bytes for its values, and 16 for its masks of truth values."""
+"""Size of the digest of a row's arguments: 16 bytes for its values, and 16 for its boolean masks."""
 NO_MASK = bytes(16)
-"""The second half for a row without a mask, or with one that leaves out nothing of the row's own."""
+"""The second half for a row without a mask, or with a mask that keeps all of the row's tokens."""
 CAUSAL = b"causal".ljust(16)
-"""The second half for a row with a mask that leaves out what follows each token."""
+"""The second half for a row with a causal mask, which hides the later tokens from each token."""
 
 EITHER = {NO_MASK, CAUSAL}
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Which columns of `width` are a sample's own: the first `lengths[row]`; behind them is padding."""
+    """The columns of `width` that belong to each sample: the first `lengths[row]`. The rest is padding."""
 
     lengths: tuple[int, ...]
     width: int
@@ -63,7 +63,7 @@ def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tokens_of(inputs: Mapping[str, Any]) -> Tokens | None:
-    """The samples' own tokens; None if padding cannot be told apart, is not on the right, or has labels that count."""
+    """The samples' tokens; None if padding cannot be recognized, is not on the right, or has labels that count."""
     leaves = [(name, value) for name, value in leaves_of(inputs) if isinstance(value, torch.Tensor)]
     masks = [value for name, value in leaves if name == MASK]
     if len(masks) != 1 or masks[0].dim() != 2:
@@ -71,7 +71,7 @@ def tokens_of(inputs: Mapping[str, Any]) -> Tokens | None:
     shape = masks[0].shape
     known = TOKEN_INPUTS | LABELS_AND_DECODER
     if any(value.shape[:2] == shape and name not in known for name, value in leaves):
-        return None  # it may have as many features as there are tokens
+        return None  # the number of features may happen to equal the number of tokens
     spans = spans_of({MASK: masks[0]})
     if spans is None or any(span.start for span in spans):
         return None
@@ -83,13 +83,13 @@ def tokens_of(inputs: Mapping[str, Any]) -> Tokens | None:
 
 
 def may_have_padding(inputs: Mapping[str, Any]) -> bool:
-    """Whether some mask of a batch, whatever its name begins with, leaves something out; or there is none."""
+    """Whether any mask of a batch hides a position, or the batch has no mask. A mask's name may have a prefix."""
     masks = [value for name, value in leaves_of(inputs) if name.endswith(MASK) and isinstance(value, torch.Tensor)]
     return not masks or any(bool((mask == 0).any()) for mask in masks)
 
 
 def with_less_columns(inputs: Mapping[str, Any], columns: int, removes: bool) -> Any:
-    """The batch in which the last columns are padding, or removed."""
+    """Return the batch with its last columns masked as padding, or removed."""
     shape = next(value.shape for name, value in leaves_of(inputs) if name == MASK)
 
     def changed(name: str, value: Any) -> Any:
@@ -110,7 +110,7 @@ def with_less_columns(inputs: Mapping[str, Any], columns: int, removes: bool) ->
 
 
 def with_more_columns(inputs: Mapping[str, Any], columns: int, padding: Mapping[str, float]) -> Any:
-    """The batch with so many columns of padding more: of these values, or of zeros where there is no mask for them."""
+    """Return the batch with this many more columns of padding; inputs without a value in `padding` get zeros."""
     shape = next(value.shape for name, value in leaves_of(inputs) if name == MASK)
 
     def changed(name: str, value: Any) -> Any:
@@ -126,16 +126,16 @@ def with_more_columns(inputs: Mapping[str, Any], columns: int, padding: Mapping[
 
 
 def keys_of(read: Mapping[str, Any], rows: Rows, tokens: Tokens | None, others: str) -> list[bytes] | None:
-    """A key for each row of the inputs that a front reads: of names, types, shapes, values, and of the mask.
+    """Return a key for each row: a hash of names, types, shapes and values of the front's inputs, and of the mask.
 
     Args:
-        read: the inputs; each is divided among the rows.
+        read: the inputs of the front; each is divided among the rows.
         rows: the rows.
-        tokens: which columns belong to a sample, if padding is left out.
-        others: what else the front depends on, in words.
+        tokens: the columns that belong to each sample, if padding is left out.
+        others: other values that the front depends on, in words.
 
     Returns:
-        None if an input is nothing that can be looked at.
+        None if the values of an input cannot be read.
     """
     leaves = [(name, leaf) for name, leaf in leaves_of(read) if name not in NOT_OF_STATES]
     tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -155,36 +155,35 @@ def keys_of(read: Mapping[str, Any], rows: Rows, tokens: Tokens | None, others: 
 
 
 def _digests_of_parts(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Digests of type and values of what belongs to each row, `[rows, 16]` as uint8: rows have different numbers."""
+    """Digests of type and values of each row's entries, `[rows, 16]` as uint8. Rows may have different numbers."""
     kind = repr(tensor.dtype).encode()
     digests = (xxhash.xxh3_128(kind + bytes(bytes_of(part))).digest() for part in rows.split(tensor))
     return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(rows.count, -1)
 
 
 class ArgumentDigests:
-    """For each row, digests of what modules are called on: in one call of the model.
+    """For each row, digests of the modules' arguments in one call of the model.
 
     Args:
         rows: the rows.
-        tokens: which columns belong to a sample, if padding is left out.
-        inputs: of the tensors whose values the keys are made of, by their identity: a number, and how often they had
-            been written to then.
+        tokens: the columns that belong to each sample, if padding is left out.
+        inputs: id of each tensor in the keys -> its number, and its count of writes when the keys were computed.
     """
 
     def __init__(self, rows: Rows, tokens: Tokens | None, inputs: Mapping[int, tuple[int, int]]) -> None:
         self._rows, self._tokens, self._inputs = rows, tokens, inputs
-        # layers are called on the same mask
+        # cached by tensor, because all layers get the same mask
         self._known: dict[tuple[int, bool], tuple[torch.Tensor, list[bytes]]] = {}
 
     def of(self, given: Sequence[torch.Tensor], of_front: Collection[int], has_rows: Sequence[bool]) -> torch.Tensor:
-        """Digests of a module's arguments, without those from the front itself.
+        """Digests of a module's arguments, without outputs of the front itself.
 
-        Masks of truth values have a digest of their own: a model may pass none where a batch has no padding.
+        Boolean masks have a separate digest, because a model may pass no mask if a batch has no padding.
 
         Args:
             given: the tensors among the arguments.
-            of_front: identities of tensors that are left out.
-            has_rows: which of the tensors have entries for each row, if that is known.
+            of_front: ids of the tensors that are left out.
+            has_rows: for each tensor, whether it has entries for each row; empty if unknown.
 
         Returns:
             `[rows, DIGEST_BYTES]`, uint8, on the CPU.
@@ -205,7 +204,7 @@ class ArgumentDigests:
 
     def _of_one(self, tensor: torch.Tensor, has_rows: bool) -> list[bytes]:
         number, version = self._inputs.get(id(tensor), (-1, -1))
-        if number >= 0 and version == version_of(tensor):  # which input it is, as the key has its values
+        if number >= 0 and version == version_of(tensor):  # its number is enough, because the key has its values
             return [b"input %d" % number] * self._rows.count
         key = id(tensor), has_rows
         if key not in self._known:
@@ -235,11 +234,11 @@ def masks_in(digests: torch.Tensor) -> list[bytes]:
 
 
 def are_equal(digests: torch.Tensor, stored: torch.Tensor, implies_causal: bool) -> bool:
-    """Whether a module is called on what it was called on, apart from masks that are known to change nothing.
+    """Whether a module has the same arguments as before, apart from masks that are known to have no effect.
 
     Args:
-        digests, stored: of its arguments, now and then, `[rows, DIGEST_BYTES]`.
-        implies_causal: whether it does without a mask what it does with a causal one.
+        digests, stored: digests of its arguments, now and before, `[rows, DIGEST_BYTES]`.
+        implies_causal: whether it computes the same without a mask as with a causal one.
     """
     if torch.equal(digests, stored):
         return True
@@ -250,13 +249,13 @@ def are_equal(digests: torch.Tensor, stored: torch.Tensor, implies_causal: bool)
 
 
 class PaddingValues:
-    """The values of padding in inputs, which are not part of the keys, as they were when padding was met first."""
+    """The padding values of inputs in the first batch with padding. They are not part of the keys."""
 
     def __init__(self) -> None:
         self.known: dict[str, float] = {}
 
     def is_same(self, inputs: Mapping[str, Any], names: Collection[str], tokens: Tokens) -> bool:
-        """Whether each of the named inputs has one value as padding, the same as before."""
+        """Whether each of the named inputs has a single padding value, the same as before."""
         if not tokens.has_padding:
             return True
         is_padding = torch.arange(tokens.width) >= torch.tensor(tokens.lengths)[:, None]
@@ -270,7 +269,7 @@ class PaddingValues:
 
 
 def _known_mask(mask: torch.Tensor) -> bytes | None:
-    """The digest of a row's mask that leaves out nothing, or what follows each token; None of another one."""
+    """The digest of a row's mask if it keeps all positions or is causal; None for other masks."""
     if bool(mask.all()):
         return NO_MASK
     is_square = mask.dim() >= 2 and mask.shape[-1] == mask.shape[-2]

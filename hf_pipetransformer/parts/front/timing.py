@@ -1,4 +1,4 @@
-"""Measures how much of a training step some modules take, in a few steps of the training itself."""
+"""Measures the share of some modules in a training step, during a few steps of the training itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...model.method_override import MethodOverride
 from ...pipeline.devices import synchronise
 
 STEPS = 3
-"""Number of whole steps that are measured; their median counts, as one of them may save a checkpoint."""
+"""Number of measured steps. Their median is used, because one of them may save a checkpoint."""
 
 
 class ModuleTimer:
@@ -25,8 +25,8 @@ class ModuleTimer:
 
     Args:
         model: the model.
-        names: names of the modules, none of which contains another.
-        device: where they compute.
+        names: names of the modules; no module may contain another.
+        device: device of the model.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
@@ -40,7 +40,7 @@ class ModuleTimer:
         ]
 
     def begin_step(self) -> None:
-        """A step begins, and the one before it ends."""
+        """A step begins, and the previous step ends."""
         synchronise(self._device)
         now = time.perf_counter()
         if self._began is not None:
@@ -48,7 +48,7 @@ class ModuleTimer:
         self._began, self._seconds = now, 0.0
 
     def interrupt(self) -> None:
-        """Leave out the step that was begun last, because something else runs before the next one."""
+        """Discard the current step, because other work runs before the next step."""
         self._began = None
 
     @property
@@ -57,7 +57,7 @@ class ModuleTimer:
         return statistics.median(self._shares) if len(self._shares) >= STEPS else None
 
     def close(self) -> None:
-        """Let the modules run as they are."""
+        """Restore the modules' own forward."""
         for override in self._overrides:
             override.remove()
         self._overrides = []

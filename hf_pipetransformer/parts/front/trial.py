@@ -1,4 +1,4 @@
-"""Trials of a frozen front on a batch: what it returns for a sample is the sample's alone, whatever its padding."""
+"""Tries a frozen front on a batch: its output for a sample must depend on neither other samples nor padding."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from .finding import FoundFront, RecordedCall
 from .rows import Tokens, leaves_of, tokens_of, with_less_columns
 
 MOST_TRIES = 3
-"""Number of batches on which it is tried whether a loss reads padding."""
+"""Maximum number of batches for the trial whether a loss reads padding."""
 LOUD = 2.0
 """Amplitude of the noise in place of padding, relative to the largest value."""
 
 
 def halves_of(rows: int) -> tuple[list[int], list[int]]:
-    """The two halves of the samples that are tried, each in another order than in the batch."""
+    """The two halves of the samples for the trial, each in a different order than in the batch."""
     return list(range(0, rows, 2))[::-1], list(range(1, rows, 2))[::-1]
 
 
 class FrontTrial:
-    """What trials have shown of a front.
+    """Results of the trials of a front.
 
     Args:
         found: the front.
-        tried: runs the front in a forward pass, and leaves the model as it was; returns what the modules did.
+        tried: runs the front in a forward pass, restores the model, and returns the modules' calls.
     """
 
     def __init__(self, found: FoundFront, tried: Callable[[Callable[[], Any]], Mapping[str, RecordedCall]]) -> None:
         self.cuts_padding = False
-        """Whether a sample's own tokens are its key, whatever padding there is."""
+        """Whether a sample's key covers its own tokens only, and not its padding."""
         self.keeps_padding = False
-        """Whether its padding is stored nevertheless, which something may read in batches that are not wider."""
-        self._padding_holds = False  # it does not depend on the columns behind it, which are padding too
+        """Whether padding is stored although it is not part of the key. Batches that are not wider can read it."""
+        self._padding_holds = False  # padding in outputs does not depend on the columns behind it
         self.awaits_loss = False
-        """Whether it must be found out yet whether anything reads padding in the outputs (`try_padding`)."""
+        """Whether it is still unknown if the loss reads padding in the outputs (`try_loss` finds out)."""
         self.is_noisy = self.has_made_noise = False
-        """Whether the front returns noise as padding, and whether there was any."""
+        """Whether the front returns noise in place of padding, and whether it has returned any."""
         self.is_of_one = False
-        """Whether it was tried on a single row, so that nothing is known of several."""
+        """Whether the front was tried on a single row, which shows no dependence between rows."""
         self.has_rows: dict[str, tuple[bool, ...]] = {}
-        """Which of the tensors that a module is called on have entries for each row."""
+        """For each module, which of the tensors among its arguments have entries for each row."""
         self.wide: dict[tuple[str, int], tuple[int, ...]] = {}
-        """Dimensions of outputs that are as wide as the batch."""
+        """Dimensions of outputs with the width of the batch."""
         self._found, self._tried, self._num_tries = found, tried, 0
 
     def is_of_samples(
@@ -60,13 +60,13 @@ class FrontTrial:
         forward: Callable[[Batch], Any],
         may_cut: bool = True,
     ) -> bool:
-        """Whether each half of the samples alone has the same outputs of the front, up to rounding.
+        """Whether the front's outputs for each half of the samples equal those for the batch, up to rounding.
 
-        It finds out as well whether padding may be left out of keys (`cuts_padding`), and of what is stored.
+        The trial also decides whether padding can be left out of keys (`cuts_padding`) and of stored outputs.
 
         Args:
-            inputs: what the model was called on.
-            calls: what the modules were called on, and have returned.
+            inputs: the model's arguments.
+            calls: inputs and outputs of the modules.
             forward: runs the model's forward on a batch.
             may_cut: whether padding need not be stored if the loss does not read it.
         """
@@ -74,7 +74,7 @@ class FrontTrial:
         rows, of_samples = rows_of(reads, inputs), Rows(batch_rows(inputs))
         assert rows is not None, "the front was found by it"
         if not rows.patches and rows.count % of_samples.count == 0 and of_samples.count > 1:
-            rows, reads = of_samples, frozenset(inputs)  # the rest of the model would run as well
+            rows, reads = of_samples, frozenset(inputs)  # because the rest of the model may run, too
         first, second = halves_of(rows.count)
         self.is_of_one = not second
         if second:
@@ -96,7 +96,7 @@ class FrontTrial:
         return self._hold(calls, part, rows, first)
 
     def _cuttable(self, inputs: Batch) -> Tokens | None:
-        """The samples' own tokens, if the front reads some that may be cut."""
+        """The samples' own tokens, if the front reads inputs with padding that can be cut."""
         tokens = tokens_of(inputs)
         leaves = [leaf for name in self._found.reads & inputs.keys() for leaf in leaves_of(inputs[name], name)]
         is_any = any(is_wide(name, leaf, tokens) for name, leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -111,7 +111,7 @@ class FrontTrial:
         tokens: Tokens | None = None,
         columns: int = 0,
     ) -> bool:
-        """Whether outputs are the same for half of the samples alone, with so many columns of padding less."""
+        """Whether outputs are the same for half of the samples, with this many fewer columns of padding."""
         wide: dict[tuple[str, int], tuple[int, ...]] = {}
         padding_holds = tokens is not None
         if not ran.keys() == half.keys() == self._found.needed.keys():
@@ -136,24 +136,24 @@ class FrontTrial:
                         cleared(t, [tokens.lengths[row] for row in chosen]) for t in (expected[:, :-columns], part)
                     )
                 if relative_difference([part], [expected]) > rounding_of(expected):
-                    return False  # also where they are wide in another dimension
+                    return False  # also for outputs with another wide dimension
         self.wide, self._padding_holds = wide, padding_holds
         self._note_rows(ran, half, rows, chosen)
         return True
 
     def _keep_padding(self) -> None:
-        """Store padding with the samples, or take it as a part of them if it depends on the width of the batch."""
+        """Store padding with the samples. If padding depends on the batch's width, it becomes part of the keys."""
         self.keeps_padding = self.cuts_padding = self._padding_holds
         if not self._padding_holds:
             self.wide = {}
 
     def try_loss(self, loss_of: Callable[[], torch.Tensor]) -> None:
-        """Find out whether a stock loss, or anything up to it, reads padding in the outputs; then samples keep theirs.
+        """Test whether a stock loss, or the model before it, reads padding in the outputs; if so, padding is stored.
 
-        The rest of the model, and the loss, run with noise in its place.
+        The rest of the model and the loss run with noise in place of padding.
 
         Args:
-            loss_of: computes the loss of a batch, and leaves everything as it was.
+            loss_of: computes the loss of a batch, and restores all state.
         """
         self.awaits_loss = self.has_made_noise = False
         self._num_tries += 1
@@ -161,19 +161,19 @@ class FrontTrial:
         try:
             for self.is_noisy in (False, True):
                 losses.append(loss_of().detach())
-        except Exception:  # it needs gradients, perhaps
+        except Exception:  # the loss may need gradients
             losses.clear()
         finally:
             self.is_noisy = False
         if losses and not self.has_made_noise and self._num_tries < MOST_TRIES:
-            self.awaits_loss = True  # the model was called on something without padding
+            self.awaits_loss = True  # the model was called on a batch without padding
         elif not losses or not self.has_made_noise or relative_difference(losses[1:], losses[:1]) > SAME:
             self._keep_padding()
 
     def _note_rows(
         self, whole: Mapping[str, RecordedCall], half: Mapping[str, RecordedCall], rows: Rows, chosen: Sequence[int]
     ) -> None:
-        """Note which of the tensors that a module is called on have entries for each row: there are less for some."""
+        """Record which arguments of a module have entries for each row: they are smaller for a part of the rows."""
         for name in whole.keys() & half.keys() if len(chosen) < rows.count else ():
             pairs = zip(whole[name][0], half[name][0], strict=False)
             self.has_rows[name] = tuple(
@@ -191,21 +191,21 @@ def some_rows(inputs: Batch, names: Collection[str], rows: Rows, chosen: list[in
 
 
 def _own(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Which columns of a tensor `[rows * times, width, ...]` are the samples' own, `[rows * times, width]`."""
+    """Mask of the samples' own columns in a tensor `[rows * times, width, ...]`: `[rows * times, width]`."""
     own = torch.arange(tensor.shape[1]) < torch.tensor(lengths)[:, None]
     return own.repeat_interleave(len(tensor) // len(lengths), 0).to(tensor.device)
 
 
 def cleared(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """The same with 0 as padding."""
+    """Return the tensor with zeros as padding."""
     return tensor.detach().masked_fill(~aligned(_own(tensor, lengths), tensor), 0)
 
 
 def noisy(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """The same with noise as padding, and no zeros, which a norm may divide by; if there are fractions in it."""
+    """Return a floating-point tensor with noise as padding. It has no zeros, because a norm may divide by them."""
     if not tensor.is_floating_point():
         return tensor
-    generator = torch.Generator(tensor.device).manual_seed(0)  # the global one is the model's
+    generator = torch.Generator(tensor.device).manual_seed(0)  # the model draws from the global generator
     noise = torch.empty_like(tensor).normal_(generator=generator) * LOUD * tensor.detach().abs().max()
     return torch.where(aligned(_own(tensor, lengths), tensor), tensor.detach(), noise)
 

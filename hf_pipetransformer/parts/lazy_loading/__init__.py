@@ -1,1 +1,1 @@
-"""Loads models whose weights stay in their checkpoint until they are distributed."""
+"""Loads models lazily: the weights stay in the checkpoint until they are distributed."""

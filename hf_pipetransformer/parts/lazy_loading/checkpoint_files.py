@@ -1,7 +1,7 @@
 """Checks the files of a safetensors checkpoint by their headers, without reading a weight.
 
-A mapped file that is shorter than its header says would end the process with a SIGBUS when the missing part is read.
-So the files are checked before they are mapped, and again before the first of them is read.
+If a mapped file is shorter than its header says, reading the missing part ends the process with a SIGBUS. So the
+files are checked before they are mapped, and again before the first of them is read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ...file_formats import WEIGHT_INDEX, read_json
 from ...model.mapped_weights import TensorLike
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Floating dtypes as safetensors names them; others are only told from them."""
+"""Floating-point dtypes by their names in safetensors; other dtypes only need to be distinct from them."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder, of which each tensor has been checked to be there.
+    """The safetensors files of a checkpoint folder, after a check that no tensor is missing.
 
     Raises:
-        ValueError: there are none; or a file is missing, incomplete or unreadable, or lacks a tensor. The message
+        ValueError: there is no file; or a file is missing, incomplete or unreadable, or lacks a tensor. The message
             names the file.
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
@@ -56,10 +56,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensors_in(file: Path) -> dict[str, TensorLike]:
-    """Shapes and dtypes of the tensors in a safetensors file, which has been checked to be as long as it should be.
+    """Shapes and dtypes of the tensors in a safetensors file, after a check of its length.
 
     Raises:
-        ValueError: it is not, or it is no such file. The message names the file.
+        ValueError: the file has another length, or is no safetensors file. The message names the file.
     """
     size = file.stat().st_size
     try:

@@ -1,8 +1,7 @@
-"""Loads a model whose weights stay in the checkpoint's files, from which they are mapped.
+"""Loads a model lazily: its weights are mapped from the checkpoint's files.
 
-It is the stock `from_pretrained` that loads: renamed and tied weights, buffers and newly initialised heads are as
-always, and random numbers are drawn as always. What `from_pretrained` would have to convert, it would convert on every
-process, in memory. This is refused.
+The stock `from_pretrained` loads the model, so renamed and tied weights, buffers, new heads and random numbers are as
+usual. Weights that `from_pretrained` would convert are refused, because every process would hold them in memory.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from .checkpoint_files import tensors_in, weight_files
 logger = logging.getLogger(__name__)
 
 SAMPLE_BYTES = 4096
-"""Bytes at the beginning and at the end of a mapped weight that are compared between processes."""
+"""Number of bytes compared between processes at each end of a mapped weight."""
 SMALLEST_IN_FILE = 2**16
 """Size in bytes of the smallest new weights that are kept in a file."""
 LONGEST_LOAD = timedelta(hours=2)
-"""How long a process waits for the others to load the model."""
+"""Timeout for other processes to load the model."""
 
 
 def load_lazily(model_class: Any, checkpoint: str | Path | PreTrainedConfig, **options: Any) -> Any:
-    """Load a model whose weights stay in the checkpoint's files until `PipeTransformerTrainer` has distributed them.
+    """Load a model lazily: weights stay in the checkpoint's files until `PipeTransformerTrainer` distributes them.
 
     Each process then reads the weights of its own stage only. Until then a weight takes memory while it is used, and
     this memory is page cache that all processes of a host share. Use it in place of `from_pretrained`:
@@ -57,14 +56,14 @@ def load_lazily(model_class: Any, checkpoint: str | Path | PreTrainedConfig, **o
     Args:
         model_class: an auto class (`AutoModelForCausalLM`) or model class.
         checkpoint: a folder with a safetensors checkpoint in one or several files, or the name of a model on the hub.
-            Or a configuration, for a model with new weights: each process draws those that `from_config` draws, and
-            keeps them in temporary files as large as the model.
+            Or a configuration, for a model with new weights: each process draws the same weights as `from_config`,
+            and keeps them in temporary files as large as the model.
         **options: arguments for `from_pretrained`, or for `from_config`. Set the same seed on all processes first if
             weights are drawn (a new head). With a configuration, `offload_folder` is the folder of the temporary
             files, on a disk; the default is the system's folder for temporary files.
 
     Returns:
-        The model, in the mode in which `from_pretrained` or `from_config` returns it.
+        The model, in the same mode as from `from_pretrained` or `from_config`.
 
     Raises:
         ValueError: a file is missing, truncated or not in safetensors format; or the weights would have to be
@@ -106,9 +105,9 @@ def _create(model_class: Any, config: PreTrainedConfig, options: dict[str, Any])
 
 
 class _NewTensorsInFile(TorchFunctionMode):
-    """Inside, new tensors of some size are mapped from files in a folder.
+    """Inside, new tensors of at least `SMALLEST_IN_FILE` bytes are mapped from files in a folder.
 
-    So a model is initialised by its own code, in its own order, with the values that it would have in memory.
+    The model's own code initialises them in its own order, so their values are the same as in memory.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -158,9 +157,9 @@ def _configured_dtype(folder: Path) -> str | None:
 
 
 def _refuse_converted(model: PreTrainedModel, folder: Path, new: set[str]) -> None:
-    """Refuse a model some of whose stored weights are in memory, because they had to be converted.
+    """Refuse a model if some of its stored weights are in memory because they were converted.
 
-    Vectors may be: they take no memory worth mentioning, and a head's bias is copied where transformers ties it.
+    Vectors may be in memory: they are small, and transformers copies a head's bias when it ties it.
 
     Args:
         model: the model.
@@ -182,12 +181,12 @@ def _refuse_converted(model: PreTrainedModel, folder: Path, new: set[str]) -> No
 def weights_in_checkpoint(table: ParameterTable, mesh: ProcessMesh) -> frozenset[str]:
     """The names of the weights that are still mapped, after a check that they are the same on all processes.
 
-    Weights that this process has changed since it has loaded them are moved into memory. Of the others only the place
-    in the file and a few bytes are compared: otherwise every process would read the whole checkpoint. Collective over
-    all processes.
+    Weights that this process has changed since loading are moved into memory. For the other weights, only the place in
+    the file and a few bytes are compared, to avoid reading the whole checkpoint on every process. Collective over all
+    processes.
 
     Raises:
-        ValueError: a file is not complete any more, or processes have different ones. Every process raises it.
+        ValueError: a file is no longer complete, or processes have different files. Every process raises it.
     """
     with mesh.failing_together():
         into_memory([table[name] for name in _places(table) if is_written(table[name])])
@@ -209,7 +208,7 @@ def weights_in_checkpoint(table: ParameterTable, mesh: ProcessMesh) -> frozenset
 
 
 def _places(table: ParameterTable) -> dict[str, Place]:
-    """Where the weights are that a checkpoint's files hold; new ones, in this process's own file, are left out."""
+    """The places of the weights in a checkpoint's files; without new weights, which are in this process's own file."""
     places = FileMappings().places_in({name: table[name] for name in table.names})
     return {name: place for name, place in places.items() if place.is_private}
 
@@ -223,11 +222,11 @@ def _ends_of(parameter: torch.Tensor) -> int:
 def map_from(model: PreTrainedModel, checkpoint: str, mesh: ProcessMesh) -> None:
     """Map the weights of a lazily loaded model from a checkpoint of its training. Collective over all processes.
 
-    Weights that are in memory in another dtype are copied. Those that are not in the checkpoint stay as they are, with
-    a warning, as they do when the stock Trainer resumes.
+    Weights that are in memory in another dtype are copied. Weights that are not in the checkpoint keep their values,
+    with a warning, as when the stock Trainer resumes.
 
     Raises:
-        ValueError: as `load_lazily`; or a weight has another shape in the checkpoint. Every process raises it.
+        ValueError: as for `load_lazily`, or a weight has another shape in the checkpoint. Every process raises it.
     """
     with mesh.failing_together(), global_state_kept(), torch.no_grad():
         table, stored, missing = ParameterTable(model), _stored_for(model, Path(checkpoint)), []
@@ -253,14 +252,14 @@ def map_from(model: PreTrainedModel, checkpoint: str, mesh: ProcessMesh) -> None
 
 
 def _stored_for(model: PreTrainedModel, checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, mapped, by the model's names for them."""
+    """The mapped tensors of a checkpoint, by their names in the model."""
     files = weight_files(checkpoint)
     _refuse_other_dtype(checkpoint, files, {"config": model.config, "dtype": model.dtype})
     stored: dict[str, torch.Tensor] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
             stored.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
-    if not model.state_dict().keys() >= stored.keys():  # `save_pretrained` has written names that are published
+    if not model.state_dict().keys() >= stored.keys():  # `save_pretrained` writes the published names
         loaded = type(model).from_pretrained(checkpoint, config=model.config, dtype=model.dtype).state_dict()
-        stored.update((name, loaded[name]) for name in FileMappings().places_in(loaded))  # others are new
+        stored.update((name, loaded[name]) for name in FileMappings().places_in(loaded))  # unmapped weights are new
     return stored

@@ -1,1 +1,1 @@
-"""Brings to all stages what the user's loss and `log` do to the trainer on the last one."""
+"""Copies changes of the trainer by the user's loss and `log` from the last stage to all stages."""

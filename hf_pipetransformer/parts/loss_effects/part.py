@@ -1,6 +1,6 @@
-"""What a loss of the user's does to the trainer on the last stage, and its `log`, reach the other stages.
+"""Copies the effects of the user's loss and `log` on the trainer from the last stage to the other stages.
 
-step     last stage     compute_loss: self.rate = 0.1 ─┐ votes that something has changed
+step     last stage     compute_loss: self.rate = 0.1 ─┐ votes that the trainer has changed
          other stages   serve the loss                 └ adopt the value, before the step's callbacks
 log      last stages    run the user's method, and all processes log its result (`users_log`)
 """
@@ -20,7 +20,7 @@ from .users_log import take_over
 
 
 class LossEffects(RunPart):
-    """Compares the trainer before and after each step in which a loss of the user's runs on the last stage.
+    """Compares the trainer before and after each step, if a loss of the user's runs on the last stage.
 
     Args:
         run: the run of the training.
@@ -45,7 +45,7 @@ class LossEffects(RunPart):
         self._restore()
 
     def _restore(self) -> None:
-        """Where the loss runs from here on, give the trainer its own attributes back."""
+        """Restore the trainer's own attributes if the loss runs on this process from now on."""
         pipeline = self._run.pipeline
         if self._has_own_loss and pipeline.num_stages > 1 and pipeline.computes_loss:
             restore(self._run.job.trainer)
@@ -61,7 +61,7 @@ class LossEffects(RunPart):
         return (bool(self._changes),)
 
     def heard(self, votes: tuple[bool, ...]) -> None:
-        """Adopt what the last stage has changed. Collective over all processes if one of them has voted."""
+        """Adopt the last stage's changes. Collective over all processes if one of them has voted."""
         job, (has_changed,) = self._run.job, votes
         if has_changed and self._before is not None:
             share(job.trainer, job.mesh, self._run.pipeline.replica_index, self._changes, self._before)

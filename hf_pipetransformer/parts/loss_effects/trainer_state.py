@@ -1,7 +1,7 @@
-"""What the user's loss leaves on the trainer, where it has run: callbacks of the other stages may ask for it.
+"""Finds the trainer's attributes that the user's loss changes, because callbacks on other stages may read them.
 
-last stage     self.rate = 0.1          plain values, bound anew: carried to the other stages after the step
-last stage     self.parts.append(loss)  anything else: the others have something in its place that cannot be read
+last stage     self.rate = 0.1          plain values that are assigned: copied to the other stages after the step
+last stage     self.parts.append(loss)  all other changes: the other stages get a placeholder that cannot be read
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from ...pipeline.mesh import ProcessMesh
 
 MISSING = object()
-"""Stands for an attribute that an object does not have."""
+"""Value for an attribute that an object does not have."""
 PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 CONTAINERS = {list, tuple, set, frozenset, deque, dict, OrderedDict, Counter, defaultdict}
 MOST_LEAVES = 100
-"""Number of plain values in a container up to which it is carried."""
+"""Maximum number of plain values in a container that is copied to other stages."""
 MOST_LOOKED_INTO = 1000
-"""Number of members of a container up to which a change is looked for inside of them."""
+"""Maximum number of members of a container that is searched for changes inside its members."""
 MOST_BYTES = 2**20
-"""Size of a NumPy array up to which its values are compared."""
+"""Maximum size of a NumPy array that is compared by its values, in bytes."""
 LOG_HISTORY = "log_history"
 """Attribute of the trainer's state that `log` extends. In a loss, `log` concerns the process that calls it."""
 OF_THE_LOOP = ("transformers.", "accelerate.", "hf_pipetransformer.")
@@ -35,13 +35,13 @@ OF_THE_LOOP = ("transformers.", "accelerate.", "hf_pipetransformer.")
 
 
 class OnLastStage:
-    """Stands in the place of an attribute of the trainer that the loss has changed on another process.
+    """Placeholder for an attribute of the trainer that the loss has changed on another process.
 
-    Any use but binding the name anew is an error.
+    Any use except assigning a new value to the name raises an error.
 
     Args:
         name: the attribute.
-        before: what this process had, for when it computes the loss itself.
+        before: its value on this process, which is restored if this process computes the loss.
     """
 
     def __init__(self, name: str, before: Any) -> None:
@@ -70,7 +70,7 @@ class OnLastStage:
 
 
 def restore(trainer: Any) -> None:
-    """Give this process back what it had, because it computes the loss from here on."""
+    """Restore this process's own values, because it computes the loss from now on."""
     for name, value in list(vars(trainer).items()):
         if type(value) is OnLastStage:
             before = value._before
@@ -81,13 +81,13 @@ def restore(trainer: Any) -> None:
 
 @dataclass(frozen=True)
 class Changes:
-    """What a loss has changed on the trainer.
+    """The changes that a loss has made to the trainer.
 
     Attributes:
-        values: the new values that can be carried, by name.
-        others: names of those that cannot.
-        removed: names of attributes that are gone.
-        inside: new plain values inside of what the loop has for every process: see `_settings`.
+        values: the new values that can be copied to other stages, by name.
+        others: names of changed attributes that cannot be copied.
+        removed: names of removed attributes.
+        inside: new plain values in the objects that the loop has on every process: see `_settings`.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -99,11 +99,11 @@ class Changes:
         return bool(self.values or self.others or self.removed or any(self.inside))
 
     def adopt(self, trainer: Any, since: Snapshot) -> None:
-        """Follow on another stage. What this process has changed itself since a snapshot stays its own.
+        """Apply the changes on another stage. Attributes that this process has changed since `since` stay its own.
 
         Args:
-            trainer: this process's.
-            since: of this process's trainer.
+            trainer: this process's trainer.
+            since: an earlier snapshot of this trainer.
         """
         mine = vars(trainer)
         changed_here = since.changes(trainer)
@@ -126,21 +126,21 @@ class Changes:
 
 
 class Snapshot:
-    """The attributes of a trainer, at one moment.
+    """The attributes of a trainer at one moment.
 
-    Plain values are compared, long containers by their lengths, tensors by their version, other objects as objects.
+    Plain values are compared by value, long containers by length, tensors by version, other objects by identity.
 
     Args:
         trainer: the trainer.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._values = dict(vars(trainer))  # keeps them, so that no other object gets the id
+        self._values = dict(vars(trainer))  # references, because ids of freed objects are used again
         self._states = {name: _state_of(value) for name, value in self._values.items()}
         self._inside = [_plain(settings) for settings in _settings(trainer)]
 
     def changes(self, trainer: Any) -> Changes:
-        """What has changed since."""
+        """The changes since the snapshot."""
         now = vars(trainer)
         changed = [
             name
@@ -160,14 +160,14 @@ class Snapshot:
 
 
 def share(trainer: Any, mesh: ProcessMesh, replica: int, changes: Changes | None, before: Snapshot) -> None:
-    """Follow what the last stage of this process's pipeline has changed. Collective over all processes.
+    """Apply the changes by the last stage of this process's pipeline. Collective over all processes.
 
     Args:
-        trainer: this process's.
+        trainer: this process's trainer.
         mesh: all processes of the run.
         replica: number of the pipeline.
-        changes: what code on the last stage has changed; None on other stages.
-        before: of the trainer, on the other stages.
+        changes: the changes by code on the last stage; None on other stages.
+        before: on the other stages, the snapshot of the trainer before the step.
     """
     everyone = mesh.gather_objects((replica, changes) if changes is not None else None)
     if changes is None:
@@ -175,18 +175,18 @@ def share(trainer: Any, mesh: ProcessMesh, replica: int, changes: Changes | None
 
 
 def _settings(trainer: Any) -> list[dict[str, Any]]:
-    """Return the attributes of objects of the loop that users change in a loss.
+    """Return the attributes of the loop's objects that users may change in a loss.
 
-    They are the arguments, the state and the control that callbacks get, the scheduler, and the optimizer's groups.
+    The objects are the arguments, the callbacks' state and control, the scheduler, and the optimizer's groups.
     """
-    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # inside of Accelerate's
+    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # inside Accelerate's
     groups = getattr(trainer.optimizer, "param_groups", [])
     objects = (trainer.args, trainer.state, trainer.control, scheduler)
     return [*(vars(one) if one is not None else {} for one in objects), *groups]
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values of settings, among which a learning rate may be a tensor; a copy."""
+    """A copy of the plain values of settings. A learning rate may also be a tensor."""
     values = {
         name: value.item() if _is_number(value) else value for name, value in settings.items() if name != LOG_HISTORY
     }
@@ -202,7 +202,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _state_of(value: Any) -> Any:
-    """What a change of an object in place shows in."""
+    """A value that differs after an object has been changed in place."""
     if isinstance(value, torch.Tensor):
         return value._version
     if isinstance(value, np.ndarray):
@@ -220,7 +220,7 @@ def _members(container: Any) -> Collection[Any]:
 
 
 def _lengths(value: Any) -> Any:
-    """The lengths of nested containers, and what changes tensors in them."""
+    """The lengths of nested containers, and the ids and versions of tensors in them."""
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     if not isinstance(value, (list, tuple, deque, Mapping, Set)):
@@ -231,12 +231,12 @@ def _lengths(value: Any) -> Any:
 
 
 def _num_leaves(value: Any) -> float:
-    """Number of plain values in nested containers; infinite if there is anything else in them."""
+    """Number of plain values in nested containers; infinite if they hold any other value."""
     if type(value) in PLAIN or isinstance(value, (np.generic, torch.dtype, torch.device)):
         return 1
     if type(value) not in CONTAINERS or len(value) > MOST_LEAVES:
         return float("inf")
     if isinstance(value, defaultdict) and not _is_builtin(value.default_factory):
-        return float("inf")  # a function of the user's, which may not be sent
+        return float("inf")  # a function of the user's may not be picklable
     children = [*value, *value.values()] if isinstance(value, dict) else value
     return sum(map(_num_leaves, children))

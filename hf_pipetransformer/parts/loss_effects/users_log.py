@@ -1,12 +1,13 @@
-"""An overridden `log` of the user's, over several stages: it runs where the loss has run, and all log the same.
+"""Runs an overridden `log` on the stages that compute the loss. All processes log the same values.
 
-A `log` that averages what `compute_loss` has collected finds something on the last stages only. So where the Trainer
-calls it, it runs on these, and what it hands to the stock `log` on rank 0 is what every process logs:
+A `log` that averages values from `compute_loss` finds these values on the last stages only. When the Trainer calls
+`log`, the user's method runs on the last stages. Every process then logs the values that the method passes to the
+stock `log` on rank 0:
 
     rank 0   user's log: ... super().log(logs) ─┐ callbacks ... goes on
     rank 1   waits                              └ stock log(logs): callbacks
 
-Calls of `log` by the user's own code stay what they are: this process's own.
+Calls of `log` by the user's own code concern this process only, as under the stock Trainer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .trainer_state import Snapshot, share
 
 
 class UsersLog:
-    """Stands in the place of the trainer's `log`, on the instance.
+    """Replaces the trainer's `log` on the instance.
 
     Args:
         job: the training or evaluation job.
@@ -46,7 +47,7 @@ class UsersLog:
         self._last_stages: dist.ProcessGroup | None = None
 
     def follow(self, pipeline: ElasticPipeline) -> None:
-        """Log from now on as a placed pipeline computes the loss, and after an evaluation as it has computed it."""
+        """Log from now on where this pipeline computes the loss; after an evaluation, where it last did."""
         self._follows = weakref.ref(pipeline)
         self._look()
 
@@ -69,7 +70,7 @@ class UsersLog:
 
 
 def take_over(job: TrainingJob, pipeline: ElasticPipeline) -> None:
-    """Let the user's `log` run where a placed pipeline computes the loss. Does nothing if they have none."""
+    """Run the user's `log` on the stages where a placed pipeline computes the loss, if `log` is overridden."""
     trainer: Any = job.trainer
     log = vars(trainer).get("log")
     if not isinstance(log, UsersLog):
@@ -80,12 +81,12 @@ def take_over(job: TrainingJob, pipeline: ElasticPipeline) -> None:
 
 
 class LogPoint(TrainerCallback):
-    """One call of `log` by the Trainer, on all processes. It is the first of the callbacks meanwhile.
+    """One call of `log` by the Trainer, on all processes. During the call it is the first callback.
 
     Args:
         job: the training or evaluation job.
         serve_callbacks: serves calls of the model by the user's `log` on other processes.
-        last_stages: on a last stage, those of all pipelines; None if it is the only one.
+        last_stages: on a last stage, the last stages of all pipelines; None if there is only one.
         replica: number of this process's pipeline.
     """
 
@@ -99,15 +100,16 @@ class LogPoint(TrainerCallback):
         self._job, self._serve_callbacks, self._last_stages, self._replica = job, serve_callbacks, last_stages, replica
         self._is_first = job.mesh.rank == 0
         self._among = ExitStack()
-        self._depth = 0  # of calls of the stock `log`; a callback may log something itself
+        self._depth = 0  # depth of nested calls of the stock `log`; a callback may call `log`
         self._is_over = False
 
     def run(self, users: Callable[..., None] | None, *args: Any, **keywords: Any) -> None:
-        """Run the user's `log`, or what it hands to the stock one on rank 0. Collective over all processes.
+        """Run the user's `log`, or the stock `log` with rank 0's values. Collective over all processes.
 
         Args:
             users: the user's method; None on a process where the loss has not run.
-            args: of the method, as `keywords`.
+            args: positional arguments of the method.
+            keywords: its keyword arguments.
         """
         trainer, before = self._job.trainer, Snapshot(self._job.trainer)
         callbacks = trainer.callback_handler.callbacks
@@ -122,7 +124,7 @@ class LogPoint(TrainerCallback):
             while not self._is_over:
                 logs = self._exchange(None)
                 if logs is not None:
-                    self._depth = 1  # what it logs is known
+                    self._depth = 1  # rank 0 has sent the values
                     Trainer.log(trainer, logs)
             changes = before.changes(trainer) if users is not None else None
             share(trainer, self._job.mesh, self._replica, changes, before)
@@ -137,7 +139,7 @@ class LogPoint(TrainerCallback):
                 users(*args, **keywords)
             except Exception as error:
                 self._among.close()
-                if self._is_first and not self._depth:  # otherwise the others are in the stock method, as this one
+                if self._is_first and not self._depth:  # else all processes are in the stock method
                     self._exchange(PeerFailedError(f"rank 0 failed in log(): {in_one_line(error)}"))
                 raise
 
@@ -146,7 +148,7 @@ class LogPoint(TrainerCallback):
         self._among.enter_context(among)
 
     def _exchange(self, mine: dict[str, Any] | PeerFailedError | None) -> dict[str, Any] | None:
-        """Return what rank 0 logs; None if that was all. Collective over all processes.
+        """Return the values that rank 0 logs; None if `log` is over. Collective over all processes.
 
         Raises:
             PeerFailedError: rank 0 has failed.
@@ -159,7 +161,7 @@ class LogPoint(TrainerCallback):
         return logs if isinstance(logs, dict) else None
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
-        """The stock `log` has been called, and the other callbacks follow, which see all processes."""
+        """The stock `log` was called. The other callbacks follow, on all processes."""
         self._depth += 1
         if self._depth > 1:
             return
@@ -173,7 +175,7 @@ class LogPoint(TrainerCallback):
             state.log_history[-1] = {**everywhere, "step": state.global_step}
 
     def behind_callbacks(self) -> None:
-        """All callbacks have seen what is logged."""
+        """All callbacks have seen the logged values."""
         self._depth -= 1
         if not self._depth:
             self._go_among()
@@ -190,7 +192,7 @@ class _Behind(TrainerCallback):
 
 
 def _sendable(logs: dict[str, Any]) -> dict[str, Any]:
-    """The values that other processes can be given, tensors on the CPU."""
+    """The values that can be sent to other processes, with tensors on the CPU."""
 
     def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().cpu()

@@ -174,7 +174,7 @@ def outputs_of_frozen(
 
     Returns:
         The tensors that are read above the boundary, on the stage that holds the last of these units; None on the
-        others. What is not read is not sent either: which layout runs would decide about its values.
+        others. Unread tensors are not sent, because their values would depend on the layout.
     """
     model, runner = held.stack.model, held.stack.runner
     for index, stage in zip(messages.virtual_stages, held.stages, strict=True):

@@ -1,7 +1,6 @@
-"""Notes, function by function as a forward pass happens, what each tensor is computed of.
+"""Records, function by function during a forward pass, the inputs and parameters that each tensor depends on.
 
-No names and no families are needed, and no gradients: what a module reads of a weight's values without a gradient is
-seen as well.
+It needs no names, model families or gradients: reads of a weight's values without a gradient are recorded as well.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ....model.called_inputs import NOT_OF_STATES
 from ....randomness import torch_states
 
 TRAINED, RANDOM, UNKNOWN = "<trained>", "<random>", "<unknown>"
-"""What a tensor may come from besides inputs of the batch."""
+"""The origins of a tensor besides inputs of the batch."""
 
 METADATA = frozenset(
     {
@@ -58,13 +57,13 @@ METADATA = frozenset(
 
 
 class Origins(TorchFunctionMode):
-    """Inside, notes of each tensor what it comes from, and which tensors something outside of frozen modules reads.
+    """Inside, records each tensor's origins, and the tensors that code outside of frozen modules reads.
 
     Args:
         model: the model.
-        inputs: what it is called on, by name.
-        weights: parameters of which it is noted, by name, what comes from them. The others that are trained have one
-            name, `TRAINED`.
+        inputs: its arguments, by name.
+        weights: parameters that are recorded as origins, each by its name. All other trained parameters have the name
+            `TRAINED`.
     """
 
     def __init__(
@@ -75,11 +74,11 @@ class Origins(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.is_inside = self.is_paused = False  # in a frozen module; in this one
-        self.decided: set[str] = set()  # what the program has looked at the values of
+        self.decided: set[str] = set()  # origins of values that the program has read
         self.inside_of = ""  # name of the frozen module that runs
-        self.leaking: set[str] = set()  # frozen modules in which something else was made than they return, and is read
+        self.leaking: set[str] = set()  # frozen modules with tensors that are read but not returned
         self._made_inside: Any = WeakIdKeyDictionary()  # tensor -> the frozen module in which it was made
-        self._groups: Any = WeakIdKeyDictionary()  # tensor -> what it and all its views come from
+        self._groups: Any = WeakIdKeyDictionary()  # tensor -> origins of it and all its views
         self._read: Any = WeakIdKeyDictionary()
         names = {id(parameter): name for name, parameter in (weights or {}).items()}
         for parameter in model.parameters():
@@ -118,7 +117,7 @@ class Origins(TorchFunctionMode):
                 self.leaking.add(self._made_inside[tensor])
 
     def returned(self, output: Any) -> Any:
-        """What a frozen module returns, in other tensor objects: the ones made inside may have been recorded as well.
+        """A frozen module's output in new tensor objects, because tensors made inside may also have been recorded.
 
         Args:
             output: what its forward has returned.
@@ -176,7 +175,7 @@ def _is_in_place(name: str) -> bool:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a value, whatever containers they are in."""
+    """The tensors in a value, in containers of any kind."""
     found: list[torch.Tensor] = []
     for leaf in tree_flatten(value)[0]:
         if isinstance(leaf, torch.Tensor):
