@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments, load_lazily
-from hf_pipetransformer.parts.records.history import Layout, read_trainings
+from hf_pipetransformer.parts.records.history import LayoutPeriod, read_trainings
 
 LABEL = "label"
 Names = tuple[str, ...]
@@ -462,7 +462,7 @@ def describe_layout(num_stages: int | str, world_size: int) -> str:
     return f"{stages} × {replicas} replica{'' if replicas == 1 else 's'}"
 
 
-def layouts_of(training_args: PipeTransformerTrainingArguments) -> Sequence[Layout]:
+def layouts_of(training_args: PipeTransformerTrainingArguments) -> Sequence[LayoutPeriod]:
     """Those that this training went through, as recorded; earlier trainings in the same folder are left out."""
     if not training_args.do_train:
         return ()
@@ -473,7 +473,7 @@ def layouts_of(training_args: PipeTransformerTrainingArguments) -> Sequence[Layo
     return trainings[-1].layouts if trainings else ()  # without a record something else distributes the model
 
 
-def describe_layouts(training_args: PipeTransformerTrainingArguments, layouts: Sequence[Layout]) -> str:
+def describe_layouts(training_args: PipeTransformerTrainingArguments, layouts: Sequence[LayoutPeriod]) -> str:
     """The layouts one after the other; without any the one asked for."""
     sizes = [layout.num_stages for layout in layouts] or [training_args.pipeline_parallel_size]
     return " → ".join(describe_layout(size, training_args.world_size) for size, _ in groupby(sizes))

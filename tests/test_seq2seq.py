@@ -22,7 +22,7 @@ from hf_pipetransformer import (
     PipeTransformerSeq2SeqTrainingArguments,
     PipeTransformerTrainingArguments,
 )
-from hf_pipetransformer.run import evaluation
+from hf_pipetransformer.run import generation
 
 WORLD = 2
 BATCH = 8  # samples of a step, over all processes
@@ -210,8 +210,8 @@ def test_frozen_layers_and_their_cache_do_not_change_what_is_generated(tmp_path:
 def with_little_memory(rank: int, world_size: int) -> None:
     """On a device with 100 bytes."""
     words = "every process generates with the whole T5ForConditionalGeneration"
-    evaluation.device_budget = lambda device: 100  # type: ignore[assignment]
-    evaluation.fits = lambda size, device: size < 100  # type: ignore[assignment]
+    generation.device_budget = lambda device: 100  # type: ignore[assignment]
+    generation.fits = lambda size, device: size < 100  # type: ignore[assignment]
     trainer = make("t5", world_size, 2, "small", max_steps=1)
     with pytest.raises(ValueError, match=words):
         trainer.train()

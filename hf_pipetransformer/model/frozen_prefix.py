@@ -34,7 +34,7 @@ class FreezableLayers:
     """Which parameters freeze with the units of one model; immutable, and the same on every process.
 
     Attributes:
-        owners: for each unit, the names of the parameters that are trained through it (`LayerStack.trained_with`).
+        owners: for each unit, the names of the parameters that are trained through it (`UnitNeeds.trained_with`).
         inside: for each unit, the names of its owned parameters in its own module; its gradient norm covers these.
         head: names of the parameters that the loss depends on even if every unit is frozen.
         trainable: names of the parameters that training would change without any freezing: they require a gradient

@@ -145,7 +145,7 @@ class CheckpointWrite:
         """
         written = self._folder / SAVING / self.final.name
         places = [place / file for place in (written, self.final) for file in (STATE, MANIFEST)]
-        is_apart = (
+        has_own_folder = (
             not self._job.args.should_save
             and self._job.args.local_process_index == 0
             and written.is_dir()
@@ -153,7 +153,7 @@ class CheckpointWrite:
         )
         # a shared file system may show files late, but its folder has the same inode on every node
         inodes = self._job.mesh.gather_objects(written.stat().st_ino if written.is_dir() else None)
-        return is_apart and inodes[self._job.mesh.rank] not in (None, inodes[0])
+        return has_own_folder and inodes[self._job.mesh.rank] not in (None, inodes[0])
 
     def _publish(self) -> None:
         written, state = self._folder / SAVING / self.final.name, self._job.trainer.state

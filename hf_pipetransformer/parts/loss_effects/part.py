@@ -15,7 +15,7 @@ from ...planning.layout import Layout
 from ...run.parts import LayoutChange, RunPart, StepFacts
 from ...run.run import PipelineRun
 from ...run.setup.placing import Findings
-from .trainer_state import Changes, Snapshot, restore, share
+from .effects import Changes, Snapshot, restore, share
 from .users_log import take_over
 
 

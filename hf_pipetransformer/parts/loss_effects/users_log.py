@@ -28,7 +28,7 @@ from ...pipeline.elastic_pipeline import ElasticPipeline
 from ...pipeline.mesh import can_be_sent
 from ...run.collectives import among_last_stages
 from ...run.job import TrainingJob
-from .trainer_state import Snapshot, share
+from .effects import Snapshot, share
 
 
 class UsersLog:
