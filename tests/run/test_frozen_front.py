@@ -110,7 +110,7 @@ def test_padding_to_the_longest_of_a_batch(
     assert (rows_read(said) == (EPOCHS - 1) * READ) is is_read
 
 
-MANY, WIDTH = 48, 24
+MANY, WIDTH = 96, 24
 
 
 def many_lengths() -> tuple[nn.Module, Columns]:
@@ -403,7 +403,8 @@ def convolutions_with_layer_norm() -> tuple[nn.Module, Columns]:
 
 
 def test_outputs_that_are_not_contiguous(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    assert_equals_stock(tmp_path, convolutions_with_layer_norm)
+    # the gradient of an attention's key bias is rounding alone, which Adam would make as large as others
+    assert_equals_stock(tmp_path, convolutions_with_layer_norm, optim="sgd")
     assert rows_read(said) == (EPOCHS - 1) * READ
 
 
