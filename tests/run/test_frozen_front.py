@@ -110,6 +110,29 @@ def test_padding_to_the_longest_of_a_batch(
     assert (rows_read(said) == (EPOCHS - 1) * READ) is is_read
 
 
+MANY, WIDTH = 96, 24
+
+
+def many_lengths() -> tuple[nn.Module, Columns]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(4, WIDTH + 1, (MANY,), generator=generator)
+    mask = (torch.arange(WIDTH) < lengths[:, None]).long()
+    ids = torch.randint(5, 59, (MANY, WIDTH), generator=generator) * mask
+    return ReadsPadding("tokens"), {"input_ids": ids, "attention_mask": mask, "labels": ids[:, 0] % 2}
+
+
+def test_padding_that_a_loss_reads_is_found_in_wider_batches(
+    tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples are computed as wide as the widest batch so far, but for those of the first two batches."""
+    monkeypatch.setattr("frozen_runs.SAMPLES", MANY)
+    options: dict[str, Any] = {"mixin": LossOutside, "collator": cut, "cached_modules": ["bert"]}
+    expected = Trained(tmp_path / "stock", many_lengths, is_ours=False, mixin=LossOutside, collator=cut)
+    Trained(tmp_path / "ours", many_lengths, **options).assert_same(expected)
+    found = [int(share) for share in re.findall(r"(\d+)% of the samples found", said.text)]
+    assert len(found) == EPOCHS - 1 and min(found) >= 90
+
+
 # ------------------------------------------------------------------------------------------ callbacks, losses
 class Acts(TrainerCallback):
     """Does something to the model at the beginning of an epoch, or of each step."""
@@ -348,7 +371,7 @@ def llava_below_the_last() -> tuple[nn.Module, Columns]:
     return model, columns
 
 
-def head_on_wav2vec2() -> tuple[nn.Module, Columns]:
+def head_on_wav2vec2(norm: str = "group") -> tuple[nn.Module, Columns]:
     rates = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
     model = Wav2Vec2ForSequenceClassification(
         Wav2Vec2Config(
@@ -363,11 +386,26 @@ def head_on_wav2vec2() -> tuple[nn.Module, Columns]:
             num_conv_pos_embedding_groups=4,
             apply_spec_augment=False,
             layerdrop=0.0,
+            feat_extract_norm=norm,
             **dict.fromkeys(rates, 0.0),
         )
     )
     model.freeze_base_model()
     return model, {"input_values": noise(SAMPLES, 400), "labels": torch.arange(SAMPLES) % 2}
+
+
+def convolutions_with_layer_norm() -> tuple[nn.Module, Columns]:
+    """Their output does not lie contiguously in memory."""
+    model, columns = head_on_wav2vec2("layer")
+    model.requires_grad_(True)
+    model.freeze_feature_encoder()
+    return model, columns
+
+
+def test_outputs_that_are_not_contiguous(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    # the gradient of an attention's key bias is rounding alone, which Adam would make as large as others
+    assert_equals_stock(tmp_path, convolutions_with_layer_norm, optim="sgd")
+    assert rows_read(said) == (EPOCHS - 1) * READ
 
 
 STAGED: dict[str, tuple[Build, type | Callable[[], TrainerCallback] | None, int]] = {
