@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec
 
-from ...model.elsewhere import hidden_like
+from ...model.elsewhere import Unreadable, hidden_like
 from .entries import TOKENS, Leaf
 from .finding import Ran
 from .rows import ArgumentDigests, Tokens
@@ -38,6 +38,37 @@ class ReturnedLeaf:
         if self.is_of_rows:
             shape[0] *= rows
         return hidden_like(torch.empty((), dtype=self.row.dtype, device=self.device).expand(shape), text, REMEDY)
+
+
+@dataclass(frozen=True)
+class ReturnedObject:
+    """A cache of keys and values in the output of a module, which nothing reads: its class, and its attributes."""
+
+    kind: type
+    attributes: frozenset[str]
+
+    def hidden(self, rows: int, width: int, text: str) -> HiddenObject:
+        return HiddenObject(text, self)
+
+
+class HiddenObject(Unreadable):
+    """Stands for an object that is not kept. It cannot be read; it lacks the attributes that the object lacks."""
+
+    def __init__(self, text: str, of: ReturnedObject) -> None:
+        super().__init__(f"{text} ({of.kind.__name__})", REMEDY)
+        self.__dict__["attributes"] = of.attributes
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__["attributes"]:
+            return Unreadable.__getattr__(self, name)  # type: ignore[attr-defined]  # refuses
+        raise AttributeError(name)
+
+
+def returned(value: Any, rows: int, wide: Collection[int]) -> Any:
+    """What is known of a leaf of an output; plain values are known as they are."""
+    if isinstance(value, torch.Tensor):
+        return ReturnedLeaf.of(value, rows, wide)
+    return value if value is None else ReturnedObject(type(value), frozenset(dir(value)))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ...randomness import generators_kept, global_state_kept, set_torch_states, 
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, rounding_of
 from ..prefix_cache.cache.guards import unnoticed
-from .calls import Call, Known, KnownBatch, ReturnedLeaf
+from .calls import Call, Known, KnownBatch, ReturnedLeaf, ReturnedObject, returned
 from .entries import FrontEntries, Leaf
 from .finding import (
     FoundFront,
@@ -110,8 +110,8 @@ class FrozenFront:
         self._verified = 0.0, 0.0, 0
         """When that was, what computing took, and how many calls had been read."""
         self._looks_for_draws = False  # in each module, as random numbers are drawn somewhere in the model
-        self.num_missed = self.num_read = 0
-        """Number of calls of which nothing was found, and of those that were read."""
+        self.num_missed = self.num_found = self.num_read = 0
+        """Number of calls of which nothing was found, of the others, and of those of these that were read."""
         self._model, self._entries, self._device, self._storage_dtype = model, entries, device, storage_dtype
         self.trial = FrontTrial(found, self._tried)
         """What trials have shown of it."""
@@ -165,6 +165,7 @@ class FrozenFront:
         hits = 0 if found is None else batch.rows - len(found.missing)
         self.counts += CacheCounts(batch.rows, hits)
         self.num_missed += reads and found is None
+        self.num_found += found is not None
         if found is not None and self.is_verified and self._must_verify_again():
             self.is_verified = False
         if found is not None and self.is_verified:
@@ -335,10 +336,7 @@ class FrozenFront:
         wide = {} if batch.tokens is None else self.trial.wide
         known = {}
         for name, (_, others, leaves, structure) in ran.items():
-            of_leaves = (
-                ReturnedLeaf.of(leaf, batch.rows, wide.get((name, k), ())) if isinstance(leaf, torch.Tensor) else leaf
-                for k, leaf in enumerate(leaves)
-            )
+            of_leaves = (returned(leaf, batch.rows, wide.get((name, k), ())) for k, leaf in enumerate(leaves))
             known[name] = Known({others}, tuple(of_leaves), structure)
         return known
 
@@ -449,7 +447,7 @@ class FrozenFront:
         leaves = []
         for position, leaf in enumerate(known.leaves):
             value = call.given_back.get((name, position), leaf)
-            if isinstance(value, ReturnedLeaf):
+            if isinstance(value, (ReturnedLeaf, ReturnedObject)):
                 value = value.hidden(batch.rows, batch.width, f"the output of {name} {NOT_KEPT}")
             elif computed and isinstance(leaf, ReturnedLeaf):
                 into = value.unflatten(0, (batch.rows, -1))

@@ -358,7 +358,7 @@ class RunLog(RunPart):
         return part.cache if part is not None else None
 
     def _record_not_read(self, reasons: Mapping[str, str]) -> None:
-        self._why_not_read = reasons
+        self._why_not_read = {**self._why_not_read, **reasons}
 
     @property
     def _state(self) -> TrainerState:
