@@ -111,7 +111,7 @@ class FrozenCalls(RunPart):
             yield
         if watch is not None:
             self._learn(watch, batch)
-        self._must_watch = any(root.has_unknown for root in self._roots.values())
+        self._must_watch = watch is None and any(root.has_unknown for root in self._roots.values())
         for root in self._roots.values():
             root.has_unknown = False
 

@@ -10,23 +10,20 @@ given, so a call that gets something else than before never reads what was store
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
-from ...model.called_inputs import named_inputs
 from ...model.method_override import MethodOverride
 from ...model.nested import in_new_containers
-from ...model.origins import tensors_in
-from ..front.finding import PLAIN, Reading
+from ..front.finding import Reading
 from ..front.front_calls import CalledByLoss, FrontCalls
+from .forms import arguments_by_name, form_of
 from .watching import SeenCall
 
 MOST_FORMS = 8
@@ -91,7 +88,6 @@ class FrozenRoot:
         """Whether there was a call, since this was set to False, of which it is not known what it is computed from."""
         self._trained, self._make_calls, self._aside = trained, make_calls, aside
         self._parameters = [parameter for parameter in module.parameters() if id(parameter) not in trained]
-        self._with_adapters = [part for part in module.modules() if hasattr(part, "_disable_adapters")]
         self._is_of_batch: dict[str, dict[int, bool]] = {}  # by form and number of the call in a step
         self._num_calls: Counter[str] = Counter()
         self._is_open = self._is_running = False
@@ -123,9 +119,7 @@ class FrozenRoot:
         """
         numbers: Counter[str] = Counter()
         for call in seen:
-            inputs = self._named(call.args, call.kwargs)
-            form = None if inputs is None else self._form(inputs)
-            call.args, call.kwargs = (), {}
+            form = call.form
             if form is None or (form not in self._is_of_batch and len(self._is_of_batch) >= MOST_FORMS):
                 continue
             of_form = self._is_of_batch.setdefault(form, {})
@@ -151,29 +145,11 @@ class FrozenRoot:
         names = inside.split(".")[:-1]
         return {".".join([self.name, *names[:count]]) for count in range(len(names) + 1)}
 
-    def _named(self, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """What it is called on, by name; None if that cannot be known."""
-        kinds = [p.kind for p in inspect.signature(type(self.module).forward).parameters.values()][1:]
-        if args and any(kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds[: len(args)]):
-            return None
-        return named_inputs(self.module, args, kwargs)
-
-    def _form(self, inputs: Mapping[str, Any]) -> str | None:
-        """The mode, and the arguments without the values of tensors, in words; None if they cannot be looked at."""
-        if not all(isinstance(leaf, (*PLAIN, torch.Tensor, Mapping)) for leaf in tree_flatten(dict(inputs))[0]):
-            return None
-        device = self._device.type
-        plain = sorted((name, repr(value)) for name, value in inputs.items() if not tensors_in(value))
-        tensors = [(name, [(t.dtype, t.dim()) for t in tensors_in(inputs[name])]) for name in sorted(inputs)]
-        adapters = [(m._disable_adapters, m._active_adapter) for m in self._with_adapters[:1]]
-        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        return repr((self.module.training, plain, tensors, adapters, autocast))
-
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._is_open or self._is_running or self._needs_gradients():
             return forward(*args, **kwargs)
-        inputs = self._named(args, kwargs)
-        form = None if inputs is None else self._form(inputs)
+        inputs = arguments_by_name(self.module, args, kwargs)
+        form = form_of(self.module, inputs)
         if inputs is None or form is None:
             return forward(*args, **kwargs)
         number = self._num_calls[form]

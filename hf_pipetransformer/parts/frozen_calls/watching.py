@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 
 from ...model.origins import RANDOM, TRAINED, UNKNOWN, Origins, tensors_in
 from ...randomness import torch_states
+from .forms import arguments_by_name, form_of
 
 DEAR = 2.0
 """A module's last weights are run again if they return more than this many times the bytes that they are given."""
@@ -38,7 +39,7 @@ class SeenCall:
 
     Attributes:
         module: the module; inside of DDP, the one that is wrapped.
-        args, kwargs: what it was called on; to be forgotten after use.
+        form: of the call; None if the arguments cannot be looked at.
         is_of_batch: whether this was computed from the batch alone.
         positions: which of the leaves of its output are read, known at the end of the step.
         dear: the last module inside with weights that returns much more than it is given, such as a head over a
@@ -47,8 +48,7 @@ class SeenCall:
     """
 
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    form: str | None
     is_of_batch: bool
     dear: nn.Module | None
     rows: int
@@ -127,7 +127,9 @@ class LossWatch:
             self._stack.append(_Open(module, torch_states()))
             self._origins.is_paused = True
 
-    def _ended(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        """A call has ended; after an error in it torch passes no keyword arguments to the hook."""
+        kwargs, output = rest if len(rest) == 2 else ({}, None)
         while self._stack and self._stack[-1].module is not module:  # an error has ended calls inside of it
             self._stack.pop()
         if not self._stack:
@@ -152,7 +154,8 @@ class LossWatch:
             is_of_batch = bool(of_inputs) and not of_inputs & {TRAINED, RANDOM, UNKNOWN}
             outputs = tree_flatten(output)[0]
             rows = next((len(tensor) for tensor in given if tensor.dim()), 0)
-            self.calls.append(SeenCall(module, args, kwargs, is_of_batch, call.dear, rows, outputs))
+            form = form_of(module, arguments_by_name(module, args, kwargs))
+            self.calls.append(SeenCall(module, form, is_of_batch, call.dear, rows, outputs))
         if not all(map(torch.equal, call.states, torch_states())):
             of = of | {RANDOM}
         for tensor in tensors_in(output):
