@@ -111,6 +111,117 @@ class DistillsStates(Distills):
         return (loss, outputs) if return_outputs else loss
 
 
+class Closure:
+    """A frozen module in a closure, and one that is called by its position."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        teacher = self.find_teacher()
+        with torch.inference_mode():
+            theirs = teacher(inputs["input_ids"], inputs["attention_mask"])[0]
+        loss = outputs.loss + kd(outputs.logits, theirs.clone())
+        return (loss, outputs) if return_outputs else loss
+
+
+class OnOneOfTwoInputs(Distills):
+    """Perceptual losses: one module is called on the target, and on what is trained, with gradients and without."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        given = model.bert.embeddings.word_embeddings(inputs["input_ids"])
+        target = self.teacher(**inputs).logits
+        detached = self.teacher(inputs_embeds=given.detach(), attention_mask=inputs["attention_mask"]).logits
+        predicted = self.teacher(inputs_embeds=given, attention_mask=inputs["attention_mask"]).logits
+        loss = outputs.loss + kd(predicted, target) + kd(outputs.logits, detached)
+        return (loss, outputs) if return_outputs else loss
+
+
+class OnOther(Distills):
+    """The teacher is called on something that is not the same in each epoch."""
+
+    def taught(self, inputs: Any) -> Any:
+        with torch.no_grad():
+            return self.teacher(**{**inputs, "input_ids": self.changed(inputs["input_ids"])})
+
+    def changed(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids * (self.state.global_step + 2) % WORDS  # type: ignore[attr-defined]
+
+
+class OnDrawn(OnOther):
+    def changed(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids.where(torch.rand(ids.shape) < 0.9, torch.zeros_like(ids))
+
+
+class OnSampled(OnOther):
+    """What the student would say."""
+
+    def changed(self, ids: torch.Tensor) -> torch.Tensor:
+        scores = self.model.bert.embeddings.word_embeddings.weight.detach()[ids].mean(-1)  # type: ignore[attr-defined]
+        return torch.where(scores > 0, ids, 1)
+
+
+class ReadsMoreLater(Distills):
+    """From the second epoch on, something else is read of what the teacher returns."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs, theirs = model(**inputs), self.taught(inputs)
+        loss = outputs.loss + kd(outputs.logits, theirs.logits)
+        loss = loss + (theirs.loss if self.state.epoch >= 1.5 else 0.0)  # type: ignore[attr-defined]
+        return (loss, outputs) if return_outputs else loss
+
+
+class Follows(TrainerCallback):
+    """The teacher follows the student, as a running average does."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.model = model
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        for of, parameter in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+            of.data.mul_(0.9).add_(parameter.data, alpha=0.1)
+
+    teacher: nn.Module
+
+
+class Pair(nn.Module):
+    """CLIP with a locked image tower, whose loss calls the towers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = classifier(1)
+        self.image = frozen(
+            nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.Flatten(), nn.Linear(8 * 36, 64), nn.Linear(64, 8))
+        )
+        self.project = nn.Linear(8, 3)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.text(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+class Contrasts:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        images = F.normalize(model.project(model.image(inputs["pixel_values"])), dim=-1)
+        texts_ = F.normalize(model(inputs["input_ids"], inputs["attention_mask"]), dim=-1)
+        scores = 5 * images @ texts_.T
+        targets = torch.arange(len(scores))
+        loss = (F.cross_entropy(scores, targets) + F.cross_entropy(scores.T, targets)) / 2
+        return (loss, {"scores": scores}) if return_outputs else loss
+
+
+def captions() -> Rows:
+    draw = torch.Generator().manual_seed(5)
+    return [
+        {"input_ids": row["input_ids"], "labels": 0, "pixel_values": torch.randn(3, 8, 8, generator=draw)}
+        for row in texts()
+    ]
+
+
+def with_images(rows: Rows) -> dict[str, Any]:
+    batch = collate(rows)
+    del batch["labels"]
+    return {**batch, "pixel_values": torch.stack([row["pixel_values"] for row in rows])}
+
+
 def log_probability(logits: torch.Tensor, inputs: Any) -> torch.Tensor:
     of_tokens = logits[:, :-1].log_softmax(-1).gather(2, inputs["input_ids"][:, 1:, None])[..., 0]
     return (of_tokens * inputs["attention_mask"][:, 1:]).sum(1)

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from called_runs import (
     BATCH,
     EPOCHS,
     SAMPLES,
     Case,
+    Closure,
+    Contrasts,
     Distills,
     DistillsStates,
+    Follows,
+    OnDrawn,
+    OnOneOfTwoInputs,
+    OnOther,
+    OnSampled,
+    Pair,
     Prefers,
     PrefersWithoutAdapters,
+    ReadsMoreLater,
     Result,
+    captions,
     classifier,
     frozen,
     language_model,
@@ -24,6 +36,7 @@ from called_runs import (
     texts,
     trained,
     with_adapters,
+    with_images,
 )
 from distributed import run_ranks
 
@@ -61,6 +74,92 @@ def test_equals_the_stock_trainer(name: str, tmp_path: Path) -> None:
     times = 2 if case.rows is pairs else 1
     assert times * SAMPLES // 2 <= ours.num_read <= times * (EPOCHS - 1) * (SAMPLES - BATCH)
     assert not [path for path in (tmp_path / "ours").iterdir() if "cache" in path.name], "removed at the end"
+
+
+# ------------------------------------------------------------------------------------------ how it is called
+def in_closure(trainer: Any) -> None:
+    teacher = frozen(classifier(4))
+    trainer.find_teacher = lambda: teacher
+
+
+def follow(trainer: Any) -> None:
+    callback = next(one for one in trainer.callback_handler.callbacks if isinstance(one, Follows))
+    callback.teacher = trainer.teacher
+
+
+def wrapped(trainer: Any) -> None:
+    """As `Accelerator.prepare_model` does under mixed precision."""
+    forward = trainer.teacher.forward
+    trainer.teacher.forward = MethodType(convert_outputs_to_fp32(forward.__func__), trainer.teacher)
+
+
+def small(mixin: type, **options: Any) -> Case:
+    return Case(mixin, lambda: classifier(2), lambda: frozen(classifier(4)), **options)
+
+
+OTHERS = {
+    "in a closure": (Case(Closure, lambda: classifier(2), None, prepare=in_closure), "loss.teacher"),
+    "wrapped by accelerate": (small(Distills, prepare=wrapped), "trainer.teacher"),
+    "a locked tower": (Case(Contrasts, Pair, None, captions, collator=with_images), "image"),
+    "on one of two inputs": (small(OnOneOfTwoInputs), "trainer.teacher"),
+    "in training mode": (
+        Case(Distills, lambda: classifier(2), lambda: classifier(4).requires_grad_(False)),
+        "trainer.teacher",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_ways_of_calling(name: str, tmp_path: Path) -> None:
+    case, module = OTHERS[name]
+    expected = trained(tmp_path / "stock", case, is_ours=False)
+    ours = trained(tmp_path / "ours", case)
+    print(ours.text)
+    assert ours.difference(expected) <= ROUNDING
+    assert f"Frozen, and called by the loss: {module}" in ours.text
+    assert SAMPLES // 2 <= ours.num_read <= (EPOCHS - 1) * (SAMPLES - BATCH)
+
+
+NEVER = {
+    "inputs of each step": (small(OnOther), "none of the samples was found"),
+    "masked at random": (small(OnDrawn), ""),
+    "of what is trained": (small(OnSampled), ""),
+    "a running average": (
+        Case(Distills, lambda: classifier(2), lambda: frozen(classifier(2)), callback=Follows, prepare=follow),
+        "weights or buffers have been changed",
+    ),
+    "dropout": (
+        Case(Distills, lambda: classifier(2), lambda: classifier(4, dropout=0.1).requires_grad_(False)),
+        "draws random numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_never_read(name: str, tmp_path: Path) -> None:
+    case, why = NEVER[name]
+    expected = trained(tmp_path / "stock", case, is_ours=False)
+    ours = trained(tmp_path / "ours", case)
+    print(ours.text)
+    assert ours.difference(expected) == 0.0
+    assert ours.num_read == 0 and why in ours.text
+    assert bool(why) or "called by the loss" not in ours.text
+
+
+def test_what_is_read_later_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"output of trainer\.teacher is not kept.*Set activation_cache='off'"):
+        trained(tmp_path, small(ReadsMoreLater))
+
+
+def test_another_training_reads_in_its_first_epoch(tmp_path: Path) -> None:
+    """The first step shows what is called, the second what it is worth, the third begins to read."""
+    case, options = CASES["a language model"], {"activation_cache_dir": str(tmp_path / "store")}
+    expected = trained(tmp_path / "stock", case, is_ours=False, num_train_epochs=2)
+    trained(tmp_path / "first", case, **options)
+    again = trained(tmp_path / "second", case, num_train_epochs=2, **options)
+    print(again.text)
+    assert again.difference(expected) <= ROUNDING
+    assert "was stored by another training" in again.text and again.num_read > SAMPLES - 2 * BATCH
 
 
 # ------------------------------------------------------------------------------------------ two processes

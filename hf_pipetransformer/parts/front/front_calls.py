@@ -322,12 +322,12 @@ class FrontCalls:
             if not name.startswith(tuple(said)) and not any(other.startswith(inside) for other in stored):
                 said.append(inside)
                 self.why_not_read[name] = why
-                if why == DRAWS:
+                if why == DRAWS and self._called is None:
                     random.append(name)
                 else:
                     self._say(f"{name} is frozen, but computed in every epoch: {why}.")
         self._why_not = {}
-        if random:
+        if random:  # of modules that `eval_frozen_modules` sets to evaluation mode
             self._hint = DropoutHint(self._job, random)
 
     def _entries_of(self, found: FoundFront) -> FrontEntries:

@@ -146,6 +146,7 @@ class LossWatch:
     def _note(self, call: _Open, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Note what the outermost call of a module with weights has returned."""
         module, given = call.module, tensors_in((args, kwargs))
+        self._origins.note_read(given)
         _, is_trained = self._kinds[id(module)]
         is_root = self._may_be_root(module) and (not is_trained or module is self._model)
         of = self._origins.union(given) if is_root and module is not self._model else {TRAINED}
