@@ -40,6 +40,9 @@ from called_runs import (
 )
 from distributed import run_ranks
 
+from hf_pipetransformer.parts.records.history import read_trainings
+from hf_pipetransformer.report.words import verdict
+
 ROUNDING = 2e-6
 """Where a sample is in a batch of another width than when it was computed."""
 
@@ -74,6 +77,8 @@ def test_equals_the_stock_trainer(name: str, tmp_path: Path) -> None:
     times = 2 if case.rows is pairs else 1
     assert times * SAMPLES // 2 <= ours.num_read <= times * (EPOCHS - 1) * (SAMPLES - BATCH)
     assert not [path for path in (tmp_path / "ours").iterdir() if "cache" in path.name], "removed at the end"
+    assert "samples read from the cache." in ours.text
+    assert "that the loss calls were read for 0%, " in " ".join(verdict(read_trainings(tmp_path / "ours")[-1]))
 
 
 # ------------------------------------------------------------------------------------------ how it is called

@@ -178,13 +178,15 @@ class FrozenCalls(RunPart):
 
     # ------------------------------------------------------------------------------------ epochs, the end
     def epoch_ends(self) -> None:
-        """Record how many rows were read. Collective over all processes if the loss is the user's own."""
+        """Publish how many samples were read, by module. Collective over all processes if the loss is not stock."""
         if self._store is None:
             return
         mine = {root.name: [calls.take_counts()[0] for calls in root.fronts.values()] for root in self._roots.values()}
-        everyone = self._job.mesh.gather_objects({name: reduce(add, of, CacheCounts()) for name, of in mine.items()})
-        total = reduce(add, (counts for of in everyone for counts in of.values()), CacheCounts())
-        if total.rows:
+        total: dict[str, CacheCounts] = {}
+        for of_process in self._job.mesh.gather_objects(mine):
+            for name, counts in of_process.items():
+                total[name] = reduce(add, counts, total.get(name, CacheCounts()))
+        if any(counts.rows for counts in total.values()):
             self._run.publish("calls_epoch", total)
 
     def train_ends(self) -> None:
