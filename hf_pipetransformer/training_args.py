@@ -170,7 +170,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             uses more than 80% of the free space, whatever the limit. Samples that do not fit are recomputed.
         cached_modules (`list[str]`, *optional*):
             Names of frozen modules with code of your own, whose outputs for a sample depend on nothing but the sample,
-            their weights, buffers and attributes: they may be stored, as those of known libraries' modules are.
+            their weights, buffers and attributes: they may be stored. `trainer.teacher` is one that the loss calls.
         eval_frozen_modules (`bool`, *optional*, defaults to `False`):
             Whether modules all of whose parameters are frozen run in evaluation mode while the model trains: without
             dropout, and with the running statistics of batch normalisation. The stock `Trainer` runs them in training

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, BertConfig, Trainer  # noqa: F401  (for the forks)
 
 PACKAGE = "hf_pipetransformer"
-PARTS = ("driven", "freezing", "front", "preemption", "prefix_cache", "records", "watchdog")
+PARTS = ("driven", "freezing", "front", "frozen_calls", "preemption", "prefix_cache", "records", "watchdog")
 ALL = (*(f"parts.{name}" for name in PARTS), "token_slices", "forecast", "report")
 
 ASKS: dict[str, dict[str, Any]] = {

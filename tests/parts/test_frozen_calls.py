@@ -39,6 +39,7 @@ from called_runs import (
     with_images,
 )
 from distributed import run_ranks
+from torch import nn
 
 from hf_pipetransformer.parts.records.history import read_trainings
 from hf_pipetransformer.report.words import verdict
@@ -195,3 +196,31 @@ def test_two_processes(name: str, options: dict[str, Any], tmp_path: Path) -> No
             torch.testing.assert_close(result.weights[of], weight, atol=5e-6, rtol=1e-5, msg=of)
     is_read = name != "without adapters" or "pipeline_parallel_size" not in options
     assert (max(result.num_read for result in results) > 0) is is_read
+
+
+# ------------------------------------------------------------------------------------------ names and code
+class Own(nn.Module):
+    """A teacher with code of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = classifier(2)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask)
+
+
+@pytest.mark.parametrize("declared", [None, ["trainer.teacher"]])
+def test_code_of_ones_own_is_declared(declared: list[str] | None, tmp_path: Path) -> None:
+    """Of a module that is not declared, those of known libraries inside are read."""
+    case = Case(Distills, lambda: classifier(2), lambda: frozen(Own()))
+    expected = trained(tmp_path / "stock", case, is_ours=False)
+    ours = trained(tmp_path / "ours", case, cached_modules=declared)
+    assert ours.difference(expected) <= ROUNDING
+    name = "trainer.teacher" if declared else "trainer.teacher.inner"
+    assert f"Frozen, and called by the loss: {name}. The output" in ours.text and ours.num_read > 0
+
+
+def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'trainer\.teecher', but there is no module .* such as 'trainer\.teacher'"):
+        trained(tmp_path, CASES["a classifier"], cached_modules=["trainer.teecher"])

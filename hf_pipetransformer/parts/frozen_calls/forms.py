@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 from ...model.called_inputs import named_inputs
 from ...model.origins import tensors_in
 from ..front.finding import PLAIN
+from ..front.front import ITEMS
 
 
 def arguments_by_name(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -35,7 +36,7 @@ def form_of(module: nn.Module, inputs: Mapping[str, Any] | None) -> str | None:
     if not all(isinstance(leaf, (*PLAIN, torch.Tensor, Mapping)) for leaf in tree_flatten(dict(inputs))[0]):
         return None
     device = next(module.parameters()).device.type
-    plain = sorted((name, repr(value)) for name, value in inputs.items() if not tensors_in(value))
+    plain = sorted((n, repr(value)) for n, value in inputs.items() if n != ITEMS and not tensors_in(value))
     tensors = [(name, [(t.dtype, t.dim()) for t in tensors_in(inputs[name])]) for name in sorted(inputs)]
     adapters = next((part for part in module.modules() if hasattr(part, "_disable_adapters")), None)
     state = None if adapters is None else (adapters._disable_adapters, adapters._active_adapter)

@@ -54,13 +54,14 @@ class FrozenCalls(RunPart):
     def train_begins(self) -> None:
         assert self._loss is not None
         self._refuse_unknown_names()
-        if self._loss.is_stock:
+        if self._loss.is_stock or any(map(_is_compiled, self._job.model.modules())):
             return
         file = store_file(self._job)
         self._store = FileStore(file.parent, user=file.stem)
         self._store.limit(self._job.args.activation_cache_max_gib)
         self._trained = self._trained_now()
-        if _has_adapters(self._job.model) and not self._job.args.uses_pipeline:
+        is_whole = not self._job.args.uses_pipeline and self._job.freeze_callback is None
+        if is_whole and _has_adapters(self._job.model):
             self._add(self._job.model)
 
     def _refuse_unknown_names(self) -> None:
@@ -138,7 +139,7 @@ class FrozenCalls(RunPart):
 
     def _may_be_root(self, module: nn.Module) -> bool:
         """Whether the output of a module may be stored that is called now."""
-        if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+        if isinstance(module, torch.jit.ScriptModule) or _is_compiled(module):
             return False
         if not all(type(parameter).__module__.startswith(KNOWN) for parameter in module.parameters()):
             return False  # weights that are distributed
@@ -192,9 +193,7 @@ class FrozenCalls(RunPart):
     def train_ends(self) -> None:
         reasons = {name: why for calls in self._calls() for name, why in calls.why_not_read.items()}
         self._run.publish("not_read", reasons)
-
-    def release(self) -> None:
-        self._drop(deletes=True)
+        self._drop(deletes=True)  # before the front, over which calls without adapters are looked at
 
     def close(self, ending: Ending) -> None:
         self._drop(deletes=not ending.has_failed)
@@ -213,6 +212,11 @@ class FrozenCalls(RunPart):
         self._roots = {}
         if deletes and not store.generations():
             store.remove()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` has made a module of it: its code must not be traced with what watches a step."""
+    return type(module).__module__.startswith("torch._dynamo")
 
 
 def _has_adapters(model: nn.Module) -> bool:
