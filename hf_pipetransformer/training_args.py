@@ -172,9 +172,9 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             Maximum size of the cache on each node, in GiB; by default a fifth of the disk's free space. Even with a
             higher limit, the cache never uses more than 80% of the free space. Samples that do not fit are recomputed.
         cached_modules (`list[str]`, *optional*):
-            Names of frozen modules with code of your own that the cache may store. You thereby declare that a module's
-            output for a sample depends only on the sample and the module's weights, buffers and attributes. Modules of
-            known libraries need no declaration.
+            Names of frozen modules with code of your own that the cache may store (`trainer.teacher` if the loss calls
+            it). You thereby declare that a module's output for a sample depends only on the sample and the module's
+            weights, buffers and attributes. Modules of known libraries need no declaration.
         eval_frozen_modules (`bool`, *optional*, defaults to `False`):
             Whether fully frozen modules run in evaluation mode during training: without dropout, and with the running
             statistics of batch normalisation. The stock `Trainer` runs them in training mode; their outputs are then

@@ -24,6 +24,7 @@ PARTS = (
     "driven",
     "freezing",
     "front",
+    "frozen_calls",
     "lazy_loading",
     "loss_effects",
     "preemption",

@@ -7,6 +7,7 @@
     prefix_cache    activation_cache                   requests that frozen layers count as cached
     front           activation_cache, with one stage   reads the outputs of frozen modules
     loss_effects    several stages                     copies the loss's changes of the trainer to all stages
+    frozen_calls    activation_cache, with an own loss reads the outputs of frozen modules that the loss calls
     watchdog        watchdog_timeout                   ends the job when a process dies or hangs
 
 A new part is a folder `parts/<name>` with a module `part.py`, and a line in `ENTRIES`.
@@ -65,6 +66,12 @@ def _timeout(job: TrainingJob) -> str | None:
     return f"watchdog_timeout={seconds}" if seconds != default else None
 
 
+def _may_call_frozen(job: TrainingJob) -> bool:
+    args = job.args
+    is_wanted = args.activation_cache == "on" or (args.activation_cache == "auto" and not args.full_determinism)
+    return is_wanted and not args.torch_compile
+
+
 ENTRIES = [
     Entry("freezing", lambda job: job.freeze_callback is not None or job.follows_freezing, _policy),
     Entry("records"),
@@ -72,6 +79,7 @@ ENTRIES = [
     Entry("prefix_cache", lambda job: job.may_cache_prefix, _cache_is_on),
     Entry("front", lambda job: job.may_cache_front, _cache_is_on),
     Entry("loss_effects", lambda job: job.args.uses_pipeline, _own_code),
+    Entry("frozen_calls", _may_call_frozen),
     Entry("watchdog", lambda job: job.mesh.world_size > 1 and job.args.watchdog_timeout > 0, _timeout),
 ]
 """All parts, in calling order."""

@@ -52,7 +52,7 @@ def verdict(training: Training, is_compared: bool = False) -> list[str]:
     timed = [layout for layout in training.layouts if layout.samples_per_second is not None]
     first_speed = timed[0].samples_per_second if timed else None
     of_modules = _frozen_modules(training)
-    sentences += of_modules
+    sentences += [*of_modules, *_called_by_loss(training)]
     if first_speed is not None:
         if not any(layout.num_frozen for layout in timed):
             speed = f"{timed[0].shape} (stages × replicas) trained {_speed_of(timed):,.0f} samples/s."
@@ -91,6 +91,15 @@ def _frozen_modules(training: Training) -> list[str]:
     if is_whole and not read and not reasons and training.is_complete:
         sentences.append("No output of a frozen module was read from the cache.")
     return sentences
+
+
+def _called_by_loss(training: Training) -> list[str]:
+    """Return for which part of each epoch outputs of frozen modules were read that the loss calls."""
+    shares = training.curve("frozen_calls_read")[1]
+    if not any(shares):
+        return []
+    by_epoch = ", ".join(f"{share:.0%}" for share in shares)
+    return [f"The outputs of frozen modules that the loss calls were read for {by_epoch} of an epoch's samples."]
 
 
 def why_not_read(training: Training) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -154,6 +155,25 @@ def test_losses_are_those_of_the_stock_trainer(tmp_path: Path) -> None:
         for key in {key for entry in expected for key in entry if "rewards/" in key or "logps/" in key}:
             values = [[entry[key] for entry in entries] for entries in (found, expected)]
             torch.testing.assert_close(*values, rtol=0, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [
+        ("dpo", "trainer.ref_model.model"),
+        ("kto", "trainer.ref_model.model"),
+        ("lora", "trainer.model.base_model.model.model"),  # TRL makes an adapter that is the reference
+    ],
+)
+def test_the_reference_is_read(kind: str, module: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hf_pipetransformer")
+    policy, epochs = str(tmp_path / "policy"), {"num_train_epochs": 3}
+    make_model("sft", policy)
+    stock, ours = logs_of(0, 1, policy, [(kind, False, epochs), (kind, True, {**epochs, "log_level": "info"})])
+    assert losses(ours) == losses(stock)
+    assert f"Frozen, and called by the loss: {module}. The output" in caplog.text
+    (read,) = re.findall(rf"The output of {module} was read for (\d+) of", caplog.text)
+    assert int(read) >= ROWS
 
 
 def recipes(rank: int, world_size: int, folder: str) -> list[dict[str, float]]:

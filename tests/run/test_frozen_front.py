@@ -220,28 +220,39 @@ class UnderAHead(nn.Module):
 class AgainstItself:
     """A loss that compares the model with itself without the adapter, as preference tuning does."""
 
+    has_gradients = False
+
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         outputs = model(**inputs)
         adapted, is_trained = model.body[0], model.body[0].adapter.weight.requires_grad
         adapted._disable_adapters = True
         adapted.adapter.requires_grad_(False)
-        with torch.no_grad():
-            reference = model(**inputs)["logits"]
+        with torch.set_grad_enabled(self.has_gradients):
+            reference = model(**inputs)["logits"].detach()
         adapted._disable_adapters = False
         adapted.adapter.requires_grad_(is_trained)
         return outputs["loss"] + (outputs["logits"] - reference).square().mean()
 
 
-@pytest.mark.parametrize("is_trained", [False, True])
-def test_a_loss_that_turns_adapters_off(is_trained: bool, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    """Without them nothing is given back that was computed with them."""
+class AgainstItselfWithGradients(AgainstItself):
+    has_gradients = True
+
+
+@pytest.mark.parametrize(
+    ("mixin", "is_trained"), [(AgainstItself, False), (AgainstItself, True), (AgainstItselfWithGradients, True)]
+)
+def test_a_loss_that_turns_adapters_off(
+    mixin: type, is_trained: bool, tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    """Without them nothing is given back that was computed with them; calls without gradients are looked at apart."""
     columns = {"values": noise(SAMPLES, SIZE), "labels": torch.arange(SAMPLES) % 2}
     build: Build = lambda: (UnderAHead(is_trained), columns)  # noqa: E731
-    expected = Trained(tmp_path / "stock", build, is_ours=False, mixin=AgainstItself)
-    ours = Trained(tmp_path / "ours", build, mixin=AgainstItself, cached_modules=["body"])
+    expected = Trained(tmp_path / "stock", build, is_ours=False, mixin=mixin)
+    ours = Trained(tmp_path / "ours", build, mixin=mixin, cached_modules=["body"])
     ours.assert_same(expected)
-    assert (rows_read(said) > 0) is not is_trained
-    assert said.text.count("parameters begin or cease to be trained") == is_trained
+    gives_up = is_trained and mixin is AgainstItselfWithGradients
+    assert (rows_read(said) > 0) is not gives_up
+    assert said.text.count("parameters begin or cease to be trained") == gives_up
 
 
 def test_a_loss_that_calls_the_model_twice(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:

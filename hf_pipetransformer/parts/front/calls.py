@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
-from ...model.elsewhere import hidden_like
+from ...model.elsewhere import Unreadable, hidden_like
 from ..prefix_cache.cache.guards import unnoticed
 from .divided import EACH, Rows
 from .entries import TOKENS, Leaf, dense_order
@@ -67,6 +67,37 @@ class ReturnedLeaf:
     def hidden(self, rows: Rows, width: int, text: str) -> torch.Tensor:
         shape = self.sized(rows, width)
         return hidden_like(torch.empty((), dtype=self.row.dtype, device=self.device).expand(shape), text, REMEDY)
+
+
+@dataclass(frozen=True)
+class ReturnedObject:
+    """A cache of keys and values in the output of a module, which nothing reads: its class, and its attributes."""
+
+    kind: type
+    attributes: frozenset[str]
+
+    def hidden(self, rows: Rows, width: int, text: str) -> HiddenObject:
+        return HiddenObject(text, self)
+
+
+class HiddenObject(Unreadable):
+    """Stands for an object that is not kept. It cannot be read; it lacks the attributes that the object lacks."""
+
+    def __init__(self, text: str, of: ReturnedObject) -> None:
+        super().__init__(f"{text} ({of.kind.__name__})", REMEDY)
+        self.__dict__["attributes"] = of.attributes
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__["attributes"]:
+            return Unreadable.__getattr__(self, name)  # type: ignore[attr-defined]  # refuses
+        raise AttributeError(name)
+
+
+def returned(value: Any, rows: Rows, wide: Collection[int]) -> Any:
+    """What is known of a leaf of an output; plain values are known as they are."""
+    if isinstance(value, torch.Tensor):
+        return ReturnedLeaf.of(value, rows, wide)
+    return value if value is None else ReturnedObject(type(value), frozenset(dir(value)))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...model.origins import tensors_in
+from ..prefix_cache.cache.origins import tensors_in
 
 GRIDS = "grid_thw"
 """Suffix of the names of inputs with each image's number of patches in time, height and width."""

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
+from transformers.cache_utils import Cache
 
 from ...model.called_inputs import NOT_OF_STATES
 from ...model.method_override import MethodOverride
@@ -51,6 +52,24 @@ NOTICEABLE = 0.05
 
 RecordedCall = tuple[list[torch.Tensor], str, list[Any], TreeSpec]
 """The tensors that a module was called on, its other arguments, the leaves of its output, and their containers."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read of what a module returns that the loss calls; caches of keys and values are never read.
+
+    Attributes:
+        positions: which of the leaves of its output are read.
+        trained: identities of parameters that are trained, also if they require no gradient in this call.
+    """
+
+    positions: frozenset[int]
+    trained: frozenset[int]
+
+    def of(self, output: Any) -> list[torch.Tensor]:
+        """The tensors in an output that are read."""
+        leaves = enumerate(tree_flatten(output)[0])
+        return [leaf for k, leaf in leaves if k in self.positions and isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(frozen=True)
@@ -137,6 +156,7 @@ def find_front(
     device: torch.device,
     opened: Collection[str] = (),
     declared: Collection[str] = (),
+    reading: Reading | None = None,
 ) -> tuple[Any, FoundFront]:
     """Watch one forward pass, and return its output and the front, which may be empty.
 
@@ -147,10 +167,15 @@ def find_front(
         device: device of the model.
         opened: as for `frozen_modules`.
         declared: names of modules with code of the user's own that may be stored.
+        reading: what is read of what the call returns; by default everything is.
     """
     foreign = candidates(model, opened, declared)
     modules = {name: model.get_submodule(name) for name in foreign}
     origins = Origins(model, inputs)
+    trained = frozenset[int]() if reading is None else reading.trained
+    for parameter in model.parameters():
+        if id(parameter) in trained:
+            origins.of(parameter, set()).add(TRAINED)
     calls: list[_FrozenCall] = []
     at_start = other_randomness()
 
@@ -188,7 +213,8 @@ def find_front(
         if users_hooks_on(module):
             origins.note_read(tensors_in(output))  # the hooks get the output, and may keep it
         outputs, structure = tree_flatten(output)
-        odd = next((leaf for leaf in outputs if leaf is not None and not isinstance(leaf, torch.Tensor)), None)
+        may_hide = (torch.Tensor, type(None), *((Cache,) if reading is not None else ()))
+        odd = next((leaf for leaf in outputs if not isinstance(leaf, may_hide)), None)
         if odd is not None:
             why = why or f"it returns a {type(odd).__name__}"
         of |= origins.union(tensors_in(output)) | origins.decided
@@ -218,7 +244,7 @@ def find_front(
         output = call()
     synchronise(device)
     seconds = time.perf_counter() - began
-    origins.note_read(tensors_in(output))
+    origins.note_read(tensors_in(output) if reading is None else reading.of(output))
     for called in calls:
         if called.name in origins.leaking:
             called.why_not = called.why_not or LEAKS

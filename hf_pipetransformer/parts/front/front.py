@@ -29,7 +29,18 @@ from ...randomness import generators_kept, global_state_kept, set_torch_states, 
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, rounding_of
 from ..prefix_cache.cache.guards import unnoticed
-from .calls import AllRanError, FrontCall, Known, KnownBatch, NewCallError, OtherCallsError, ReturnedLeaf, of_missing
+from .calls import (
+    AllRanError,
+    FrontCall,
+    Known,
+    KnownBatch,
+    NewCallError,
+    OtherCallsError,
+    ReturnedLeaf,
+    ReturnedObject,
+    of_missing,
+    returned,
+)
 from .divided import rows_of
 from .entries import FrontEntries, Leaf
 from .finding import (
@@ -47,6 +58,7 @@ from .rows import (
     ArgumentDigests,
     PaddingValues,
     are_equal,
+    differ,
     keys_of,
     leaves_of,
     masks_in,
@@ -65,10 +77,6 @@ WIDER = 2
 """Maximum ratio of the width at which a sample is computed to its batch's width. Wider batches can read it later."""
 TRIES_TO_WIDEN = 3
 """Number of failed attempts to compute or read samples with more padding, after which the front stops trying."""
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return not torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one != other)
 
 
 class FrozenFront:
@@ -93,10 +101,8 @@ class FrozenFront:
         is_timed: bool = True,
     ) -> None:
         self.found = found
-        self.seconds_per_row = 0.0
-        """Seconds that the front's modules took for one row, in the last timed call."""
-        self.share = 0.0
-        """Share of the front's modules in the forward pass of that call."""
+        self.seconds_per_row = self.share = 0.0
+        """Seconds of the front's modules for one row, and their share of the forward pass, in the last timed call."""
         self.counts = CacheCounts()
         """Counts over the samples of all calls since they were last taken."""
         self.trouble: str | None = None
@@ -106,16 +112,15 @@ class FrozenFront:
         self._verified = 0.0, 0.0, 0
         """Time of that comparison, seconds that computing took, and number of calls read until then."""
         self._looks_for_draws = False  # in each module, because some module of the model draws random numbers
-        self.num_missed = self.num_read = 0
-        """Number of calls without any stored sample, and number of calls read from the store."""
+        self.num_missed = self.num_found = self.num_read = 0
+        """Number of calls without any stored sample, number of calls with one, and number of calls read."""
         self._model, self._entries, self._device, self._storage_dtype = model, entries, device, storage_dtype
         self.trial = FrontTrial(found, self._tried)
         """Results of the front's trials."""
         self._known: dict[Any, dict[str, Known]] = {}
         self._around: str | None = None  # arguments that are no tensors, input names, autocast, adapters
         self._padding = PaddingValues()
-        self._widest = 0  # number of columns of the widest batch
-        self._tries_to_widen = TRIES_TO_WIDEN
+        self._widest, self._tries_to_widen = 0, TRIES_TO_WIDEN  # columns of the widest batch; attempts left
         self._implies_causal = False  # without a mask, the modules compute the same as with a causal mask
         self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
         self._call: FrontCall | None = None
@@ -177,6 +182,7 @@ class FrozenFront:
         hits = 0 if found is None else batch.rows.count - len(found.missing)
         self.counts += CacheCounts(batch.rows.count, hits)
         self.num_missed += reads and found is None
+        self.num_found += found is not None
         self._widest = max(self._widest, batch.width)
         wider = self._computed_wider(inputs, batch, found, run_on) if writes and run_on is not None else None
         found = wider or found
@@ -379,10 +385,7 @@ class FrozenFront:
         wide = {} if batch.tokens is None else self.trial.wide
         known = {}
         for name, (_, others, leaves, structure) in ran.items():
-            of_leaves = (
-                ReturnedLeaf.of(leaf, batch.rows, wide.get((name, k), ())) if isinstance(leaf, torch.Tensor) else leaf
-                for k, leaf in enumerate(leaves)
-            )
+            of_leaves = (returned(leaf, batch.rows, wide.get((name, k), ())) for k, leaf in enumerate(leaves))
             known[name] = Known({others}, tuple(of_leaves), structure)
         return known
 
@@ -450,7 +453,7 @@ class FrozenFront:
             output = forward(*args, **kwargs)
         synchronise(self._device)
         call.seconds += time.perf_counter() - began
-        if any(map(_differ, states, self._generators())):
+        if any(map(differ, states, self._generators())):
             self.trouble = f"{name} draws random numbers"
         # the leaves, as the model may write into a container afterwards
         leaves, structure = tree_flatten(output)
@@ -477,17 +480,16 @@ class FrozenFront:
             raise OtherCallsError(f"{name} is called on something that is trained")
         of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
         call.made = call.made or ArgumentDigests(batch.rows, batch.tokens, batch.covered)
-        digests = call.made.of(given, of_front, self.trial.has_rows.get(name, ()))
+        has_rows = self.trial.has_rows.get(name, ())
+        digests = call.made.of(given, of_front, has_rows)
         digests[call.missing] = call.digests[name][call.missing]
         if others not in known.others or not are_equal(digests, call.digests[name], self._implies_causal):
             raise NewCallError
-        computed = (
-            of_missing(forward, args, kwargs, call, known, self.trial.has_rows.get(name, ())) if call.missing else []
-        )
+        computed = of_missing(forward, args, kwargs, call, known, has_rows) if call.missing else []
         leaves = []
         for position, leaf in enumerate(known.leaves):
             value = call.given_back.get((name, position), leaf)
-            if isinstance(value, ReturnedLeaf):
+            if isinstance(value, (ReturnedLeaf, ReturnedObject)):
                 value = value.hidden(batch.rows, batch.width, f"the output of {name} {NOT_KEPT}")
             elif computed and isinstance(leaf, ReturnedLeaf):
                 batch.rows.put(value, call.missing, computed[position])

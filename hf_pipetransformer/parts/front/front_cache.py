@@ -17,7 +17,7 @@ import math
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerState
 
-from ...model.method_override import MethodOverride
+from ...model.method_override import MethodOverride, having
 from ...model.micro_batch import Batch
 from ...run.loss import Loss
 from ..prefix_cache.cache.file_store import FileStore
@@ -193,6 +193,10 @@ class FrontCache:
             yield
         finally:
             self._now = before
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Inside, the model's calls are not looked at: those without adapters are another model's."""
+        return having(self, _now=None)
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         now = self._now

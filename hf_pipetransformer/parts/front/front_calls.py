@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,11 @@ import xxhash
 from torch import nn
 
 from ...logs import log_on_main
-from ...model.called_inputs import named_inputs
+from ...model.called_inputs import NOT_OF_STATES, named_inputs
 from ...model.frozen_prefix import frozen_modules
 from ...model.left_as_found import left_as_found
 from ...model.micro_batch import Batch
 from ...model.nested import in_new_containers
-from ...model.origins import NOT_OF_STATES
 from ...randomness import seeded, set_torch_states, torch_states
 from ...run.loss import Loss
 from ...training_args import CACHE_DTYPES
@@ -27,7 +27,7 @@ from ..prefix_cache.cache.watched_weights import WatchedWeights
 from ..prefix_cache.cache_setup import describe_model
 from .dropout_hint import DropoutHint
 from .entries import FrontEntries
-from .finding import DRAWS, FoundFront, find_front, users_hooks_at_rest, users_hooks_on, waits_for_others
+from .finding import DRAWS, FoundFront, Reading, find_front, users_hooks_at_rest, users_hooks_on, waits_for_others
 from .front import FrozenFront, OtherCallsError
 from .rows import may_have_padding
 
@@ -47,8 +47,31 @@ NOTHING_FOUND = "it is not called on what comes from the batch alone, or nothing
 """Why a frozen module is computed in every epoch if no other reason was found."""
 ENTRIES_VERSION = 6
 """Version of the contents of an entry in the store."""
+OTHER_INPUTS = "none of the samples was found: their inputs change from epoch to epoch, or their padding"
+"""Why a front is closed if no stored sample was found where one could have been."""
+MOST_UNREAD = 0.1
+"""Share of the store's space that may be filled before the first sample is found."""
 MOST_SEARCHES = 5
 """Maximum number of searches for the front: each change of `requires_grad` starts one."""
+
+
+@dataclass(frozen=True)
+class CalledByLoss:
+    """A frozen module that the loss calls, in whose calls a front is looked for in place of the trained model's.
+
+    Attributes:
+        holder: a module that contains it, under the name by which log lines call it.
+        opened: names of modules in the holder of which the parts are looked at, and not the module.
+        reading: what is read of what the call returns.
+        device: where it computes.
+        num_entries: number of entries that an epoch stores, if it is known.
+    """
+
+    holder: nn.Module
+    opened: frozenset[str]
+    reading: Reading
+    device: torch.device
+    num_entries: int | None
 
 
 class FrontCalls:
@@ -58,17 +81,22 @@ class FrontCalls:
         loss: the trainer's loss.
         store: the store of this node.
         dataset: the training data; None in evaluations.
+        called: the module that is called, if it is not the trained model.
     """
 
-    def __init__(self, loss: Loss, store: FileStore, dataset: Any = None) -> None:
+    def __init__(self, loss: Loss, store: FileStore, dataset: Any = None, called: CalledByLoss | None = None) -> None:
         self.epoch = -1
         """Epoch of the training; in evaluations, number of evaluations of the data set so far."""
         self.writes = False
         """Whether to store outputs, because later calls will read them."""
         self._loss, self._job, self._store = loss, loss.job, store
-        self._model: nn.Module = loss.job.model
+        self._model: nn.Module = loss.job.model if called is None else called.holder
+        self._device = loss.job.device if called is None else called.device
+        self._called = called
         self._is_training = dataset is not None
         self._size = len(dataset) if isinstance(dataset, Sized) else None
+        if called is not None:
+            self._size = called.num_entries
         self._reads = self._is_trying = False
         self._begun = 0.0  # fraction of the epoch that was over at its first recorded call
         self._parameters: list[nn.Parameter] = []  # of the model, as the epoch began
@@ -85,7 +113,8 @@ class FrontCalls:
         self._counts, self._skipped, self._of_front = CacheCounts(), 0.0, CacheCounts()
         self._has_looked = False  # for a front, in this step or evaluation
         self._num_searches = self._num_opened = self._expected_in = 0
-        self._opened: frozenset[str] = frozenset()  # modules that cannot be stored as a whole
+        self._first_opened = frozenset() if called is None else called.opened
+        self._opened: frozenset[str] = self._first_opened  # modules that cannot be stored as a whole
         # at the last search: names of the inputs, and the frozen modules that were not called
         self._names = self._uncalled = frozenset[str]()
         self._has_said_full = False
@@ -98,12 +127,14 @@ class FrontCalls:
     def begin_epoch(self, epoch: int, begun: float) -> None:
         """An epoch, or an evaluation, begins."""
         self._interrupt_hint()
+        if self._called is not None and self._reads and self.epoch >= self._expected_in:
+            self._turn_off_if_never_found(OTHER_INPUTS)
         self.epoch, self._begun = epoch, begun
         self._parameters, self._has_looked = list(self._model.parameters()), False
         self._reads = self._front is not None
         self._may_be_rewritten |= not self._is_training  # for example by the best checkpoint, at the end
         if self._front is not None:
-            self._front.is_verified, self._front.num_missed = False, 0
+            self._front.is_verified, self._front.num_missed, self._front.num_found = False, 0, 0
 
     def begin_step(self) -> None:
         """A step begins. Other parameters may be trained than in the last step."""
@@ -187,7 +218,7 @@ class FrontCalls:
             self.drop(deletes=not self._job.shares_store)
             if self._flags is not None:
                 self.end_hint(is_given=False)  # its modules may be trained now
-                self._opened, self._num_opened = frozenset(), 0
+                self._opened, self._num_opened = self._first_opened, 0
                 if self._has_looked and self._num_searches < MOST_SEARCHES:
                     self._num_searches = MOST_SEARCHES
                     logger.warning(
@@ -225,16 +256,16 @@ class FrontCalls:
         elif self._front.num_read == READS_TO_JUDGE:
             self._judge()
         elif self._front.num_missed >= CALLS_TO_MISS and not self._front.num_read and self.epoch >= self._expected_in:
-            self._turn_off("none of the samples was found: their inputs change from epoch to epoch, or their padding")
+            self._turn_off(OTHER_INPUTS)
         return output
 
     def _look_for_front(self, inputs: Batch, run: Callable[[], Any], run_on: Callable[[Batch], Any]) -> Any:
-        job, device = self._job, self._job.device
+        job, device, reading = self._job, self._device, None if self._called is None else self._called.reading
         self._num_searches += not self._num_opened
         self._names = frozenset(name for name, value in inputs.items() if value is not None) - NOT_OF_STATES
-        before, everything = torch_states(), WatchedWeights.of(list(frozen_modules(self._model).values()))
+        before, everything = torch_states(), self._watched(frozen_modules(self._model, self._first_opened).values())
         try:
-            output, found = find_front(self._model, inputs, run, device, self._opened, self._declared)
+            output, found = find_front(self._model, inputs, run, device, self._opened, self._declared, reading)
         except Exception:  # the model does not run while it is watched
             logger.debug("Frozen modules could not be looked for.", exc_info=True)
             set_torch_states(before)
@@ -250,10 +281,9 @@ class FrontCalls:
             self._say_why_not(found)
         if not any(found.needed.values()) or everything.what_changed(settings=False) is not None:
             if self._is_training and job.args.activation_cache == "on" and not self.why_not_read:
-                self.why_not_read = dict.fromkeys(frozen_modules(self._model), NOTHING_FOUND)
+                self.why_not_read = dict.fromkeys(frozen_modules(self._model, self._first_opened), NOTHING_FOUND)
             return output
-        modules = list(map(self._model.get_submodule, found.needed))
-        self._weights = WatchedWeights.of(modules)
+        self._weights = self._watched(map(self._model.get_submodule, found.needed))
         self._weights.guard()
         self._entries = self._entries_of(found)
         self._existed = self._entries.exists
@@ -273,6 +303,13 @@ class FrontCalls:
             self._turn_off("what it returns for a sample depends on the other samples")
         found.calls.clear()
         return output
+
+    def _watched(self, roots: Iterable[nn.Module]) -> WatchedWeights:
+        """Watch modules; of one that the loss calls without its adapters, the weights that are not trained."""
+        trained = frozenset[int]() if self._called is None else self._called.reading.trained
+        modules = [module for root in roots for module in root.modules()]
+        weights = [weight for module in modules for weight in module.parameters(recurse=False)]
+        return WatchedWeights(modules, [weight for weight in weights if id(weight) not in trained])
 
     def _is_of_samples(
         self, front: FrozenFront, inputs: Batch, found: FoundFront, run_on: Callable[[Batch], Any]
@@ -300,12 +337,12 @@ class FrontCalls:
             if not name.startswith(tuple(said)) and not any(other.startswith(inside) for other in stored):
                 said.append(inside)
                 self.why_not_read[name] = why
-                if why == DRAWS:
+                if why == DRAWS and self._called is None:
                     random.append(name)
                 else:
                     self._say(f"{name} is frozen, but computed in every epoch: {why}.")
         self._why_not = {}
-        if random:
+        if random:  # of modules that `eval_frozen_modules` sets to evaluation mode
             self._hint = DropoutHint(self._job, random)
 
     def _entries_of(self, found: FoundFront) -> FrontEntries:
@@ -341,7 +378,9 @@ class FrontCalls:
             "was stored by another training" if self._existed else f"is stored in this {now} and read in later ones"
         )
         size = self._store.epoch_in_words(needed)
-        self._say(f"Frozen: {names}, {front.share:.0%} of the forward pass. The output {since}{size}.")
+        share = f"Frozen: {names}, {front.share:.0%} of the forward pass."
+        share = share if self._called is None else f"Frozen, and called by the loss: {names}."
+        self._say(f"{share} The output {since}{size}.")
 
     def _judge(self) -> None:
         front = self._front
@@ -360,6 +399,21 @@ class FrontCalls:
         logger.warning("The output of %s is not cached: %s.", names, why)
         self.why_not_read[names] = why
         self.drop(deletes=is_wrong or not self._job.shares_store)
+
+    def _turn_off_if_never_found(self, why: str) -> None:
+        """Store nothing more if samples have been looked up in the epoch, and none was found."""
+        front = self._front
+        if front is not None and self._is_decided and front.num_missed and not front.num_found:
+            self._turn_off(why)
+
+    def end_if_useless(self) -> None:
+        """Store nothing more if a tenth of the space is full of more samples than an epoch has, and none was found."""
+        front, most = self._front, self._store.max_bytes
+        if front is None or front.num_found or not self._is_decided or most is None:
+            return
+        stored = self._counts.stored + front.counts.stored
+        if (self._size is None or stored > self._size) and stored * front.found.sample_bytes > MOST_UNREAD * most:
+            self._turn_off(OTHER_INPUTS)
 
     def end_hint(self, is_given: bool) -> None:
         """Stop timing modules that run with dropout, and give the hint about them if it has not been given."""

@@ -18,6 +18,9 @@ from ...run.setup.placing import Findings
 if TYPE_CHECKING:
     from .front_cache import FrontCache
 
+OUTSIDE = ("trainer.", "loss.")
+"""What names of modules begin with that are no part of the model: the loss calls them (`frozen_calls`)."""
+
 
 class Front(RunPart):
     """Holds the cache for modules that the user has frozen. It is created once a parameter is frozen.
@@ -51,7 +54,7 @@ class Front(RunPart):
         """
         names = [name for name, _ in self._job.model.named_modules() if name]
         for name in self._job.args.cached_modules or ():
-            if name not in names:
+            if name not in names and not name.startswith(OUTSIDE):
                 close = difflib.get_close_matches(name, names, 3) or names[:3]
                 raise ValueError(
                     f"cached_modules contains {name!r}, but {type(self._job.model).__name__} has no module of this"
@@ -78,6 +81,10 @@ class Front(RunPart):
 
     def around_evaluation(self, dataloader: Any, prefix: str) -> AbstractContextManager[Any]:
         return self._cache.evaluation(self._job.trainer.state, prefix) if self._cache is not None else nullcontext()
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Inside, calls of the model are not looked at. Not collective."""
+        return self._cache.aside() if self._cache is not None else nullcontext()
 
     def epoch_ends(self) -> None:
         report = self._cache.epoch_report() if self._cache is not None else None

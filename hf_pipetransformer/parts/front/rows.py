@@ -275,3 +275,8 @@ def _known_mask(mask: torch.Tensor) -> bytes | None:
     is_square = mask.dim() >= 2 and mask.shape[-1] == mask.shape[-2]
     is_causal = is_square and torch.equal(mask, torch.ones_like(mask).tril())
     return CAUSAL if is_causal else None
+
+
+def differ(one: Any, other: Any) -> bool:
+    """Whether two values or tensors differ."""
+    return not torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one != other)

@@ -28,6 +28,7 @@ from .sentences import describe_frozen, describe_layout, describe_slices, many
 
 if TYPE_CHECKING:  # types only: these packages are optional
     from ...token_slices.slice_timeline import SlicePlan
+    from ..prefix_cache.cache.cache_counts import CacheCounts
     from ..prefix_cache.cache_control import AutoCache, EpochReport
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class RunLog(RunPart):
         self._num_changes = 0
         self._users_frozen: dict[str, Any] | None = None  # modules that the user has frozen
         self._has_warned = False
+        self._read_for_loss = False  # whether outputs of frozen modules that the loss calls were read
         self._why_not_read: Mapping[str, str] = {}  # module that the user has frozen -> why it was computed
 
     # ------------------------------------------------------------------------------------ as a part
@@ -99,6 +101,7 @@ class RunLog(RunPart):
             "slices": self.sliced,
             "cache_epoch": self.cache_epoch,
             "front_epoch": self.front_epoch,
+            "calls_epoch": self.calls_epoch,
             "not_read": self._record_not_read,
             "interrupted": lambda ending: self.interrupted(*ending),
         }
@@ -292,6 +295,16 @@ class RunLog(RunPart):
         self._rows_read += round(report.counts.found / max(report.counts.rows, 1) * rows)
         self.cache_epoch(report)
 
+    def calls_epoch(self, counts: Mapping[str, CacheCounts]) -> None:
+        """Log for how many samples outputs of frozen modules that the loss calls were read in the epoch."""
+        for name, of in counts.items():
+            if of.layers_skipped:
+                read = f"{of.layers_skipped:,} of {of.rows:,} samples read"
+                self._say(f"Epoch {self._state.epoch or 0.0:.4g}, called by the loss: {name}, {read} from the cache.")
+                self._read_for_loss = True
+        rows, read = (sum(getattr(of, what) for of in counts.values()) for what in ("rows", "layers_skipped"))
+        self.recorder.record_log({"frozen_calls_read": read / max(rows, 1)}, self._state)
+
     # ------------------------------------------------------------------------------------ at the end
     def release(self) -> None:
         """Record the facts known only after the last step. Collective over all processes."""
@@ -358,7 +371,7 @@ class RunLog(RunPart):
         return part.cache if part is not None else None
 
     def _record_not_read(self, reasons: Mapping[str, str]) -> None:
-        self._why_not_read = reasons
+        self._why_not_read = {**self._why_not_read, **reasons}
 
     @property
     def _state(self) -> TrainerState:
@@ -369,6 +382,8 @@ class RunLog(RunPart):
 
     def _what_was_read(self) -> str:
         """Return a clause on the forward passes skipped by reading outputs of the user's frozen modules."""
+        if not self._rows_read and self._read_for_loss:
+            return "outputs of frozen modules that the loss calls were read from the cache"
         if not self._rows_read:
             return "no output of a frozen module was read from the cache"
         rows = max(self.recorder.total.rows, 1)

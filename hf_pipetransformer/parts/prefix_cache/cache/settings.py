@@ -100,8 +100,10 @@ class Settings:
     def _now(self) -> tuple[list[int], list[Any], list[Any]]:
         """Return the numbers of attributes, the values, and the parts, hooks and replaced methods."""
         sizes = [len(of) - ("forward" in of) for of in self._owners]
-        tables = [of[table] for of in self._owners for table in TABLES if of[table]]
+        tables = [of[table] for of in self._owners for table in TABLES[:2] if of[table]]
         code = [*chain.from_iterable(tables), *chain.from_iterable([table.values() for table in tables])]
+        hooks = [of[table] for of in self._owners for table in TABLES[2:] if of[table]]
+        code += [hook for table in hooks for hook in table.values() if not _is_libraries_function(hook)]
         code += [type(module) for module in self._modules]
         code += [own for of in self._owners if "forward" in of and (own := _own_forward(of)) is not None]
         values = [of.get(name) for of, name in self._slots]
@@ -111,6 +113,11 @@ class Settings:
 def are_identical(now: Sequence[Any], noted: Sequence[Any]) -> bool:
     """Whether two sequences contain the very same objects."""
     return len(now) == len(noted) and all(map(is_, now, noted))
+
+
+def _is_libraries_function(hook: Any) -> bool:
+    """Whether a hook is a function of a known library: turning on gradient checkpointing adds one each time."""
+    return isinstance(hook, FunctionType) and is_known(hook)
 
 
 def _content(cell: CellType) -> Any:
@@ -245,6 +252,8 @@ def _value(value: Any) -> Any:
         return value
     if type(value) in (list, tuple):
         return list(map(_value, value))
+    if type(value) is functools.partial:  # as each turning on of gradient checkpointing makes anew
+        return [id(value.func), _value(value.args), _value(value.keywords)]
     if isinstance(value, dict):
         return [(_value(key), _value(entry)) for key, entry in value.items()]
     return id(value)

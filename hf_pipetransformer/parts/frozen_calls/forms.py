@@ -1,0 +1,44 @@
+"""The form of a call: the module's mode, and the arguments without the values of tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from ...model.called_inputs import named_inputs
+from ..front.finding import PLAIN
+from ..front.front import ITEMS
+from ..prefix_cache.cache.origins import tensors_in
+
+
+def arguments_by_name(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a module is called on, by name; None if its forward does not name it."""
+    kinds = [p.kind for p in inspect.signature(type(module).forward).parameters.values()][1:]
+    if any(kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds[: len(args)]):
+        return None
+    return named_inputs(module, args, kwargs)
+
+
+def form_of(module: nn.Module, inputs: Mapping[str, Any] | None) -> str | None:
+    """The form of a call that takes place now, in words; None if the arguments cannot be looked at.
+
+    Args:
+        module: the module.
+        inputs: what it is called on, by name.
+    """
+    if inputs is None:
+        return None
+    if not all(isinstance(leaf, (*PLAIN, torch.Tensor, Mapping)) for leaf in tree_flatten(dict(inputs))[0]):
+        return None
+    device = next(module.parameters()).device.type
+    plain = sorted((n, repr(value)) for n, value in inputs.items() if n != ITEMS and not tensors_in(value))
+    tensors = [(name, [(t.dtype, t.dim()) for t in tensors_in(inputs[name])]) for name in sorted(inputs)]
+    adapters = next((part for part in module.modules() if hasattr(part, "_disable_adapters")), None)
+    state = None if adapters is None else (adapters._disable_adapters, adapters._active_adapter)
+    autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return repr((module.training, plain, tensors, state, autocast))

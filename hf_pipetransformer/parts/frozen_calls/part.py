@@ -1,0 +1,232 @@
+"""Frozen modules that the loss calls as a part of a training: found in the user's steps, then stored and read."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Sized
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import reduce
+from operator import add
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...model.micro_batch import Batch, batch_rows
+from ...model.tags import without_tags
+from ...registry import is_installed
+from ...run.loss import Loss
+from ...run.parts import Ending, RunPart
+from ...run.run import PipelineRun
+from ...run.setup.placing import Findings
+from ..front.front_calls import CalledByLoss, FrontCalls
+from ..prefix_cache.cache.cache_counts import CacheCounts
+from ..prefix_cache.cache.file_store import FileStore
+from ..prefix_cache.cache.sharing import store_file
+from .names import OF_LOSS, OF_TRAINER, name_of, named_roots
+from .roots import FrozenRoot
+from .watching import LossWatch
+
+MOST_WATCHED = 12
+"""Number of steps that are watched because of calls that are not known, besides the first step of each epoch."""
+
+
+class FrozenCalls(RunPart):
+    """Holds the frozen modules that a loss of the user's calls. A loss of transformers calls none.
+
+    Args:
+        run: the run of the training.
+    """
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._run, self._job = run, run.job
+        self._loss: Loss | None = None
+        self._store: FileStore | None = None
+        self._roots: dict[int, FrozenRoot] = {}  # by the identity of the module
+        self._trained: frozenset[int] = frozenset()
+        self._epoch, self._begun = -1, 0.0
+        self._num_watched, self._must_watch = 0, False
+
+    def found(self, found: Findings) -> None:
+        self._loss = found.loss
+
+    def train_begins(self) -> None:
+        assert self._loss is not None
+        self._refuse_unknown_names()
+        if self._loss.is_stock or any(map(_is_compiled, self._job.model.modules())):
+            return
+        file = store_file(self._job)
+        self._store = FileStore(file.parent, user=file.stem)
+        self._store.limit(self._job.args.activation_cache_max_gib)
+        self._trained = self._trained_now()
+        is_whole = not self._job.args.uses_pipeline and self._job.freeze_callback is None
+        if is_whole and _has_adapters(self._job.model):
+            self._add(self._job.model)
+
+    def _refuse_unknown_names(self) -> None:
+        """Refuse `cached_modules` outside of the model that are not there. All processes have the same trainer.
+
+        Raises:
+            ValueError: there is no module of this name.
+        """
+        names: list[str] | None = None
+        for name in self._job.args.cached_modules or ():
+            is_of_model = any(name == part for part, _ in self._job.model.named_modules())
+            if is_of_model or name.partition(".")[0] not in (OF_TRAINER, OF_LOSS):
+                continue
+            if names is None:
+                roots = named_roots(self._job.trainer)
+                names = [f"{of}.{part}".rstrip(".") for of, root in roots.items() for part, _ in root.named_modules()]
+            if name not in names:
+                close = difflib.get_close_matches(name, names, 3) or names[:3]
+                such = f", such as {', '.join(map(repr, close))}" if close else "; none was found"
+                raise ValueError(
+                    f"cached_modules contains {name!r}, but there is no module of this name. Names of modules that the"
+                    f" loss calls begin with 'trainer.' (attributes of the trainer) or 'loss.' (variables){such}."
+                )
+
+    def _trained_now(self) -> frozenset[int]:
+        """Identities of the parameters that are trained."""
+        optimizer = self._job.trainer.optimizer
+        groups = optimizer.param_groups if optimizer is not None else []
+        of_optimizer = [id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad]
+        return frozenset([*of_optimizer, *(id(p) for p in self._job.model.parameters() if p.requires_grad)])
+
+    # ------------------------------------------------------------------------------------ steps
+    @contextmanager
+    def around_step(self, batch: Batch) -> Iterator[None]:
+        if self._store is None:
+            yield
+            return
+        is_first = self._follow_epoch()
+        computes = self._run.pipeline.computes_loss
+        must_watch = computes and (is_first or (self._must_watch and self._num_watched < MOST_WATCHED))
+        self._num_watched += must_watch and not is_first
+        with ExitStack() as around:
+            for root in self._roots.values():
+                around.enter_context(root.step())
+            watch = self._watch(batch) if must_watch else None
+            if watch is not None:
+                around.enter_context(watch)
+            yield
+        if watch is not None:
+            self._learn(watch, batch)
+        self._must_watch = watch is None and any(root.has_unknown for root in self._roots.values())
+        for root in self._roots.values():
+            root.has_unknown = False
+
+    def _follow_epoch(self) -> bool:
+        """Begin an epoch if the step is its first. Returns whether it is."""
+        state = self._job.trainer.state
+        now = state.epoch or 0.0
+        epoch = math.floor(now + 1e-6)
+        is_first = epoch != self._epoch
+        self._epoch, self._begun = epoch, now - epoch
+        for calls in self._calls():
+            calls.writes = epoch + 1 < state.num_train_epochs or self._job.shares_store
+            if is_first:
+                calls.begin_epoch(epoch, self._begun)
+            calls.end_if_useless()
+        return is_first
+
+    def _calls(self) -> list[FrontCalls]:
+        return [calls for root in self._roots.values() for calls in root.fronts.values()]
+
+    def _watch(self, batch: Batch) -> LossWatch:
+        self._trained = self._trained_now()
+        return LossWatch(self._job.model, without_tags(batch), self._trained, self._may_be_root)
+
+    def _may_be_root(self, module: nn.Module) -> bool:
+        """Whether the output of a module may be stored that is called now."""
+        if isinstance(module, torch.jit.ScriptModule) or _is_compiled(module):
+            return False
+        if not all(type(parameter).__module__.startswith(KNOWN) for parameter in module.parameters()):
+            return False  # weights that are distributed
+        model = self._job.model
+        if module is model:
+            return id(model) in self._roots and not torch.is_grad_enabled()
+        if self._job.args.uses_pipeline and any(part is module for part in model.modules()):
+            return False  # it may be on other processes
+        return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in module.parameters())
+
+    def _learn(self, watch: LossWatch, batch: Batch) -> None:
+        dataset = self._run.training_batches.dataset
+        num_samples = len(dataset) if isinstance(dataset, Sized) else None
+        by_module: dict[int, list[Any]] = {}
+        for call in watch.calls:
+            by_module.setdefault(id(call.module), []).append(call)
+        for of, calls in by_module.items():
+            if of not in self._roots and any(call.is_of_batch for call in calls):
+                self._add(calls[0].module)
+            if of in self._roots:
+                self._roots[of].learn(calls, num_samples, batch_rows(batch))
+
+    def _add(self, module: nn.Module) -> None:
+        front = self._run.parts.get("front")
+        is_model = module is self._job.model and front is not None
+        aside = front.aside if is_model else nullcontext
+        name = name_of(module, self._job.trainer)
+        self._roots[id(module)] = FrozenRoot(name, module, self._trained, self._make_calls, aside)
+
+    def _make_calls(self, called: CalledByLoss) -> FrontCalls:
+        assert self._loss is not None and self._store is not None
+        calls = FrontCalls(self._loss, self._store, self._run.training_batches.dataset, called)
+        state = self._job.trainer.state
+        calls.writes = self._epoch + 1 < state.num_train_epochs or self._job.shares_store
+        calls.begin_epoch(self._epoch, self._begun)
+        return calls
+
+    # ------------------------------------------------------------------------------------ epochs, the end
+    def epoch_ends(self) -> None:
+        """Publish how many samples were read, by module. Collective over all processes if the loss is not stock."""
+        if self._store is None:
+            return
+        mine = {root.name: [calls.take_counts()[0] for calls in root.fronts.values()] for root in self._roots.values()}
+        total: dict[str, CacheCounts] = {}
+        for of_process in self._job.mesh.gather_objects(mine):
+            for name, counts in of_process.items():
+                total[name] = reduce(add, counts, total.get(name, CacheCounts()))
+        if any(counts.rows for counts in total.values()):
+            self._run.publish("calls_epoch", total)
+
+    def train_ends(self) -> None:
+        reasons = {name: why for calls in self._calls() for name, why in calls.why_not_read.items()}
+        self._run.publish("not_read", reasons)
+        self._drop(deletes=True)  # before the front, over which calls without adapters are looked at
+
+    def close(self, ending: Ending) -> None:
+        self._drop(deletes=not ending.has_failed)
+
+    def _drop(self, deletes: bool) -> None:
+        """Let the modules run as they are, and delete what no other training can read."""
+        store, self._store = self._store, None
+        if store is None:
+            return
+        deletes &= not self._job.shares_store and bool(self._job.trainer.is_local_process_zero())
+        for calls in self._calls():
+            calls.end_hint(is_given=True)
+            calls.drop(deletes)  # a process that still reads computes what it does not find
+        for root in self._roots.values():
+            root.close()
+        self._roots = {}
+        if deletes and not store.generations():
+            store.remove()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` has made a module of it: its code must not be traced with what watches a step."""
+    return type(module).__module__.startswith("torch._dynamo")
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    return any(hasattr(module, "_disable_adapters") for module in model.modules())
+
+
+KNOWN = ("torch.nn.", "hf_pipetransformer.", "bitsandbytes.", "torchao.", "transformers.")
+"""Where the classes of parameters are from that lie whole on this process."""
+
+
+def make(run: PipelineRun) -> FrozenCalls | None:
+    """Return the part; None if what it needs is not installed."""
+    return FrozenCalls(run) if is_installed("front.front_calls", "prefix_cache.cache.sharing") else None

@@ -1,0 +1,174 @@
+"""A frozen module that the loss calls: which of its calls are read from the cache, and from what.
+
+    teacher(input_ids, attention_mask)         1st call of a step, computed from the batch: a front of its own
+    teacher(mixed, attention_mask)             2nd call, computed from what is trained: it runs
+    teacher(input_ids, output_attentions=True) other arguments: another front
+
+A front is kept for each mode and each form of the arguments. The keys of its entries are digests of what the call is
+given, so a call that gets something else than before never reads what was stored.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...model.method_override import MethodOverride
+from ...model.nested import in_new_containers
+from ..front.finding import Reading
+from ..front.front_calls import CalledByLoss, FrontCalls
+from .forms import arguments_by_name, form_of
+from .watching import SeenCall
+
+MOST_FORMS = 8
+"""Number of forms of the arguments for which a front is looked for; a module that is called in more is computed."""
+
+
+class _Holder(nn.Module):
+    """Contains a module under a name of several parts."""
+
+    config: Any = None
+
+
+def holding(name: str, module: nn.Module) -> tuple[nn.Module, frozenset[str]]:
+    """Return a module that contains another one as a part of this name, and the names of the parts around it."""
+    *outer, last = name.split(".")
+    holder = inner = _Holder()
+    holder.config = getattr(module, "config", None)
+    for part in outer:
+        child = _Holder()
+        inner.add_module(part, child)
+        inner = child
+    inner.add_module(last, module)
+    return holder, frozenset(".".join(outer[:count]) for count in range(len(outer) + 1))
+
+
+@contextmanager
+def counted_as_frozen(parameters: Collection[nn.Parameter]) -> Iterator[None]:
+    """Inside, where gradients are off, weights that nothing trains require none."""
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+class FrozenRoot:
+    """A module that the loss calls, until `close`.
+
+    Args:
+        name: for log lines.
+        module: the module.
+        trained: identities of the parameters that are trained.
+        make_calls: makes what looks at the calls of one form.
+        aside: entered around its calls; others look at calls of the trained model.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        trained: frozenset[int],
+        make_calls: Callable[[CalledByLoss], FrontCalls],
+        aside: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.name, self.module = name, module
+        self.fronts: dict[str, FrontCalls] = {}
+        """What is known of its calls, by form."""
+        self.has_unknown = False
+        """Whether there was a call, since this was set to False, of which it is not known what it is computed from."""
+        self._trained, self._make_calls, self._aside = trained, make_calls, aside
+        self._parameters = [parameter for parameter in module.parameters() if id(parameter) not in trained]
+        self._is_of_batch: dict[str, dict[int, bool]] = {}  # by form and number of the call in a step
+        self._num_calls: Counter[str] = Counter()
+        self._is_open = self._is_running = False
+        self._override = MethodOverride(module, "forward", partial(self._forward, module.forward))
+
+    def close(self) -> None:
+        """Let the module run as it is."""
+        self._override.remove()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside, in a step, its calls are looked at."""
+        self._num_calls.clear()
+        for calls in self.fronts.values():
+            calls.begin_step()
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def learn(self, seen: list[SeenCall], num_samples: int | None, batch_rows: int) -> None:
+        """Take over which calls are computed from the batch alone.
+
+        Args:
+            seen: the calls of a step, in their order.
+            num_samples: number of samples in an epoch, if it is known.
+            batch_rows: number of samples in the step's batch.
+        """
+        numbers: Counter[str] = Counter()
+        for call in seen:
+            form = call.form
+            if form is None or (form not in self._is_of_batch and len(self._is_of_batch) >= MOST_FORMS):
+                continue
+            of_form = self._is_of_batch.setdefault(form, {})
+            of_form[numbers[form]] = call.is_of_batch and not call.reads_cache
+            numbers[form] += 1
+            if of_form[numbers[form] - 1] and form not in self.fronts:
+                positions = [one.positions for one in seen]  # also those that other forms of the arguments read
+                reading = Reading(frozenset().union(*positions), self._trained)
+                entries = None if num_samples is None else num_samples * max(call.rows, 1) // max(batch_rows, 1)
+                holder, around = holding(self.name, self.module)
+                opened = around | self._around(call.dear)
+                self.fronts[form] = self._make_calls(CalledByLoss(holder, opened, reading, self._device, entries))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(parameter.device for parameter in self.module.parameters())
+
+    def _around(self, part: nn.Module | None) -> set[str]:
+        """The names, in the holder, of the modules that contain a part of this one."""
+        inside = next((name for name, module in self.module.named_modules() if module is part), "")
+        if part is None or not inside:
+            return set()
+        names = inside.split(".")[:-1]
+        return {".".join([self.name, *names[:count]]) for count in range(len(names) + 1)}
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._is_open or self._is_running or self._needs_gradients():
+            return forward(*args, **kwargs)
+        inputs = arguments_by_name(self.module, args, kwargs)
+        form = form_of(self.module, inputs)
+        if inputs is None or form is None:
+            return forward(*args, **kwargs)
+        number = self._num_calls[form]
+        self._num_calls[form] += 1
+        if form not in self._is_of_batch or number not in self._is_of_batch[form]:
+            self.has_unknown |= len(self._is_of_batch) < MOST_FORMS
+        calls = self.fronts.get(form)
+        self._is_running = True
+        try:
+            with self._aside():
+                if calls is None or not self._is_of_batch[form].get(number):
+                    return forward(*args, **kwargs)
+                with counted_as_frozen(self._parameters):
+                    return calls.run(self._run, (), in_new_containers(dict(inputs)))
+        finally:
+            self._is_running = False
+
+    def _run(self, **inputs: Any) -> Any:
+        return self.module.forward(**inputs)  # looked up, as a front may be over it
+
+    def _needs_gradients(self) -> bool:
+        return torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters())

@@ -1,0 +1,181 @@
+"""Watches one of the user's own steps: which frozen modules the loss calls, on what, and what it reads of them.
+
+    loss(batch)     batch -> model (trained) -----------------> kl_div(student's logits, teacher's logits)
+                          -> teacher, outermost and frozen --->
+                             called on the batch alone          reads logits, not past_key_values
+
+Of each tensor it is noted what it was computed from (`Origins`), function by function, while the step happens. Nothing
+is run for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_flatten
+from transformers.cache_utils import Cache
+
+from ...randomness import torch_states
+from ..prefix_cache.cache.origins import RANDOM, TRAINED, UNKNOWN, Origins, tensors_in
+from .forms import arguments_by_name, form_of
+
+DEAR = 2.0
+"""A module's last weights are run again if they return more than this many times the bytes that they are given."""
+DEEPEST = 6
+"""Levels of objects in a cache of keys and values: an encoder-decoder's contains two."""
+OWN = f"{__package__.partition('.')[0]}."
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+@dataclass
+class SeenCall:
+    """A call of a frozen module, the outermost one, in the watched step.
+
+    Attributes:
+        module: the module; inside of DDP, the one that is wrapped.
+        form: of the call; None if the arguments cannot be looked at.
+        is_of_batch: whether this was computed from the batch alone.
+        positions: which of the leaves of its output are read, known at the end of the step.
+        dear: the last module inside with weights that returns much more than it is given, such as a head over a
+            vocabulary; None if there is none.
+        rows: number of entries of the first tensor that it was called on.
+    """
+
+    module: nn.Module
+    form: str | None
+    is_of_batch: bool
+    dear: nn.Module | None
+    rows: int
+    outputs: list[Any]
+    positions: frozenset[int] = frozenset()
+    reads_cache: bool = False
+
+
+@dataclass
+class _Open:
+    """A call that has begun."""
+
+    module: nn.Module
+    states: list[torch.Tensor] = field(default_factory=list)
+    dear: nn.Module | None = None
+
+
+class LossWatch:
+    """Watches what is computed inside, in a step.
+
+    Args:
+        model: the trained model.
+        inputs: the batch.
+        trained: identities of the parameters that are trained.
+        may_be_root: whether a module that is called now, and none of whose weights is trained in this call, may be one
+            whose output is stored.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        trained: Collection[int],
+        may_be_root: Callable[[nn.Module], bool],
+    ) -> None:
+        self.calls: list[SeenCall] = []
+        """The calls of frozen modules, in their order, after the end."""
+        self._model, self._trained, self._may_be_root = model, trained, may_be_root
+        self._origins = Origins(model, inputs)
+        self._stack: list[_Open] = []  # of calls that have begun, from the outermost one
+        self._kinds: dict[int, tuple[bool, bool]] = {}
+        self._entered = ExitStack()
+
+    def __enter__(self) -> LossWatch:
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(self._begins).remove)
+            stack.callback(register_module_forward_hook(self._ended, with_kwargs=True, always_call=True).remove)
+            stack.enter_context(self._origins)
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+        for call in self.calls:
+            leaves = list(enumerate(call.outputs))
+            of = [k for k, leaf in leaves if isinstance(leaf, torch.Tensor) and self._origins.is_read(leaf)]
+            call.positions = frozenset(of)
+            caches = [leaf for leaf in call.outputs if isinstance(leaf, Cache)]
+            call.reads_cache = any(map(self._origins.is_read, _tensors_of(caches)))
+            call.outputs = []
+
+    def _is_transparent(self, module: nn.Module) -> bool:
+        """Whether a module is looked into: it has no weights, or the trained model is inside of it."""
+        if id(module) not in self._kinds:
+            is_around = module is not self._model and any(part is self._model for part in module.modules())
+            is_around |= type(module).__module__.startswith(OWN)  # a step runs in a module of this package
+            is_plain = next(module.parameters(), None) is None
+            is_trained = any(id(parameter) in self._trained for parameter in module.parameters())
+            self._kinds[id(module)] = is_around or is_plain or isinstance(module, WRAPPERS), is_trained
+        return self._kinds[id(module)][0]
+
+    def _begins(self, module: nn.Module, args: Any) -> None:
+        if self._stack:
+            self._stack.append(_Open(module))
+        elif not self._is_transparent(module):
+            self._stack.append(_Open(module, torch_states()))
+            self._origins.is_paused = True
+
+    def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        """A call has ended; after an error in it torch passes no keyword arguments to the hook."""
+        kwargs, output = rest if len(rest) == 2 else ({}, None)
+        while self._stack and self._stack[-1].module is not module:  # an error has ended calls inside of it
+            self._stack.pop()
+        if not self._stack:
+            return
+        call = self._stack.pop()
+        if self._stack:
+            if next(module.children(), None) is None and next(module.parameters(), None) is not None:
+                given, made = (sum(t.nbytes for t in tensors_in(of)) for of in ((args, kwargs), output))
+                self._stack[0].dear = module if made > DEAR * given > 0 else None
+            return
+        self._origins.is_paused = False
+        self._note(call, args, kwargs, output)
+
+    def _note(self, call: _Open, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Note what the outermost call of a module with weights has returned."""
+        module, given = call.module, tensors_in((args, kwargs))
+        self._origins.note_read(given)
+        _, is_trained = self._kinds[id(module)]
+        is_root = self._may_be_root(module) and (not is_trained or module is self._model)
+        of = self._origins.union(given) if is_root and module is not self._model else {TRAINED}
+        of_inputs = self._origins.union(given)
+        if is_root:
+            is_of_batch = bool(of_inputs) and not of_inputs & {TRAINED, RANDOM, UNKNOWN}
+            outputs = tree_flatten(output)[0]
+            rows = next((len(tensor) for tensor in given if tensor.dim()), 0)
+            form = form_of(module, arguments_by_name(module, args, kwargs))
+            self.calls.append(SeenCall(module, form, is_of_batch, call.dear, rows, outputs))
+        if not all(map(torch.equal, call.states, torch_states())):
+            of = of | {RANDOM}
+        for tensor in tensors_in(output):
+            self._origins.of(tensor, set()).update(of)
+
+
+def _tensors_of(caches: Collection[Any]) -> list[torch.Tensor]:
+    """The tensors in caches of keys and values, as attributes of their layers."""
+    level, found = list(caches), list[torch.Tensor]()
+    for _ in range(DEEPEST):
+        found += [value for value in level if isinstance(value, torch.Tensor)]
+        others = [value for value in level if not isinstance(value, torch.Tensor)]
+        level = [entry for value in others for entry in _entries(value)]
+    return found
+
+
+def _entries(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(getattr(value, "__dict__", {}).values())

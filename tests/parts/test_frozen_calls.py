@@ -1,0 +1,226 @@
+"""Frozen modules that the loss calls are computed once for each sample; weights are those of the stock Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from called_runs import (
+    BATCH,
+    EPOCHS,
+    SAMPLES,
+    Case,
+    Closure,
+    Contrasts,
+    Distills,
+    DistillsStates,
+    Follows,
+    OnDrawn,
+    OnOneOfTwoInputs,
+    OnOther,
+    OnSampled,
+    Pair,
+    Prefers,
+    PrefersWithoutAdapters,
+    ReadsMoreLater,
+    Result,
+    captions,
+    classifier,
+    frozen,
+    language_model,
+    pairs,
+    texts,
+    trained,
+    with_adapters,
+    with_images,
+)
+from distributed import run_ranks
+from torch import nn
+
+from hf_pipetransformer.parts.records.history import read_trainings
+from hf_pipetransformer.report.words import verdict
+
+ROUNDING = 2e-6
+"""Where a sample is in a batch of another width than when it was computed."""
+
+
+def causal() -> list[dict[str, object]]:
+    return texts(is_causal=True)
+
+
+CASES = {
+    "a classifier": Case(Distills, lambda: classifier(2), lambda: frozen(classifier(4))),
+    "a language model": Case(Distills, lambda: language_model(2), lambda: frozen(language_model(4)), causal),
+    "hidden states": Case(DistillsStates, lambda: classifier(2), lambda: frozen(classifier(4))),
+    "a reference model": Case(Prefers, lambda: language_model(2), lambda: frozen(language_model(2)), pairs),
+    "without adapters": Case(PrefersWithoutAdapters, with_adapters, None, pairs),
+    "weights that require gradients": Case(Distills, lambda: classifier(2), lambda: classifier(4).eval()),
+}
+NAMES = {
+    "a language model": "trainer.teacher.model",
+    "a reference model": "trainer.teacher.model",
+    "without adapters": "trainer.model.base_model.model.model",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_stock_trainer(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    expected = trained(tmp_path / "stock", case, is_ours=False)
+    ours = trained(tmp_path / "ours", case)
+    print(ours.text)
+    assert ours.difference(expected) <= ROUNDING
+    assert f"Frozen, and called by the loss: {NAMES.get(name, 'trainer.teacher')}. The output" in ours.text
+    times = 2 if case.rows is pairs else 1
+    assert times * SAMPLES // 2 <= ours.num_read <= times * (EPOCHS - 1) * (SAMPLES - BATCH)
+    assert not [path for path in (tmp_path / "ours").iterdir() if "cache" in path.name], "removed at the end"
+    assert "samples read from the cache." in ours.text
+    assert "that the loss calls were read for 0%, " in " ".join(verdict(read_trainings(tmp_path / "ours")[-1]))
+
+
+# ------------------------------------------------------------------------------------------ how it is called
+def in_closure(trainer: Any) -> None:
+    teacher = frozen(classifier(4))
+    trainer.find_teacher = lambda: teacher
+
+
+def follow(trainer: Any) -> None:
+    callback = next(one for one in trainer.callback_handler.callbacks if isinstance(one, Follows))
+    callback.teacher = trainer.teacher
+
+
+def wrapped(trainer: Any) -> None:
+    """As `Accelerator.prepare_model` does under mixed precision."""
+    forward = trainer.teacher.forward
+    trainer.teacher.forward = MethodType(convert_outputs_to_fp32(forward.__func__), trainer.teacher)
+
+
+def small(mixin: type, **options: Any) -> Case:
+    return Case(mixin, lambda: classifier(2), lambda: frozen(classifier(4)), **options)
+
+
+OTHERS = {
+    "in a closure": (Case(Closure, lambda: classifier(2), None, prepare=in_closure), "loss.teacher"),
+    "wrapped by accelerate": (small(Distills, prepare=wrapped), "trainer.teacher"),
+    "a locked tower": (Case(Contrasts, Pair, None, captions, collator=with_images), "image"),
+    "on one of two inputs": (small(OnOneOfTwoInputs), "trainer.teacher"),
+    "in training mode": (
+        Case(Distills, lambda: classifier(2), lambda: classifier(4).requires_grad_(False)),
+        "trainer.teacher",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_ways_of_calling(name: str, tmp_path: Path) -> None:
+    case, module = OTHERS[name]
+    expected = trained(tmp_path / "stock", case, is_ours=False)
+    ours = trained(tmp_path / "ours", case)
+    print(ours.text)
+    assert ours.difference(expected) <= ROUNDING
+    assert f"Frozen, and called by the loss: {module}" in ours.text
+    assert SAMPLES // 2 <= ours.num_read <= (EPOCHS - 1) * (SAMPLES - BATCH)
+
+
+NEVER = {
+    "inputs of each step": (small(OnOther), "none of the samples was found"),
+    "masked at random": (small(OnDrawn), ""),
+    "of what is trained": (small(OnSampled), ""),
+    "a running average": (
+        Case(Distills, lambda: classifier(2), lambda: frozen(classifier(2)), callback=Follows, prepare=follow),
+        "weights or buffers have been changed",
+    ),
+    "dropout": (
+        Case(Distills, lambda: classifier(2), lambda: classifier(4, dropout=0.1).requires_grad_(False)),
+        "draws random numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_never_read(name: str, tmp_path: Path) -> None:
+    case, why = NEVER[name]
+    expected = trained(tmp_path / "stock", case, is_ours=False)
+    ours = trained(tmp_path / "ours", case)
+    print(ours.text)
+    assert ours.difference(expected) == 0.0
+    assert ours.num_read == 0 and why in ours.text
+    assert bool(why) or "called by the loss" not in ours.text
+
+
+def test_what_is_read_later_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"output of trainer\.teacher is not kept.*Set activation_cache='off'"):
+        trained(tmp_path, small(ReadsMoreLater))
+
+
+def test_another_training_reads_in_its_first_epoch(tmp_path: Path) -> None:
+    """The first step shows what is called, the second what it is worth, the third begins to read."""
+    case, options = CASES["a language model"], {"activation_cache_dir": str(tmp_path / "store")}
+    expected = trained(tmp_path / "stock", case, is_ours=False, num_train_epochs=2)
+    trained(tmp_path / "first", case, **options)
+    again = trained(tmp_path / "second", case, num_train_epochs=2, **options)
+    print(again.text)
+    assert again.difference(expected) <= ROUNDING
+    assert "was stored by another training" in again.text and again.num_read > SAMPLES - 2 * BATCH
+
+
+# ------------------------------------------------------------------------------------------ two processes
+def in_two_processes(rank: int, world_size: int, folder: str, name: str, options: dict[str, Any]) -> Result:
+    return trained(Path(folder) / "two", CASES[name], **options)
+
+
+TWO: list[tuple[str, dict[str, Any]]] = [
+    ("a classifier", {"pipeline_parallel_size": 2}),
+    ("a language model", {"pipeline_parallel_size": 2}),
+    ("a reference model", {"pipeline_parallel_size": 2}),
+    ("a classifier", {}),
+    ("without adapters", {"pipeline_parallel_size": 2}),
+    ("without adapters", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), TWO)
+def test_two_processes(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """In two stages the process that computes the loss reads; of two replicas each reads its samples."""
+    options = {**options, "per_device_train_batch_size": BATCH // 2}
+    results = run_ranks(in_two_processes, 2, str(tmp_path), name, options, timeout=200)
+    expected = trained(tmp_path / "stock", CASES[name], is_ours=False)
+    for result in results:
+        print(result.text)
+        assert result.losses == pytest.approx(expected.losses, abs=1e-5)
+        for of, weight in expected.weights.items():
+            torch.testing.assert_close(result.weights[of], weight, atol=5e-6, rtol=1e-5, msg=of)
+    is_read = name != "without adapters" or "pipeline_parallel_size" not in options
+    assert (max(result.num_read for result in results) > 0) is is_read
+
+
+# ------------------------------------------------------------------------------------------ names and code
+class Own(nn.Module):
+    """A teacher with code of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = classifier(2)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask)
+
+
+@pytest.mark.parametrize("declared", [None, ["trainer.teacher"]])
+def test_code_of_ones_own_is_declared(declared: list[str] | None, tmp_path: Path) -> None:
+    """Of a module that is not declared, those of known libraries inside are read."""
+    case = Case(Distills, lambda: classifier(2), lambda: frozen(Own()))
+    expected = trained(tmp_path / "stock", case, is_ours=False)
+    ours = trained(tmp_path / "ours", case, cached_modules=declared)
+    assert ours.difference(expected) <= ROUNDING
+    name = "trainer.teacher" if declared else "trainer.teacher.inner"
+    assert f"Frozen, and called by the loss: {name}. The output" in ours.text and ours.num_read > 0
+
+
+def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'trainer\.teecher', but there is no module .* such as 'trainer\.teacher'"):
+        trained(tmp_path, CASES["a classifier"], cached_modules=["trainer.teecher"])
