@@ -41,6 +41,7 @@ from called_runs import (
 from distributed import run_ranks
 from torch import nn
 
+from hf_pipetransformer.parts.frozen_calls.watching import LossWatch
 from hf_pipetransformer.parts.records.history import read_trainings
 from hf_pipetransformer.report.words import verdict
 
@@ -224,3 +225,46 @@ def test_code_of_ones_own_is_declared(declared: list[str] | None, tmp_path: Path
 def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'trainer\.teecher', but there is no module .* such as 'trainer\.teacher'"):
         trained(tmp_path, CASES["a classifier"], cached_modules=["trainer.teecher"])
+
+
+class Held:
+    """An object of the user's that is no module."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        self.teacher = teacher
+
+
+def hold(trainer: Any) -> None:
+    """The teacher is found by no name: the trainer has a method that returns it."""
+    holder, trainer.teacher = Held(trainer.teacher), None
+    trainer.find_teacher = lambda: holder.teacher
+
+
+def test_a_teacher_that_no_name_leads_to(tmp_path: Path) -> None:
+    case = Case(Closure, lambda: classifier(2), lambda: frozen(classifier(4)), prepare=hold)
+    expected = trained(tmp_path / "stock", case, is_ours=False)
+    ours = trained(tmp_path / "ours", case)
+    assert ours.difference(expected) <= ROUNDING
+    assert ours.num_read >= SAMPLES // 2
+
+
+class Alone:
+    """A loss of the user's that calls the trained model only."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        return (2 * outputs.loss, outputs) if return_outputs else 2 * outputs.loss
+
+
+@pytest.mark.parametrize("has_teacher", [False, True])
+def test_no_step_is_watched_if_nothing_is_frozen(
+    has_teacher: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = []
+    enter = LossWatch.__enter__
+    monkeypatch.setattr(LossWatch, "__enter__", lambda watch: (watched.append(watch), enter(watch))[1])
+    case = Case(Alone, lambda: classifier(2), None)
+    if has_teacher:
+        case = Case(Distills, lambda: classifier(2), lambda: frozen(classifier(4)))
+    trained(tmp_path, case)
+    assert bool(watched) is has_teacher

@@ -61,8 +61,8 @@ class ReturnedLeaf:
 
     def sized(self, rows: Rows, width: int) -> tuple[int, ...]:
         """Shape of the tensor for these rows in a batch of this width."""
-        first, *rest = self.row.sized(width)
-        return (self.row.length(rows) if self.is_of_rows else first), *rest
+        shape = self.row.sized(width)
+        return (self.row.length(rows), *shape[1:]) if self.is_of_rows else shape
 
     def hidden(self, rows: Rows, width: int, text: str) -> torch.Tensor:
         shape = self.sized(rows, width)

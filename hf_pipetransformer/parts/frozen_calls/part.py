@@ -26,7 +26,7 @@ from ..prefix_cache.cache.file_store import FileStore
 from ..prefix_cache.cache.sharing import store_file
 from .names import OF_LOSS, OF_TRAINER, name_of, named_roots
 from .roots import FrozenRoot
-from .watching import LossWatch
+from .watching import LossWatch, noting_calls
 
 MOST_WATCHED = 12
 """Number of steps that are watched because of calls that are not known, besides the first step of each epoch."""
@@ -45,6 +45,7 @@ class FrozenCalls(RunPart):
         self._store: FileStore | None = None
         self._roots: dict[int, FrozenRoot] = {}  # by the identity of the module
         self._trained: frozenset[int] = frozenset()
+        self._of_model: frozenset[int] = frozenset()
         self._epoch, self._begun = -1, 0.0
         self._num_watched, self._must_watch = 0, False
 
@@ -101,9 +102,13 @@ class FrozenCalls(RunPart):
             return
         is_first = self._follow_epoch()
         computes = self._run.pipeline.computes_loss
-        must_watch = computes and (is_first or (self._must_watch and self._num_watched < MOST_WATCHED))
+        may_watch = is_first or self._num_watched < MOST_WATCHED
+        must_watch = computes and may_watch and (self._must_watch or (is_first and self._knows_frozen()))
         self._num_watched += must_watch and not is_first
+        called: list[nn.Module] = []
         with ExitStack() as around:
+            if computes and is_first and not must_watch:
+                around.enter_context(noting_calls(called.append, self._is_frozen_elsewhere))
             for root in self._roots.values():
                 around.enter_context(root.step())
             watch = self._watch(batch) if must_watch else None
@@ -112,7 +117,8 @@ class FrozenCalls(RunPart):
             yield
         if watch is not None:
             self._learn(watch, batch)
-        self._must_watch = watch is None and any(root.has_unknown for root in self._roots.values())
+        has_unknown = any(root.has_unknown for root in self._roots.values())
+        self._must_watch = bool(called) or (watch is None and has_unknown)
         for root in self._roots.values():
             root.has_unknown = False
 
@@ -129,6 +135,24 @@ class FrozenCalls(RunPart):
                 calls.begin_epoch(epoch, self._begun)
             calls.end_if_useless()
         return is_first
+
+    def _knows_frozen(self) -> bool:
+        """Whether there is a module that a loss may call and that is not trained.
+
+        Without one, no step is watched. Modules that are not found by name are noted when they are called.
+        """
+        self._trained, trainer = self._trained_now(), self._job.trainer
+        self._of_model = frozenset(map(id, self._job.model.parameters()))
+        if self._roots or self._of_model - self._trained:
+            return True
+        return any(
+            self._is_frozen_elsewhere(part) for root in named_roots(trainer).values() for part in root.modules()
+        )
+
+    def _is_frozen_elsewhere(self, module: nn.Module) -> bool:
+        """Whether a module has weights, none of which is trained or belongs to the trained model."""
+        parameters = [id(parameter) for parameter in module.parameters()]
+        return bool(parameters) and self._trained.isdisjoint(parameters) and self._of_model.isdisjoint(parameters)
 
     def _calls(self) -> list[FrontCalls]:
         return [calls for root in self._roots.values() for calls in root.fronts.values()]
