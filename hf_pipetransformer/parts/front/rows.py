@@ -7,7 +7,7 @@ keys, digests                 some bytes for each row, from its own values only
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,15 +90,8 @@ def may_have_padding(inputs: Mapping[str, Any]) -> bool:
 
 def with_less_columns(inputs: Mapping[str, Any], columns: int, removes: bool) -> Any:
     """Return the batch with its last columns masked as padding, or removed."""
-    shape = next(value.shape for name, value in leaves_of(inputs) if name == MASK)
 
-    def changed(name: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: changed(key, entry) for key, entry in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [changed(name, entry) for entry in value]
-        if not isinstance(value, torch.Tensor) or value.shape[:2] != shape:
-            return value
+    def change(name: str, value: torch.Tensor) -> torch.Tensor:
         if removes and name in TOKEN_INPUTS:
             return value[:, :-columns].contiguous()
         if name == MASK:
@@ -106,11 +99,23 @@ def with_less_columns(inputs: Mapping[str, Any], columns: int, removes: bool) ->
             value[:, -columns:] = 0
         return value
 
-    return {name: changed(name, value) for name, value in inputs.items()}
+    return _with_changed_columns(inputs, change)
 
 
 def with_more_columns(inputs: Mapping[str, Any], columns: int, padding: Mapping[str, float]) -> Any:
     """Return the batch with this many more columns of padding; inputs without a value in `padding` get zeros."""
+
+    def change(name: str, value: torch.Tensor) -> torch.Tensor:
+        if name not in TOKEN_INPUTS:
+            return value
+        size = (len(value), columns, *value.shape[2:])
+        return torch.cat([value, value.new_full(size, padding.get(name, 0))], dim=1)
+
+    return _with_changed_columns(inputs, change)
+
+
+def _with_changed_columns(inputs: Mapping[str, Any], change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+    """Return the batch with `change` applied to each tensor that has the mask's samples and columns."""
     shape = next(value.shape for name, value in leaves_of(inputs) if name == MASK)
 
     def changed(name: str, value: Any) -> Any:
@@ -118,9 +123,7 @@ def with_more_columns(inputs: Mapping[str, Any], columns: int, padding: Mapping[
             return {key: changed(key, entry) for key, entry in value.items()}
         if isinstance(value, (list, tuple)):
             return [changed(name, entry) for entry in value]
-        if not isinstance(value, torch.Tensor) or value.shape[:2] != shape or name not in TOKEN_INPUTS:
-            return value
-        return torch.cat([value, value.new_full((shape[0], columns, *value.shape[2:]), padding.get(name, 0))], dim=1)
+        return change(name, value) if isinstance(value, torch.Tensor) and value.shape[:2] == shape else value
 
     return {name: changed(name, value) for name, value in inputs.items()}
 
