@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -130,7 +131,7 @@ class Hidden(torch.Tensor):
             if function in _WITHOUT_DISPATCH:
                 _refuse(function, args, kwargs)
             if function == _GRADIENT:
-                _refuse_clearing(args[0], sys._getframe(1).f_code.co_name == "zero_grad")
+                _refuse_clearing(args[0], _calling_frame(sys._getframe(1)).f_code.co_name == "zero_grad")
                 return _gradient_of(args[0], _caller())
             if function == _SETS_GRADIENT:
                 _refuse_clearing(args[0], not _is_in(_caller(), OURS))
@@ -318,8 +319,15 @@ def _refuse(function: Any, args: Any, kwargs: Any) -> NoReturn:
 
 
 def _caller() -> str:
-    """The module of the code that accesses an attribute of a hidden tensor."""
-    return str(sys._getframe(2).f_globals.get("__name__", ""))
+    """Return the module of the code that accesses an attribute of a hidden tensor."""
+    return str(_calling_frame(sys._getframe(2)).f_globals.get("__name__", ""))
+
+
+def _calling_frame(frame: FrameType) -> FrameType:
+    """Return the frame, or the frame that has called it through a mode for torch functions."""
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _is_in(module: str, *packages: str) -> bool:

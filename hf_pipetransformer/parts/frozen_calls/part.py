@@ -143,7 +143,8 @@ class FrozenCalls(RunPart):
         """
         self._trained, trainer = self._trained_now(), self._job.trainer
         self._of_model = frozenset(map(id, self._job.model.parameters()))
-        if self._roots or self._of_model - self._trained:
+        of_model_is_frozen = not self._job.args.uses_pipeline and bool(self._of_model - self._trained)
+        if self._roots or of_model_is_frozen:
             return True
         return any(
             self._is_frozen_elsewhere(part) for root in named_roots(trainer).values() for part in root.modules()

@@ -121,6 +121,8 @@ class LossWatch:
         return self._kinds[id(module)][0]
 
     def _begins(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # the hooks must not become a part of a compiled function
+            return
         if self._stack:
             self._stack.append(_Open(module))
         elif not self._is_transparent(module):
@@ -129,6 +131,8 @@ class LossWatch:
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         """A call has ended; after an error in it torch passes no keyword arguments to the hook."""
+        if torch.compiler.is_compiling():
+            return
         kwargs, output = rest if len(rest) == 2 else ({}, None)
         while self._stack and self._stack[-1].module is not module:  # an error has ended calls inside of it
             self._stack.pop()
@@ -169,7 +173,7 @@ def noting_calls(note: Callable[[nn.Module], object], is_candidate: Callable[[nn
     seen: set[int] = set()
 
     def begins(module: nn.Module, args: Any) -> None:
-        if id(module) not in seen:
+        if not torch.compiler.is_compiling() and id(module) not in seen:
             seen.add(id(module))
             if is_candidate(module):
                 note(module)

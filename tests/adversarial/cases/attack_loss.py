@@ -96,6 +96,47 @@ def teacher_of_the_trainer() -> Script:
     return distilled(2.0, options={"eval_strategy": "epoch"}, keywords={"eval_dataset": samples(16, seed=4)})
 
 
+def taught(trainer: Any, inputs: Inputs, logits: Tensor) -> Tensor:
+    """The divergence from the trainer's teacher."""
+    with torch.no_grad():
+        wanted = trainer.teacher(**inputs)["logits"]
+    return F.kl_div(F.log_softmax(logits, -1), F.softmax(wanted, -1), reduction="batchmean")
+
+
+@case("K2", expect="exact", because="requires_grad")
+def frozen_for_one_call_with_a_teacher() -> Script:
+    """The first layer is frozen for one call, and trained by the next, in a step that calls a frozen teacher."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        model.layers[0].requires_grad_(False)
+        outputs = model(**inputs)
+        model.layers[0].requires_grad_(True)
+        return taught(trainer, inputs, outputs["logits"]) + 0.5 * model(**inputs)["loss"], outputs
+
+    return distilled(1.0, loss)
+
+
+@case("K1", "K2", expect="exact", because="compile")
+def compiled_model_with_a_teacher() -> Script:
+    """The model is called through `torch.compile` as one graph, in a step that calls a frozen teacher."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        if not hasattr(trainer, "compiled"):
+            trainer.compiled = torch.compile(model, backend="eager", fullgraph=trainer.is_whole)
+        outputs = trainer.compiled(**inputs)
+        return outputs["loss"] + taught(trainer, inputs, outputs["logits"]), outputs
+
+    script = distilled(1.0, loss)
+    wire = script.wire
+
+    def with_graph(trainer: Any) -> None:
+        wire(trainer)
+        trainer.is_whole = getattr(trainer.args, "pipeline_parallel_size", 1) == 1
+
+    script.wire = with_graph
+    return script
+
+
 class WithHidden(Network):
     """Returns the outputs of all layers."""
 
