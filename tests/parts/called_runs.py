@@ -266,8 +266,11 @@ class Result:
 
     @property
     def num_read(self) -> int:
-        """Number of rows whose outputs were read, of all frozen modules, as the log says."""
-        return sum(int(n) for n in re.findall(r"was read for (\d+) of \d+ samples", self.text))
+        """Number of rows whose outputs were read, of modules that the loss calls, as the log says.
+
+        Not those of the model's own frozen layers: whether these are read depends on what it saves here and now.
+        """
+        return sum(int(n) for n in re.findall(r"called by the loss: [^ ]+, (\d+) of \d+ samples read", self.text))
 
     def difference(self, other: Result) -> float:
         """The largest difference of a loss or a weight."""
