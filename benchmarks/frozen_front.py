@@ -187,15 +187,18 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
 
 
 def keep_first_output(module: nn.Module) -> None:
-    """Have a module return what it has returned the first time, unless it comes from something that is trained."""
+    """Have a module return what it has returned the first time, unless its inputs come from something that is trained.
+
+    wav2vec2's output requires gradients even where nothing is trained: the model sets the flag in training mode.
+    """
     forward, kept = module.forward, []
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if kept:
             return tree_map(lambda leaf: leaf, kept[0])  # models write into containers
         output = forward(*args, **kwargs)
-        if not any(leaf.requires_grad for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
-            kept.append(tree_map(lambda leaf: leaf, output))
+        if not any(leaf.requires_grad for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)):
+            kept.append(tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output))
         return output
 
     module.forward = run  # type: ignore[method-assign]

@@ -1,9 +1,9 @@
 """The state of a model's modules besides the values of its weights, and its changes.
 
 State consists of the entries of `vars(module)`, with containers and configurations by value; hooks, parts and
-parameters by identity; buffers by the number of writes; and `requires_grad` of parameters. Comparing it costs less
-than a millisecond for thousands of modules: unchanged values are the same objects. Only differing values are compared
-in detail.
+parameters by identity; buffers by the number of writes; and `requires_grad` of parameters. Comparing it takes 1 to 2
+microseconds for each module, where calling the module takes ten or more: unchanged values are the same objects, and
+only differing values are compared in detail.
 """
 
 from __future__ import annotations
