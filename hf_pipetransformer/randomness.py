@@ -162,6 +162,7 @@ class _Search:
     def __init__(self, owners: tuple[Any, ...]) -> None:
         self.generators: list[Any] = []
         self._namespaces: list[_Namespace] = []
+        self._classes: set[type] = set()  # whose own references were looked at, which all their objects share
         self._seen: dict[int, Any] = {}  # keeps the objects alive: an id may be reused once its object is freed
         self._next: deque[tuple[Any, int]] = deque((owner, 0) for owner in owners)
         while self._next and len(self._seen) < MOST_OBJECTS:
@@ -193,7 +194,10 @@ class _Search:
             return [v for module in modules for n, v in vars(module).items() if not n.startswith("_")]
         if isinstance(one, (MethodType, FunctionType, functools.partial)):
             return _parts_of_callable(one)
-        parts = [part for cls in type(one).__mro__ for part in _parts_by_class(one, cls)]
+        parts = [part for cls in type(one).__mro__ for part in _in_slots(one, cls)]
+        new = [cls for cls in type(one).__mro__ if cls not in self._classes]
+        self._classes.update(new)
+        parts += [value for cls in new for value in vars(cls).values() if _is_generator(value) or _is_of_user(value)]
         few = isinstance(one, (list, tuple, set, frozenset, deque)) and len(one) <= MOST_ELEMENTS
         for values in (one, getattr(one, "__dict__", None)):
             if isinstance(values, dict) and (values is not one or len(one) <= MOST_ELEMENTS):
@@ -205,11 +209,10 @@ class _Search:
         self._namespaces.append(_Namespace(values, dict(values)))
 
 
-def _parts_by_class(one: Any, cls: type) -> list[Any]:
-    """Return the values in the slots of one of an object's classes, and the class's own references."""
+def _in_slots(one: Any, cls: type) -> list[Any]:
+    """Return the values in the slots of one of an object's classes."""
     slots = cls.__dict__.get("__slots__", ())
-    in_slots = [getattr(one, name, None) for name in ((slots,) if isinstance(slots, str) else slots)]
-    return in_slots + [value for value in vars(cls).values() if _is_generator(value) or _is_of_user(value)]
+    return [getattr(one, name, None) for name in ((slots,) if isinstance(slots, str) else slots)]
 
 
 def _is_generator(value: Any) -> bool:
