@@ -93,6 +93,19 @@ def vlm(name: str, numbers: tuple[int, ...] = tuple(row % 4 for row in range(SAM
     return build
 
 
+def vlm_with_trained_merger(name: str) -> Build:
+    """A model whose vision tower is frozen but for the modules that join its patches."""
+
+    def build() -> tuple[nn.Module, Columns]:
+        model, columns = vlm(name)()
+        for of, parameter in model.named_parameters():
+            if "merger" in of:
+                parameter.requires_grad_(True)
+        return model, columns
+
+    return build
+
+
 def collate_images(rows: list[Columns]) -> dict[str, Any]:
     """As the processor does it: texts are padded on the right; a batch without images has no inputs for them."""
     ids = nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True)

@@ -53,6 +53,7 @@ def llava() -> tuple[nn.Module, Columns]:
 FROZEN: dict[str, Build] = {
     "a head on BERT": head_on_bert,
     "lower layers": lower_layers,
+    "a whole list of layers": lambda: frozen("llama-classification", "model.embed_tokens", "model.layers"),
     "a vision tower": llava,
     "several outputs": lambda: frozen("segformer", "segformer"),
 }

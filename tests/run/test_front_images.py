@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from flat_patches import IMAGES, VISION, collate_images, vlm
+from flat_patches import IMAGES, VISION, collate_images, vlm, vlm_with_trained_merger
 from frozen_runs import BATCH, EPOCHS, SAMPLES, Build, Trained
 from selection import few, slow
 
@@ -17,11 +17,15 @@ from hf_pipetransformer.model.micro_batch import SampleBounds
 from hf_pipetransformer.parts.front.divided import EACH, Rows, rows_of
 
 
-def hit_rates(folder: Path) -> list[float]:
-    """Of each epoch."""
+def logged(folder: Path, name: str) -> list[float]:
+    """A metric of each epoch."""
     lines = (folder / "pipeline_metrics.jsonl").read_text().splitlines()
-    logged = [line.get("values", {}) for line in map(json.loads, lines)]
-    return [values["cache_hit_rate"] for values in logged if "cache_hit_rate" in values]
+    values = [line.get("values", {}) for line in map(json.loads, lines)]
+    return [value[name] for value in values if name in value]
+
+
+def hit_rates(folder: Path) -> list[float]:
+    return logged(folder, "cache_hit_rate")
 
 
 def assert_equals_stock(folder: Path, build: Build, **options: Any) -> None:
@@ -35,6 +39,15 @@ def test_equals_the_stock_trainer(name: str, tmp_path: Path) -> None:
     """All images are found from the second epoch on, beside other images and in other numbers."""
     assert_equals_stock(tmp_path, vlm(name))
     assert hit_rates(tmp_path / "ours") == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", few(VISION, "Qwen2_5_VL"))
+def test_the_layers_below_a_trained_merger_are_read(name: str, tmp_path: Path) -> None:
+    """They are called on cumulative lengths of the images, and of windows in them, besides the patches."""
+    assert_equals_stock(tmp_path, vlm_with_trained_merger(name))
+    assert hit_rates(tmp_path / "ours") == [0.0, 1.0, 1.0]
+    skipped = logged(tmp_path / "ours", "cache_layers_skipped")
+    assert skipped[0] == 0.0 and min(skipped[1:]) > 0.0, "not the embedding of the patches alone"
 
 
 FEW = {
@@ -99,6 +112,17 @@ def test_rows_with_different_numbers_of_patches() -> None:
     assert merged.flatten().tolist() == [0, 1, 1, 1, 1, 0, 0]
     assert rows_of(inputs, {**inputs, "pixel_values": torch.zeros(27, 1)}) is None
     assert Rows(2).patches_per_entry(6) == EACH and Rows(2).patches_per_entry(5) is None
+
+
+def test_cumulative_lengths_are_divided() -> None:
+    rows = Rows(3, (4, 16, 8))
+    ends = torch.tensor([0, 4, 12, 20, 28], dtype=torch.int32)  # the second image has two windows
+    assert rows.divides(ends) and [part.tolist() for part in rows.split(ends)] == [[4], [8, 16], [8]]
+    some = rows.some(ends, [2, 1])
+    assert some.tolist() == [0, 8, 16, 24] and some.dtype == torch.int32
+    for other in ([0, 4, 12, 28], [0, 4, 20, 27], [1, 4, 20, 28], [0, 4, 20, 12, 28]):
+        assert not rows.divides(torch.tensor(other))
+    assert not rows.divides(ends.float()) and not Rows(4).divides(ends)
 
 
 def test_where_samples_begin() -> None:

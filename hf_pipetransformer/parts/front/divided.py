@@ -5,10 +5,12 @@ pixel_values [samples * times, ...]              each row has `times` entries: s
 pixel_values [sum of patches, ...]               the patches of all images stand in one dimension;
 image_grid_thw [images, 3]                       image i has as many entries as the product of `image_grid_thw[i]`
 output [sum of patches / 4, ...]                 four neighbouring patches were merged
+cu_seqlens [parts + 1]                           cumulative lengths: where images, or windows in them, begin and end
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -60,15 +62,23 @@ class Rows:
         return Rows(len(rows), tuple(self.patches[row] for row in rows) if self.patches else ())
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor can be divided among the rows."""
+        """Whether the entries of a tensor can be divided among the rows."""
         return tensor.dim() > 0 and self.patches_per_entry(len(tensor)) is not None
 
+    def divides(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor can be divided among the rows: its entries, or the lengths that it adds up."""
+        return self._lengths_of(tensor) is not None or self.has(tensor)
+
     def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The parts of a tensor that belong to each row."""
-        return tensor.split(self.sizes(len(tensor)))
+        """The parts of a tensor that belong to each row; lengths that it adds up start from 0 in each row."""
+        lengths = self._lengths_of(tensor)
+        return tensor.split(self.sizes(len(tensor))) if lengths is None else [of.cumsum(0) for of in lengths]
 
     def some(self, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """The parts of a tensor that belong to some rows; a tensor that is not divided is returned unchanged."""
+        if (lengths := self._lengths_of(tensor)) is not None:
+            chosen = torch.cat([tensor[:1], *(lengths[row] for row in rows)])
+            return chosen.cumsum(0, dtype=tensor.dtype)
         if not self.has(tensor):
             return tensor
         if not self.patches:
@@ -78,6 +88,19 @@ class Rows:
     def put(self, into: torch.Tensor, rows: Sequence[int], values: torch.Tensor) -> None:
         """Write values into the parts of a tensor that belong to some rows."""
         into[self._places(len(into), rows)] = values.to(into.dtype)
+
+    def _lengths_of(self, tensor: torch.Tensor) -> Sequence[torch.Tensor] | None:
+        """The lengths in each row, if a tensor `[lengths + 1]` adds up lengths, from 0 to the number of patches.
+
+        Each row must end where a length ends.
+        """
+        if not self.patches or tensor.dim() != 1 or tensor.is_floating_point() or tensor.dtype is torch.bool:
+            return None
+        ends, values = list(accumulate(self.patches)), tensor.tolist()
+        if values[:1] != [0] or values[-1] != ends[-1] or values != sorted(values) or not set(ends) <= set(values):
+            return None
+        counts = [bisect_right(values, end) - 1 for end in ends]
+        return tensor.diff().split([count - before for count, before in zip(counts, [0, *counts], strict=False)])
 
     def _places(self, length: int, rows: Sequence[int]) -> list[int]:
         sizes = self.sizes(length)

@@ -212,7 +212,7 @@ class ArgumentDigests:
         key = id(tensor), has_rows
         if key not in self._known:
             values, width = tensor.detach().cpu(), None if self._tokens is None else self._tokens.width
-            rows, has_rows = self._rows.count, has_rows and self._rows.has(values)
+            rows, has_rows = self._rows.count, has_rows and self._rows.divides(values)
             wide = [dim for dim, size in enumerate(values.shape) if size == width and (dim or not has_rows)]
             shape = [size for dim, size in enumerate(values.shape) if dim not in wide and (dim or not has_rows)]
             parts = self._rows.split(values) if has_rows else [values] * (rows if wide else 1)

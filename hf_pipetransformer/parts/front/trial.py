@@ -177,7 +177,7 @@ class FrontTrial:
         for name in whole.keys() & half.keys() if len(chosen) < rows.count else ():
             pairs = zip(whole[name][0], half[name][0], strict=False)
             self.has_rows[name] = tuple(
-                rows.has(one) and one.dim() == other.dim() and len(rows.some(one, chosen)) == len(other)
+                rows.divides(one) and one.dim() == other.dim() and len(rows.some(one, chosen)) == len(other)
                 for one, other in pairs
             )
 

@@ -41,7 +41,8 @@ def is_declared(name: str, declared: Collection[str]) -> bool:
 def candidates(model: nn.Module, opened: Collection[str], declared: Collection[str]) -> dict[str, str]:
     """Return name -> reason for the largest frozen modules. The reason is empty if the module may be stored.
 
-    A module with other code is replaced by its parts if it contains a larger module of a known library.
+    A list of modules, which is never called itself, is replaced by its parts, and so is a module with other code if it
+    contains a larger module of a known library.
 
     Args:
         model: the model.
@@ -52,6 +53,10 @@ def candidates(model: nn.Module, opened: Collection[str], declared: Collection[s
     opened = set(opened)
     while True:
         found = frozen_modules(model, opened)
+        lists = {name for name, module in found.items() if type(module).forward is nn.Module.forward}
+        if lists:
+            opened |= lists
+            continue
         why_not = {n: "" if is_declared(n, declared) else foreign_code(module, known) for n, module in found.items()}
         mixed = {name for name, why in why_not.items() if why and _has_known_inside(found[name], known)}
         if not mixed:
