@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.studies.distillation --model "$MODEL" --data data/sst2 --seeds 0 1 2
 
-SST-2. The teacher is MiniLM-L6, trained on the labels for two epochs with the stock Trainer. The student has the first
+SST-2. The teacher is MiniLM-L6, trained on the labels for four epochs with the stock Trainer. The student has the first
 two layers of the untrained MiniLM, and its dropout. Batches are padded to their longest sentence. Three ways:
 
 stock         `Trainer`, which runs the teacher in each step
@@ -31,7 +31,7 @@ from benchmarks.studies.tasks import Task, sst2
 from hf_pipetransformer import PipeTransformerTrainer
 
 WAYS = ("stock", "ours", "ours, again")
-LAYERS, TEACHER_EPOCHS, BATCH, TEMPERATURE, TEACHER_WEIGHT = 2, 2, 32, 2.0, 0.5
+LAYERS, TEACHER_EPOCHS, BATCH, TEMPERATURE, TEACHER_WEIGHT = 2, 4, 16, 2.0, 0.5
 
 
 class Distills:
@@ -78,12 +78,12 @@ class Pupil:
             "data_collator": task.collate,
             "compute_metrics": task.compute_metrics,
         }
-        common: dict[str, Any] = {"per_device_train_batch_size": BATCH, "learning_rate": 1e-4, "seed": seed}
+        common: dict[str, Any] = {"per_device_train_batch_size": BATCH, "learning_rate": 3e-4, "seed": seed}
         if self._teacher is None:
             set_seed(seed)
             teacher = self._model()
             with tempfile.TemporaryDirectory() as folder:
-                options = {**common, "learning_rate": 5e-5, "num_train_epochs": TEACHER_EPOCHS}
+                options = {**common, "learning_rate": 1e-4, "num_train_epochs": TEACHER_EPOCHS}
                 harness.make_trainer(teacher, task.train, folder, [], False, keywords=keywords, **options).train()
             self._teacher = teacher.eval().requires_grad_(False)
         is_ours = way != "stock"
