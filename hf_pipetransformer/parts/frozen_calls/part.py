@@ -17,7 +17,7 @@ from ...model.micro_batch import Batch, batch_rows
 from ...model.tags import without_tags
 from ...registry import is_installed
 from ...run.loss import Loss
-from ...run.parts import Ending, RunPart
+from ...run.parts import Ending, LayoutChange, RunPart, StepFacts
 from ...run.run import PipelineRun
 from ...run.setup.placing import Findings
 from ..front.front_calls import CalledByLoss, FrontCalls
@@ -26,6 +26,7 @@ from ..prefix_cache.cache.file_store import FileStore
 from ..prefix_cache.cache.sharing import store_file
 from .names import OF_LOSS, OF_TRAINER, name_of, named_roots
 from .roots import FrozenRoot
+from .stages import SplitRoot, Stages
 from .watching import LossWatch, noting_calls
 
 MOST_WATCHED = 12
@@ -48,6 +49,7 @@ class FrozenCalls(RunPart):
         self._of_model: frozenset[int] = frozenset()
         self._epoch, self._begun = -1, 0.0
         self._num_watched, self._must_watch = 0, False
+        self._stages: Stages | None = None  # if the trained model's layers are on several
 
     def found(self, found: Findings) -> None:
         self._loss = found.loss
@@ -61,9 +63,14 @@ class FrozenCalls(RunPart):
         self._store = FileStore(file.parent, user=file.stem)
         self._store.limit(self._job.args.activation_cache_max_gib)
         self._trained = self._trained_now()
-        is_whole = not self._job.args.uses_pipeline and self._job.freeze_callback is None
-        if is_whole and _has_adapters(self._job.model):
+        if self._job.freeze_callback is not None or not _has_adapters(self._job.model):
+            return
+        if not self._job.args.uses_pipeline:
             self._add(self._job.model)
+        elif self._run.pipeline.running.engine.position.execution.is_driven:
+            model, name = self._job.model, name_of(self._job.model, self._job.trainer)
+            root = SplitRoot(name, model, self._trained, self._make_calls, nullcontext)
+            self._roots[id(model)], self._stages, self.num_votes = root, Stages(self._run, root, self._trained), 1
 
     def _refuse_unknown_names(self) -> None:
         """Refuse `cached_modules` outside of the model that are not there. All processes have the same trainer.
@@ -111,6 +118,8 @@ class FrozenCalls(RunPart):
                 around.enter_context(noting_calls(called.append, self._is_frozen_elsewhere))
             for root in self._roots.values():
                 around.enter_context(root.step())
+            if self._stages is not None:
+                around.enter_context(self._stages.step())
             watch = self._watch(batch) if must_watch else None
             if watch is not None:
                 around.enter_context(watch)
@@ -121,6 +130,18 @@ class FrozenCalls(RunPart):
         self._must_watch = bool(called) or (watch is None and has_unknown)
         for root in self._roots.values():
             root.has_unknown = False
+
+    def vote(self, facts: StepFacts) -> tuple[bool, ...]:
+        return (self._stages is not None and self._stages.vote(),) * self.num_votes
+
+    def heard(self, votes: tuple[bool, ...]) -> None:
+        if self._stages is not None and votes:
+            self._stages.heard(votes[0])
+
+    def layout_changed(self, change: LayoutChange) -> None:
+        if self._stages is not None:
+            self._stages.layout_changed()
+            self._must_watch = self._run.pipeline.computes_loss
 
     def _follow_epoch(self) -> bool:
         """Begin an epoch if the step is its first. Returns whether it is."""
@@ -234,7 +255,9 @@ class FrozenCalls(RunPart):
             calls.drop(deletes)  # a process that still reads computes what it does not find
         for root in self._roots.values():
             root.close()
-        self._roots = {}
+        if self._stages is not None:
+            self._stages.release()
+        self._roots, self._stages = {}, None
         if deletes and not store.generations():
             store.remove()
 
