@@ -29,8 +29,8 @@ from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingAr
 SAMPLES, BATCH, EPOCHS = 16, 4, 3
 STEPS = SAMPLES // BATCH
 WORDS, WIDTH, SIZE = 60, 12, 16
-CHANGE_AT = STEPS + 2
-"""Number of steps after which something changes, in the first epoch that reads."""
+CHANGE_AT = 2 * STEPS + 2
+"""Number of steps after which something changes: in the third epoch, where all samples are stored."""
 
 Rows = list[dict[str, Any]]
 
@@ -64,6 +64,13 @@ def texts(is_causal: bool = False) -> Rows:
 
 def pairs() -> Rows:
     return [{"chosen": row["input_ids"], "rejected": row["input_ids"].flip(0)[:-1]} for row in texts()]
+
+
+def even_pairs() -> Rows:
+    """Of one length, so that a sample is found in any batch."""
+    draw = torch.Generator().manual_seed(4)
+    names = ("chosen", "rejected")
+    return [{name: torch.randint(2, WORDS, (WIDTH,), generator=draw) for name in names} for _ in range(SAMPLES)]
 
 
 def padded(rows: list[torch.Tensor], value: int = 0) -> torch.Tensor:
