@@ -269,6 +269,19 @@ class SetsWithoutAdapters(PrefersWithoutAdapters):
         return super().compute_loss(model, inputs, return_outputs)
 
 
+class FollowsItself(PrefersWithoutAdapters):
+    """The reference is the trained model itself, whose flags the loss clears."""
+
+    @contextmanager
+    def reference(self, model: Any) -> Any:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield model
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
 class GoesBackFirst(PrefersWithoutAdapters):
     """The loss runs a backward before it calls the reference."""
 
@@ -292,6 +305,8 @@ class ChangesBase(TrainerCallback):
                 weight.mul_(1.5)
         elif self.way == "data":
             weight.data[0, 0] += 1.0
+        elif self.way == "flag":
+            weight.requires_grad_(True)
         elif self.way == "loaded":
             module = lowest_layer(model).mlp.up_proj
             module.load_state_dict({name: 1.5 * value for name, value in module.state_dict().items()})
@@ -400,11 +415,18 @@ def trained(folder: Path | str, case: Case, is_ours: bool = True, **options: Any
     return Result(trainer, lines)
 
 
-def with_adapters(dropout: float = 0.0) -> nn.Module:
+def with_adapters(dropout: float = 0.0, **given: Any) -> nn.Module:
     import peft
 
-    options = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "lora_dropout": dropout}
+    options = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "lora_dropout": dropout, **given}
     return peft.get_peft_model(language_model(3), peft.LoraConfig(r=2, **options))
+
+
+def with_another_base() -> nn.Module:
+    model = with_adapters()
+    with torch.no_grad():
+        lowest_layer(model).mlp.up_proj.weight[1] += 1.0
+    return model
 
 
 def lowest_layer(model: Any) -> Any:

@@ -26,6 +26,7 @@ from called_runs import (
     Distills,
     DistillsStates,
     Follows,
+    FollowsItself,
     GoesBackFirst,
     OnDrawn,
     OnOneOfTwoInputs,
@@ -46,6 +47,7 @@ from called_runs import (
     texts,
     trained,
     with_adapters,
+    with_another_base,
     with_images,
 )
 from distributed import run_ranks
@@ -218,9 +220,11 @@ SPLIT = {
     "without adapters": Case(PrefersWithoutAdapters, with_adapters, None, even_pairs),
     "padded": CASES["without adapters"],
     "a setting of the lowest layer": Case(SetsWithoutAdapters, with_adapters, None, even_pairs),
+    "another base": Case(PrefersWithoutAdapters, with_another_base, None, even_pairs),
+    "itself": Case(FollowsItself, partial(with_adapters, layers_to_transform=[0]), None, even_pairs),
     "a backward before": Case(GoesBackFirst, with_adapters, None, even_pairs),
     "dropout": Case(PrefersWithoutAdapters, partial(with_adapters, 0.1), None, pairs),
-    **{f"weights: {way}": changed(way) for way in ("in place", "data", "loaded", "numpy")},
+    **{f"weights: {way}": changed(way) for way in ("in place", "data", "loaded", "numpy", "flag")},
 }
 
 
@@ -252,8 +256,9 @@ def in_stages(rank: int, world_size: int, folder: str, name: str, options: dict[
     return Split(result, num_calls)
 
 
-def assert_equal_to_stock(splits: list[Split], name: str, folder: Path, batch: int = BATCH) -> None:
-    expected = trained(folder / "stock", SPLIT[name], is_ours=False, per_device_train_batch_size=batch)
+def assert_equal_to_stock(splits: list[Split], name: str, folder: Path, batch: int = BATCH, **options: Any) -> None:
+    options["per_device_train_batch_size"] = batch
+    expected = trained(folder / "stock", SPLIT[name], is_ours=False, **options)
     for split in splits:
         print(split.result.text, split.num_calls)
         assert split.result.losses == pytest.approx(expected.losses, abs=1e-5)
@@ -299,6 +304,30 @@ def test_a_change_on_another_stage_ends_reading(name: str, tmp_path: Path) -> No
     assert f"trainer.model.base_model.model.model is not cached: {CHANGES[name]}" in re.sub(r"its ", "", text)
     assert 1 in num_calls[2 * STEPS : CHANGE_AT], "it was read before"
     assert min(num_calls[CHANGE_AT:]) >= 2, "and is not read any more"
+
+
+def test_another_base_below_is_another_reference(tmp_path: Path) -> None:
+    """The name of the stored outputs has a digest of the weights of all stages."""
+    options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2, "num_train_epochs": 2}
+    options |= {"activation_cache_dir": str(tmp_path / "store")}
+    runs = [
+        run_ranks(in_stages, 2, str(tmp_path / str(number)), name, options, timeout=200)
+        for number, name in enumerate(["without adapters", "without adapters", "another base"])
+    ]
+    for name, splits in zip(["without adapters", "another base"], runs[1:], strict=True):
+        assert_equal_to_stock(splits, name, tmp_path / name, num_train_epochs=2)
+    assert "was stored by another training" in runs[1][0].result.text
+    assert runs[1][0].result.num_read > runs[0][0].result.num_read, "also what the first training has stored"
+    assert "was stored by another training" not in runs[2][0].result.text
+    assert runs[2][0].result.num_read == runs[0][0].result.num_read
+
+
+def test_a_call_with_trained_adapters_is_not_read_in_stages(tmp_path: Path) -> None:
+    """All of them are on the stage below. The last stage does not see what that one computes with."""
+    options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2}
+    splits = run_ranks(in_stages, 2, str(tmp_path), "itself", options, timeout=200)
+    assert_equal_to_stock(splits, "itself", tmp_path)
+    assert splits[0].num_calls == [2] * EPOCHS * STEPS
 
 
 def test_no_call_after_a_backward_in_the_loss_is_read(tmp_path: Path) -> None:

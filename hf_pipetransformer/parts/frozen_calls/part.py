@@ -24,6 +24,7 @@ from ..front.front_calls import CalledByLoss, FrontCalls
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
 from ..prefix_cache.cache.sharing import store_file
+from .adapters import has_adapters
 from .names import OF_LOSS, OF_TRAINER, name_of, named_roots
 from .roots import FrozenRoot
 from .stages import SplitRoot, Stages
@@ -63,14 +64,15 @@ class FrozenCalls(RunPart):
         self._store = FileStore(file.parent, user=file.stem)
         self._store.limit(self._job.args.activation_cache_max_gib)
         self._trained = self._trained_now()
-        if self._job.freeze_callback is not None or not _has_adapters(self._job.model):
+        if self._job.freeze_callback is not None or not has_adapters(self._job.model):
             return
         if not self._job.args.uses_pipeline:
             self._add(self._job.model)
         elif self._run.pipeline.running.engine.position.execution.is_driven:
-            model, name = self._job.model, name_of(self._job.model, self._job.trainer)
-            root = SplitRoot(name, model, self._trained, self._make_calls, nullcontext)
-            self._roots[id(model)], self._stages, self.num_votes = root, Stages(self._run, root, self._trained), 1
+            model, trained = self._job.model, self._trained_anywhere()
+            name = name_of(model, self._job.trainer)
+            root = SplitRoot(name, model, trained, self._make_calls, nullcontext)
+            self._roots[id(model)], self._stages, self.num_votes = root, Stages(self._run, root, trained), 1
 
     def _refuse_unknown_names(self) -> None:
         """Refuse `cached_modules` outside of the model that are not there. All processes have the same trainer.
@@ -100,6 +102,12 @@ class FrozenCalls(RunPart):
         groups = optimizer.param_groups if optimizer is not None else []
         of_optimizer = [id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad]
         return frozenset([*of_optimizer, *(id(p) for p in self._job.model.parameters() if p.requires_grad)])
+
+    def _trained_anywhere(self) -> frozenset[int]:
+        """Identities of the parameters that some process trains. Collective over all processes."""
+        table, mesh = self._run.pipeline.stack.table, self._job.mesh
+        everyone = mesh.gather_objects([name for name in table.names if id(table[name]) in self._trained])
+        return self._trained.union(id(table[name]) for names in everyone for name in names)
 
     # ------------------------------------------------------------------------------------ steps
     @contextmanager
@@ -265,10 +273,6 @@ class FrozenCalls(RunPart):
 def _is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` has made a module of it: its code must not be traced with what watches a step."""
     return type(module).__module__.startswith("torch._dynamo")
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    return any(hasattr(module, "_disable_adapters") for module in model.modules())
 
 
 KNOWN = ("torch.nn.", "hf_pipetransformer.", "bitsandbytes.", "torchao.", "transformers.")

@@ -33,6 +33,7 @@ from ..front.finding import DRAWS, other_randomness
 from ..front.front_calls import FrontCalls, Split
 from ..prefix_cache.cache.origins import as_one_function
 from ..prefix_cache.cache.watched_weights import WatchedWeights
+from .adapters import TrainedAdapters
 from .roots import FrozenRoot
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class SplitRoot(FrozenRoot):
     _calls: CallsOfLast | None = None
     _is_sure = False  # the stages below have told that their weights are unchanged
     _digests: tuple[str, ...] = ()
+    _adapters: TrainedAdapters | None = None
     why_over: str | None = None
     """Why nothing is stored or read any more."""
 
@@ -129,10 +131,16 @@ class SplitRoot(FrozenRoot):
         return Split(f"{self.name}.{self._calls.innermost}".rstrip("."), elsewhere, lambda: " ".join(self._digests))
 
     def _may_look_up(self) -> bool:
-        """A backward in the loss may have run code on other stages that writes into weights."""
+        """Whether stored outputs may be read now, and others stored.
+
+        A backward in the loss may have run code on other stages that writes into weights. What other stages compute
+        with is not seen here, so adapters that are trained must be off.
+        """
         calls = self._calls
-        is_sure = self._is_sure and self.why_over is None
-        return is_sure and calls is not None and calls.runs_alone_outside and not calls.has_gone_back
+        if calls is None or not self._is_sure or self.why_over is not None or calls.has_gone_back:
+            return False
+        self._adapters = self._adapters or TrainedAdapters(self.module, self._trained)
+        return calls.runs_alone_outside and not self._adapters.may_compute
 
     def _look_up(self, calls: FrontCalls, inputs: Mapping[str, Any]) -> Any:
         assert self._calls is not None
