@@ -35,6 +35,7 @@ from ..prefix_cache.cache.origins import as_one_function
 from ..prefix_cache.cache.watched_weights import WatchedWeights
 from .adapters import TrainedAdapters
 from .roots import FrozenRoot
+from .watching import SeenCall
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,10 @@ class SplitRoot(FrozenRoot):
     def open(self) -> None:
         if self._calls is not None:
             super().open()
+
+    def learn(self, seen: list[SeenCall], num_samples: int | None, batch_rows: int) -> None:
+        if self._calls is not None:  # else the layout has one stage: its calls are computed
+            super().learn(seen, num_samples, batch_rows)
 
     @property
     def is_used(self) -> bool:
