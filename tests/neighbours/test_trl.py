@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import random
@@ -174,6 +175,31 @@ def test_the_reference_is_read(kind: str, module: str, tmp_path: Path, caplog: p
     assert f"Frozen, and called by the loss: {module}. The output" in caplog.text
     (read,) = re.findall(rf"The output of {module} was read for (\d+) of", caplog.text)
     assert int(read) >= ROWS
+
+
+def test_the_model_is_its_reference_in_stages(tmp_path: Path) -> None:
+    """TRL's adapter `ref` on the base model: the last stage looks its outputs up."""
+    policy, epochs = str(tmp_path / "policy"), {"num_train_epochs": 3}
+    make_model("sft", policy)
+    (stock,) = logs_of(0, 1, policy, [("lora", False, epochs)])
+    staged = {**epochs, "pipeline_parallel_size": 2, "num_microbatches": 2}
+    for ours, read in run_ranks(reading_logs_of, 2, policy, staged, timeout=250):
+        torch.testing.assert_close(losses(ours), losses(stock), rtol=0, atol=5e-5)
+        assert read is None or ROWS <= read <= 4 * SAMPLES
+
+
+def reading_logs_of(rank: int, world_size: int, policy: str, options: dict[str, Any]) -> tuple[Any, int | None]:
+    """The log of a training with adapters, and on the last stage the number of rows that were read."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hf_pipetransformer")
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    (history,) = logs_of(rank, world_size, policy, [("lora", True, {**options, "log_level": "info"})])
+    print("\n".join(lines))
+    read = re.findall(r"output of trainer\.model\.base_model\.model\.model was read for (\d+) of", "\n".join(lines))
+    return history, int(read[0]) if rank == 0 else None
 
 
 def recipes(rank: int, world_size: int, folder: str) -> list[dict[str, float]]:

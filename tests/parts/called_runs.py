@@ -29,6 +29,8 @@ from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingAr
 SAMPLES, BATCH, EPOCHS = 16, 4, 3
 STEPS = SAMPLES // BATCH
 WORDS, WIDTH, SIZE = 60, 12, 16
+CHANGE_AT = 2 * STEPS + 2
+"""Number of steps after which something changes: in the third epoch, where all samples are stored."""
 
 Rows = list[dict[str, Any]]
 
@@ -62,6 +64,13 @@ def texts(is_causal: bool = False) -> Rows:
 
 def pairs() -> Rows:
     return [{"chosen": row["input_ids"], "rejected": row["input_ids"].flip(0)[:-1]} for row in texts()]
+
+
+def even_pairs() -> Rows:
+    """Of one length, so that a sample is found in any batch."""
+    draw = torch.Generator().manual_seed(4)
+    names = ("chosen", "rejected")
+    return [{name: torch.randint(2, WORDS, (WIDTH,), generator=draw) for name in names} for _ in range(SAMPLES)]
 
 
 def padded(rows: list[torch.Tensor], value: int = 0) -> torch.Tensor:
@@ -251,6 +260,60 @@ class PrefersWithoutAdapters(Prefers):
             yield model
 
 
+class SetsWithoutAdapters(PrefersWithoutAdapters):
+    """From a step on, the loss has changed a number that the lowest layer computes with."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        if self.state.global_step == CHANGE_AT:  # type: ignore[attr-defined]
+            lowest_layer(model).self_attn.scaling = 1.5
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+class FollowsItself(PrefersWithoutAdapters):
+    """The reference is the trained model itself, whose flags the loss clears."""
+
+    @contextmanager
+    def reference(self, model: Any) -> Any:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield model
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+class GoesBackFirst(PrefersWithoutAdapters):
+    """The loss runs a backward before it calls the reference."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        (0.1 * model(**inputs).logits.square().mean()).backward()
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+class ChangesBase(TrainerCallback):
+    """Changes a base weight of the lowest layer between two steps, on the process that has it."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        weight = lowest_layer(model).mlp.up_proj.weight
+        if state.global_step != CHANGE_AT or getattr(weight, "is_elsewhere", False):
+            return
+        if self.way == "in place":
+            with torch.no_grad():
+                weight.mul_(1.5)
+        elif self.way == "data":
+            weight.data[0, 0] += 1.0
+        elif self.way == "flag":
+            weight.requires_grad_(True)
+        elif self.way == "loaded":
+            module = lowest_layer(model).mlp.up_proj
+            module.load_state_dict({name: 1.5 * value for name, value in module.state_dict().items()})
+        else:
+            weight.numpy(force=True)[1] *= 2.0
+
+
 class Result:
     """What a training has ended with, and what the log says of its cache."""
 
@@ -352,11 +415,22 @@ def trained(folder: Path | str, case: Case, is_ours: bool = True, **options: Any
     return Result(trainer, lines)
 
 
-def with_adapters() -> nn.Module:
+def with_adapters(dropout: float = 0.0, **given: Any) -> nn.Module:
     import peft
 
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    return peft.get_peft_model(language_model(3), config)
+    options = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "lora_dropout": dropout, **given}
+    return peft.get_peft_model(language_model(3), peft.LoraConfig(r=2, **options))
+
+
+def with_another_base() -> nn.Module:
+    model = with_adapters()
+    with torch.no_grad():
+        lowest_layer(model).mlp.up_proj.weight[1] += 1.0
+    return model
+
+
+def lowest_layer(model: Any) -> Any:
+    return next(module for name, module in model.named_modules() if name.endswith("layers.0"))
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -11,14 +15,19 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32
 from called_runs import (
     BATCH,
+    CHANGE_AT,
     EPOCHS,
     SAMPLES,
+    STEPS,
     Case,
+    ChangesBase,
     Closure,
     Contrasts,
     Distills,
     DistillsStates,
     Follows,
+    FollowsItself,
+    GoesBackFirst,
     OnDrawn,
     OnOneOfTwoInputs,
     OnOther,
@@ -28,19 +37,24 @@ from called_runs import (
     PrefersWithoutAdapters,
     ReadsMoreLater,
     Result,
+    SetsWithoutAdapters,
     captions,
     classifier,
+    even_pairs,
     frozen,
     language_model,
     pairs,
     texts,
     trained,
     with_adapters,
+    with_another_base,
     with_images,
 )
 from distributed import run_ranks
 from torch import nn
 
+from hf_pipetransformer.parts.driven.orders import Forward, StageCalls
+from hf_pipetransformer.parts.driven.served_calls import ServedCalls
 from hf_pipetransformer.parts.frozen_calls.watching import LossWatch
 from hf_pipetransformer.parts.records.history import read_trainings
 from hf_pipetransformer.report.words import verdict
@@ -179,7 +193,6 @@ TWO: list[tuple[str, dict[str, Any]]] = [
     ("a language model", {"pipeline_parallel_size": 2}),
     ("a reference model", {"pipeline_parallel_size": 2}),
     ("a classifier", {}),
-    ("without adapters", {"pipeline_parallel_size": 2}),
     ("without adapters", {}),
 ]
 
@@ -195,8 +208,143 @@ def test_two_processes(name: str, options: dict[str, Any], tmp_path: Path) -> No
         assert result.losses == pytest.approx(expected.losses, abs=1e-5)
         for of, weight in expected.weights.items():
             torch.testing.assert_close(result.weights[of], weight, atol=5e-6, rtol=1e-5, msg=of)
-    is_read = name != "without adapters" or "pipeline_parallel_size" not in options
-    assert (max(result.num_read for result in results) > 0) is is_read
+    assert max(result.num_read for result in results) > 0
+
+
+# ------------------------------------------------------------------------------------------ several stages
+def changed(way: str) -> Case:
+    return Case(PrefersWithoutAdapters, with_adapters, None, even_pairs, callback=partial(ChangesBase, way))
+
+
+SPLIT = {
+    "without adapters": Case(PrefersWithoutAdapters, with_adapters, None, even_pairs),
+    "padded": CASES["without adapters"],
+    "a setting of the lowest layer": Case(SetsWithoutAdapters, with_adapters, None, even_pairs),
+    "another base": Case(PrefersWithoutAdapters, with_another_base, None, even_pairs),
+    "itself": Case(FollowsItself, partial(with_adapters, layers_to_transform=[0]), None, even_pairs),
+    "a backward before": Case(GoesBackFirst, with_adapters, None, even_pairs),
+    "dropout": Case(PrefersWithoutAdapters, partial(with_adapters, 0.1), None, pairs),
+    **{f"weights: {way}": changed(way) for way in ("in place", "data", "loaded", "numpy", "flag")},
+}
+
+
+@dataclass
+class Split:
+    """What a training in stages has ended with, and the number of ordered calls in each of its steps, here."""
+
+    result: Result
+    num_calls: list[int]
+
+
+def in_stages(rank: int, world_size: int, folder: str, name: str, options: dict[str, Any]) -> Split:
+    num_calls: list[int] = []
+    run, send = ServedCalls.run, StageCalls.send
+
+    def counting_run(served: Any, *args: Any, **kwargs: Any) -> Any:
+        num_calls.append(0)
+        return run(served, *args, **kwargs)
+
+    def counting_send(served: Any, tree: Any, stage: int) -> None:
+        if isinstance(served, ServedCalls) and isinstance(tree[0], Forward):
+            num_calls[-1] += 1
+        send(served, tree, stage)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServedCalls, "run", counting_run)
+        patch.setattr(StageCalls, "send", counting_send)
+        result = trained(Path(folder) / "stages", SPLIT[name], **options)
+    return Split(result, num_calls)
+
+
+def assert_equal_to_stock(splits: list[Split], name: str, folder: Path, batch: int = BATCH, **options: Any) -> None:
+    options["per_device_train_batch_size"] = batch
+    expected = trained(folder / "stock", SPLIT[name], is_ours=False, **options)
+    for split in splits:
+        print(split.result.text, split.num_calls)
+        assert split.result.losses == pytest.approx(expected.losses, abs=1e-5)
+        for of, weight in expected.weights.items():
+            torch.testing.assert_close(split.result.weights[of], weight, atol=5e-6, rtol=1e-5, msg=of)
+
+
+LAYOUTS = [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (2, 2)]
+
+
+@pytest.mark.parametrize(("stages", "replicas"), LAYOUTS)
+def test_without_adapters_in_stages(stages: int, replicas: int, tmp_path: Path) -> None:
+    """A step whose samples are all stored orders one call of the two."""
+    rows = BATCH // (stages * replicas)
+    batch = rows * stages * replicas
+    steps = math.ceil(SAMPLES / batch)
+    options = {"pipeline_parallel_size": stages, "per_device_train_batch_size": rows}
+    splits = run_ranks(in_stages, stages * replicas, str(tmp_path), "without adapters", options, timeout=300)
+    assert_equal_to_stock(splits, "without adapters", tmp_path, batch)
+    last = splits[0]
+    assert "Frozen, and called by the loss: trainer.model.base_model.model.model. The output" in last.result.text
+    assert 2 * SAMPLES // 2 <= last.result.num_read <= 2 * (EPOCHS - 1) * (SAMPLES - batch)
+    assert len(last.num_calls) == EPOCHS * steps and last.num_calls[0] == 2
+    assert 1 in last.num_calls[steps:], "only the call with adapters was ordered"
+    assert not [path for path in (tmp_path / "stages").iterdir() if "cache" in path.name], "removed at the end"
+
+
+CHANGES = {
+    "weights: in place": "weights or buffers have been changed",
+    "weights: data": "weights or buffers have been changed",
+    "weights: loaded": "weights or buffers have been changed",
+    "weights: numpy": "weights or buffers have been changed",
+    "a setting of the lowest layer": "an attribute, a hook, code",
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_on_another_stage_ends_reading(name: str, tmp_path: Path) -> None:
+    options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2}
+    splits = run_ranks(in_stages, 2, str(tmp_path), name, options, timeout=200)
+    assert_equal_to_stock(splits, name, tmp_path)
+    text, num_calls = splits[0].result.text, splits[0].num_calls
+    assert f"trainer.model.base_model.model.model is not cached: {CHANGES[name]}" in re.sub(r"its ", "", text)
+    assert 1 in num_calls[2 * STEPS : CHANGE_AT], "it was read before"
+    assert min(num_calls[CHANGE_AT:]) >= 2, "and is not read any more"
+
+
+def test_another_base_below_is_another_reference(tmp_path: Path) -> None:
+    """The name of the stored outputs has a digest of the weights of all stages."""
+    options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2, "num_train_epochs": 2}
+    options |= {"activation_cache_dir": str(tmp_path / "store")}
+    runs = [
+        run_ranks(in_stages, 2, str(tmp_path / str(number)), name, options, timeout=200)
+        for number, name in enumerate(["without adapters", "without adapters", "another base"])
+    ]
+    for name, splits in zip(["without adapters", "another base"], runs[1:], strict=True):
+        assert_equal_to_stock(splits, name, tmp_path / name, num_train_epochs=2)
+    assert "was stored by another training" in runs[1][0].result.text
+    assert runs[1][0].result.num_read > runs[0][0].result.num_read, "also what the first training has stored"
+    assert "was stored by another training" not in runs[2][0].result.text
+    assert runs[2][0].result.num_read == runs[0][0].result.num_read
+
+
+def test_a_call_with_trained_adapters_is_not_read_in_stages(tmp_path: Path) -> None:
+    """All of them are on the stage below. The last stage does not see what that one computes with."""
+    options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2}
+    splits = run_ranks(in_stages, 2, str(tmp_path), "itself", options, timeout=200)
+    assert_equal_to_stock(splits, "itself", tmp_path)
+    assert splits[0].num_calls == [2] * EPOCHS * STEPS
+
+
+def test_no_call_after_a_backward_in_the_loss_is_read(tmp_path: Path) -> None:
+    """Hooks of gradients on other stages may have written into weights."""
+    options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2}
+    splits = run_ranks(in_stages, 2, str(tmp_path), "a backward before", options, timeout=200)
+    assert_equal_to_stock(splits, "a backward before", tmp_path)
+    assert set(splits[0].num_calls) == {3} and splits[0].result.num_read == 0
+
+
+def test_a_call_that_may_draw_random_numbers_is_not_read_in_stages(tmp_path: Path) -> None:
+    options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2}
+    on = run_ranks(in_stages, 2, str(tmp_path / "on"), "dropout", options, timeout=200)
+    off = run_ranks(in_stages, 2, str(tmp_path / "off"), "dropout", options | {"activation_cache": "off"}, timeout=200)
+    print(on[0].result.text)
+    assert on[0].result.difference(off[0].result) == 0.0
+    assert on[0].num_calls == off[0].num_calls == [2] * EPOCHS * STEPS
 
 
 # ------------------------------------------------------------------------------------------ names and code

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 from ...model.micro_batch import Batch
 from ...pipeline.engines.engine import Engine, StepLoss
@@ -35,9 +36,21 @@ class StageServer:
         else:
             self._served = ServingStage(stage, messages)
         self._callback_calls = CallbackCalls(self._served) if serves_callbacks else None
+        self.around: Callable[[ServedCalls | ServingStage], AbstractContextManager[Any]] = lambda _: nullcontext()
+        """Entered around a batch: on the last stage around the user's code, where calls of the model are served."""
 
     def serve(self, batch: Batch, code: Callable[[], T], unread: Collection[str] = ()) -> T | None:
-        return self._served.run(batch, code, unread)
+        served = self._served
+        if isinstance(served, ServingStage):
+            with self.around(served):
+                served.run(batch, code, unread)
+            return None
+
+        def within() -> T:
+            with self.around(served):
+                return code()
+
+        return served.run(batch, within, unread)
 
     def serve_callbacks(self) -> None:
         if self._callback_calls is not None:

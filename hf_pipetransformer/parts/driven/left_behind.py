@@ -37,6 +37,7 @@ from .module_state import (
     as_sent,
     can_be_sent,
     is_plain,
+    own_forward,
     put,
     put_all,
     value_at,
@@ -183,6 +184,8 @@ class StateOnLast:
         self._refusal = ""  # error of this batch, which the loss may have caught
         self._is_other = True  # whether the layers may write other values than in the last call
         self._had_gradients: bool | None = None
+        self.has_written = False
+        """Whether a call has written into modules outside of the layers on this process."""
 
     # ------------------------------------------------------------------------------------ a batch
     def begin(self) -> None:
@@ -261,6 +264,7 @@ class StateOnLast:
         try:
             yield
             written = {change.place for change in self._around.changes()}
+            self.has_written |= bool(written)
             heard, self._heard = self._heard, {}
             for place, left in heard.items():
                 self._take(place, left, place in written)
@@ -385,7 +389,10 @@ class StateOnLast:
 
 def _code_of(module: nn.Module) -> list[Any]:
     """Return the hooks and `forward` of a module."""
-    return [vars(module).get("forward"), *(hook for table in HOOKS for hook in vars(module)[table].values())]
+    return [
+        own_forward(vars(module).get("forward")),
+        *(hook for table in HOOKS for hook in vars(module)[table].values()),
+    ]
 
 
 def _described(value: Any, is_split: bool) -> Any:

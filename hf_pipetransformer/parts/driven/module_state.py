@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...model.called_inputs import version_of
 from ...model.elsewhere import Hidden
+from ...model.method_override import MethodOverride
 
 BUFFERS, PARAMETERS, PARTS = "_buffers", "_parameters", "_modules"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -31,7 +33,7 @@ OF_CHECKPOINTING = frozenset({"_gradient_checkpointing_func", "_require_grads_ho
 REQUIRES_GRAD = "make_inputs_require_grads"
 """Name of the hook that transformers sets for the same purpose."""
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | OF_CHECKPOINTING
-FLAG = "requires_grad"
+FLAG, FORWARD = "requires_grad", "forward"
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, slice})
 PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout)
@@ -90,10 +92,22 @@ def is_plain(value: Any) -> bool:
     return type(value) in PLAIN or isinstance(value, (Number, Enum, *PLAIN_OF_TORCH))
 
 
+def own_forward(value: Any) -> Any:
+    """Return what a module's attribute `forward` is without the overrides of this package; None for its class's."""
+    while isinstance(value, MethodOverride):
+        value = value.earlier
+    return None if value is ABSENT else value
+
+
+def kind_of(tensor: Any) -> Any:
+    """Return a tensor's class; a guarded one stands for a plain one."""
+    return getattr(tensor, "plain_class", type(tensor))
+
+
 def can_be_sent(value: Any, depth: int = MAX_DEPTH) -> bool:
     """Whether a value is plain, a tensor without a gradient, or a container of such values."""
     if isinstance(value, torch.Tensor):
-        return type(value) is torch.Tensor and not value.requires_grad
+        return kind_of(value) is torch.Tensor and not value.requires_grad
     if type(value) not in REBUILT or not depth or len(value) > MAX_ENTRIES:
         return is_plain(value)
     entries = chain(value, value.values()) if isinstance(value, dict) else value
@@ -120,10 +134,6 @@ class _Object(NamedTuple):
 
     kind: type
     attributes: dict[str, Any]
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def comparable(value: Any, depth: int = MAX_DEPTH) -> Any:
@@ -277,11 +287,11 @@ class ModuleState:
     def _look_into(self, number: int, buffers: dict[str, Any]) -> None:
         """Prepare to compare one value of each CPU buffer."""
         for name, buffer in buffers.items():
-            if type(buffer) is not torch.Tensor or buffer.device.type != "cpu" or buffer.layout != torch.strided:
+            if kind_of(buffer) is not torch.Tensor or buffer.device.type != "cpu" or buffer.layout != torch.strided:
                 continue
             if buffer.numel() and not buffer.is_complex() and not buffer.is_quantized:
                 self._on_cpu.append(((number, (BUFFERS, name)), buffer))
-                middle = buffer.detach()[tuple(size // 2 for size in buffer.shape)].view(1)
+                middle = torch.Tensor.detach(buffer)[tuple(size // 2 for size in buffer.shape)].view(1)
                 self._middles.setdefault(buffer.dtype, []).append(middle)
 
     def _read(self) -> _Reading:
@@ -303,7 +313,8 @@ class ModuleState:
     def _differences(self, noted: _Reading, now: _Reading) -> Iterator[Change]:
         inside = dict(zip(self._mutable, noted.inside, strict=True))
         for index, (before, after) in enumerate(zip(noted.values, now.values, strict=True)):
-            if before is after and index not in inside:
+            is_override = self._names[index] == FORWARD and own_forward(before) is own_forward(after)
+            if is_override or (before is after and index not in inside):
                 continue
             number, path = self._numbers[index], (self._names[index],)
             if type(after) in PLAIN and type(before) is type(after):
@@ -343,7 +354,8 @@ class ModuleState:
             known.setdefault(number, set()).add(name)
         for number, owner in zip(self._modules, self._owners, strict=True):
             for name in owner.keys() - OF_TORCH - known.get(number, set()):
-                yield Change((number, (name,)), owner[name])
+                if name != FORWARD or own_forward(owner[name]) is not None:
+                    yield Change((number, (name,)), owner[name])
         empty = {id(table) for table in self._empty if table}
         for number, owner in zip(self._modules, self._owners, strict=True) if empty else ():
             for name in TABLES:

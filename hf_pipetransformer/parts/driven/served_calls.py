@@ -70,6 +70,9 @@ class ServedCalls(StageCalls):
         self._expected = 0  # micro-batches of the current call that the stages below have yet to send
         self._first_call = 0  # number of this batch's first call
         self._below = torch.zeros((), requires_grad=True, device=stage.device)  # the parameters below, for autograd
+        self._only: str | None = None  # the module whose calls alone are served
+        self.has_gone_back = False
+        """Whether the user's code has run a backward in this batch."""
         self._row_dimensions: dict[int, tuple[int | None, ...]] | None = None
         """Stack -> dimension of the samples in each tensor after the last layer; None until known."""
 
@@ -86,6 +89,7 @@ class ServedCalls(StageCalls):
         self._batch, self._released = batch, []
         self._finds_rows = self._row_dimensions is None
         self._first_call = self._number + 1
+        self.has_gone_back = False
         self._given, self._unread = RecordedInputs(batch), unread
         with self._overriding():
             result = code()
@@ -119,7 +123,7 @@ class ServedCalls(StageCalls):
             yield
 
     def _call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self.runner.is_running:  # inside of a served call
+        if self.runner.is_running or self._only not in (None, name):  # inside of a served call, or around one
             return forward(*args, **kwargs)
         try:
             return self._serve_call(name, forward, args, kwargs)
@@ -131,6 +135,28 @@ class ServedCalls(StageCalls):
             raise
         self._state.call_has_failed()
         raise error  # raised outside of the handler, to keep its own cause
+
+    @property
+    def runs_alone_outside(self) -> bool:
+        """Whether the modules around the innermost one that contains all layers can run on this process alone.
+
+        It has their weights, and no call so far has written anything into modules outside of the layers.
+        """
+        inside = set(map(id, self.modules[self.innermost].parameters()))
+        here = {id(self.stage.stack.table[name]) for name in self.stage.names}
+        return not self._state.has_written and all(id(p) in inside | here for p in self.model.parameters())
+
+    @contextmanager
+    def serving_innermost(self) -> Iterator[None]:
+        """Inside, modules around the innermost one that contains all layers run here, and only its calls are served.
+
+        A call that it does not get, because its output is known, sends no order to the stages below.
+        """
+        before, self._only = self._only, self.innermost
+        try:
+            yield
+        finally:
+            self._only = before
 
     def _drain(self) -> None:
         """Receive the remaining messages of a call that has failed here. The user's code may continue."""
@@ -304,6 +330,7 @@ class ServedCalls(StageCalls):
     def send_backward(self, order: Backward, gradients: Sequence[torch.Tensor]) -> None:
         """Called by autograd: order the backward of a micro-batch."""
         PROGRESS.tick()
+        self.has_gone_back = True
         if order.call < self._first_call:
             raise ValueError(
                 "backward() reaches a call of the model in an earlier step or in a callback, whose graph the other"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,25 @@ MOST_SEARCHES = 5
 
 
 @dataclass(frozen=True)
+class Split:
+    """A module whose layers are on several processes, of which this one runs the last and the loss.
+
+    Attributes:
+        undivided: name, in the holder, of the module in which these layers are. No part of it is stored by itself.
+        elsewhere: identities of the parameters that this process does not have. Their processes watch them.
+        digest: returns a digest of the weights and settings there.
+    """
+
+    undivided: str
+    elsewhere: frozenset[int]
+    digest: Callable[[], str]
+
+    def has_inside(self, names: Iterable[str]) -> bool:
+        """Whether one of these modules is a part of the undivided one."""
+        return any(name.startswith(f"{self.undivided}.") for name in names)
+
+
+@dataclass(frozen=True)
 class CalledByLoss:
     """A frozen module that the loss calls, in whose calls a front is looked for in place of the trained model's.
 
@@ -65,6 +84,7 @@ class CalledByLoss:
         reading: what is read of what the call returns.
         device: where it computes.
         num_entries: number of entries that an epoch stores, if it is known.
+        split: if its layers are on several processes, which.
     """
 
     holder: nn.Module
@@ -72,6 +92,7 @@ class CalledByLoss:
     reading: Reading
     device: torch.device
     num_entries: int | None
+    split: Split | None = None
 
 
 class FrontCalls:
@@ -160,6 +181,16 @@ class FrontCalls:
         self._interrupt_hint()
         if self._front is not None:
             self._front.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no output is stored or read any more, unless other parameters are trained."""
+        return self._front is None and self._flags is not None
+
+    def end(self, why: str) -> None:
+        """Stop storing and reading, and delete the entries, which may be wrong."""
+        if self._front is not None:
+            self._turn_off(why, is_wrong=True)
 
     def allow_rewritten(self) -> None:
         """Allow writes into weights before the next call if values stay the same (evaluation of averaged weights)."""
@@ -271,6 +302,9 @@ class FrontCalls:
             set_torch_states(before)
             return run()
         self._uncalled = found.uncalled
+        split = None if self._called is None else self._called.split
+        if split is not None and (split.undivided in found.closed or split.has_inside(found.needed)):
+            found = replace(found, needed={}, closed=frozenset())
         if found.closed and self._num_opened < MOST_OPENED:
             self._num_opened += 1
             self._opened |= found.closed
@@ -307,6 +341,8 @@ class FrontCalls:
     def _watched(self, roots: Iterable[nn.Module]) -> WatchedWeights:
         """Watch modules; of one that the loss calls without its adapters, the weights that are not trained."""
         trained = frozenset[int]() if self._called is None else self._called.reading.trained
+        if self._called is not None and self._called.split is not None:
+            trained |= self._called.split.elsewhere
         modules = [module for root in roots for module in root.modules()]
         weights = [weight for module in modules for weight in module.parameters(recurse=False)]
         return WatchedWeights(modules, [weight for weight in weights if id(weight) not in trained])
@@ -351,7 +387,8 @@ class FrontCalls:
         self._store.limit(job.args.activation_cache_max_gib)
         described = describe_model(self._model, job.mixed_precision)
         self._digest = self._weights.digest()
-        about = f"{described} {self._is_training} {job.args.activation_cache_dtype} {self._digest}"
+        elsewhere = "" if self._called is None or self._called.split is None else self._called.split.digest()
+        about = f"{described} {self._is_training} {job.args.activation_cache_dtype} {self._digest}{elsewhere}"
         content = f"{ENTRIES_VERSION} {about} {sorted(found.reads)} {found.needed} {self._weights.described()}"
         return FrontEntries(self._store, len(found.needed), xxhash.xxh3_128_hexdigest(content.encode()))
 

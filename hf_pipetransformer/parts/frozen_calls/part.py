@@ -17,15 +17,17 @@ from ...model.micro_batch import Batch, batch_rows
 from ...model.tags import without_tags
 from ...registry import is_installed
 from ...run.loss import Loss
-from ...run.parts import Ending, RunPart
+from ...run.parts import Ending, LayoutChange, RunPart, StepFacts
 from ...run.run import PipelineRun
 from ...run.setup.placing import Findings
 from ..front.front_calls import CalledByLoss, FrontCalls
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
 from ..prefix_cache.cache.sharing import store_file
+from .adapters import has_adapters
 from .names import OF_LOSS, OF_TRAINER, name_of, named_roots
 from .roots import FrozenRoot
+from .stages import SplitRoot, Stages
 from .watching import LossWatch, noting_calls
 
 MOST_WATCHED = 12
@@ -48,6 +50,7 @@ class FrozenCalls(RunPart):
         self._of_model: frozenset[int] = frozenset()
         self._epoch, self._begun = -1, 0.0
         self._num_watched, self._must_watch = 0, False
+        self._stages: Stages | None = None  # if the trained model's layers are on several
 
     def found(self, found: Findings) -> None:
         self._loss = found.loss
@@ -61,9 +64,15 @@ class FrozenCalls(RunPart):
         self._store = FileStore(file.parent, user=file.stem)
         self._store.limit(self._job.args.activation_cache_max_gib)
         self._trained = self._trained_now()
-        is_whole = not self._job.args.uses_pipeline and self._job.freeze_callback is None
-        if is_whole and _has_adapters(self._job.model):
+        if self._job.freeze_callback is not None or not has_adapters(self._job.model):
+            return
+        if not self._job.args.uses_pipeline:
             self._add(self._job.model)
+        elif self._run.pipeline.running.engine.position.execution.is_driven:
+            model, trained = self._job.model, self._trained_anywhere()
+            name = name_of(model, self._job.trainer)
+            root = SplitRoot(name, model, trained, self._make_calls, nullcontext)
+            self._roots[id(model)], self._stages, self.num_votes = root, Stages(self._run, root, trained), 1
 
     def _refuse_unknown_names(self) -> None:
         """Refuse `cached_modules` outside of the model that are not there. All processes have the same trainer.
@@ -94,6 +103,12 @@ class FrozenCalls(RunPart):
         of_optimizer = [id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad]
         return frozenset([*of_optimizer, *(id(p) for p in self._job.model.parameters() if p.requires_grad)])
 
+    def _trained_anywhere(self) -> frozenset[int]:
+        """Identities of the parameters that some process trains. Collective over all processes."""
+        table, mesh = self._run.pipeline.stack.table, self._job.mesh
+        everyone = mesh.gather_objects([name for name in table.names if id(table[name]) in self._trained])
+        return self._trained.union(id(table[name]) for names in everyone for name in names)
+
     # ------------------------------------------------------------------------------------ steps
     @contextmanager
     def around_step(self, batch: Batch) -> Iterator[None]:
@@ -111,6 +126,8 @@ class FrozenCalls(RunPart):
                 around.enter_context(noting_calls(called.append, self._is_frozen_elsewhere))
             for root in self._roots.values():
                 around.enter_context(root.step())
+            if self._stages is not None:
+                around.enter_context(self._stages.step())
             watch = self._watch(batch) if must_watch else None
             if watch is not None:
                 around.enter_context(watch)
@@ -121,6 +138,18 @@ class FrozenCalls(RunPart):
         self._must_watch = bool(called) or (watch is None and has_unknown)
         for root in self._roots.values():
             root.has_unknown = False
+
+    def vote(self, facts: StepFacts) -> tuple[bool, ...]:
+        return (self._stages is not None and self._stages.vote(),) * self.num_votes
+
+    def heard(self, votes: tuple[bool, ...]) -> None:
+        if self._stages is not None and votes:
+            self._stages.heard(votes[0])
+
+    def layout_changed(self, change: LayoutChange) -> None:
+        if self._stages is not None:
+            self._stages.layout_changed()
+            self._must_watch = self._run.pipeline.computes_loss
 
     def _follow_epoch(self) -> bool:
         """Begin an epoch if the step is its first. Returns whether it is."""
@@ -234,7 +263,9 @@ class FrozenCalls(RunPart):
             calls.drop(deletes)  # a process that still reads computes what it does not find
         for root in self._roots.values():
             root.close()
-        self._roots = {}
+        if self._stages is not None:
+            self._stages.release()
+        self._roots, self._stages = {}, None
         if deletes and not store.generations():
             store.remove()
 
@@ -242,10 +273,6 @@ class FrozenCalls(RunPart):
 def _is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` has made a module of it: its code must not be traced with what watches a step."""
     return type(module).__module__.startswith("torch._dynamo")
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    return any(hasattr(module, "_disable_adapters") for module in model.modules())
 
 
 KNOWN = ("torch.nn.", "hf_pipetransformer.", "bitsandbytes.", "torchao.", "transformers.")

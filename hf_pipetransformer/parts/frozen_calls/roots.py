@@ -11,7 +11,7 @@ given, so a call that gets something else than before never reads what was store
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch import nn
 from ...model.method_override import MethodOverride
 from ...model.nested import in_new_containers
 from ..front.finding import Reading
-from ..front.front_calls import CalledByLoss, FrontCalls
+from ..front.front_calls import CalledByLoss, FrontCalls, Split
 from .forms import arguments_by_name, form_of
 from .watching import SeenCall
 
@@ -91,11 +91,18 @@ class FrozenRoot:
         self._is_of_batch: dict[str, dict[int, bool]] = {}  # by form and number of the call in a step
         self._num_calls: Counter[str] = Counter()
         self._is_open = self._is_running = False
-        self._override = MethodOverride(module, "forward", partial(self._forward, module.forward))
+        self._override: MethodOverride | None = None
+        self.open()
+
+    def open(self) -> None:
+        """Intercept the module's calls until `close`."""
+        self._override = MethodOverride(self.module, "forward", partial(self._forward, self.module.forward))
 
     def close(self) -> None:
         """Let the module run as it is."""
-        self._override.remove()
+        if self._override is not None:
+            self._override.remove()
+            self._override = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -131,7 +138,13 @@ class FrozenRoot:
                 entries = None if num_samples is None else num_samples * max(call.rows, 1) // max(batch_rows, 1)
                 holder, around = holding(self.name, self.module)
                 opened = around | self._around(call.dear)
-                self.fronts[form] = self._make_calls(CalledByLoss(holder, opened, reading, self._device, entries))
+                called = CalledByLoss(holder, opened, reading, self._device, entries, self._split)
+                self.fronts[form] = self._make_calls(called)
+
+    @property
+    def _split(self) -> Split | None:
+        """Which of its layers are on other processes; None if the module is whole."""
+        return None
 
     @property
     def _device(self) -> torch.device:
@@ -160,12 +173,20 @@ class FrozenRoot:
         self._is_running = True
         try:
             with self._aside():
-                if calls is None or not self._is_of_batch[form].get(number):
+                if calls is None or not self._is_of_batch[form].get(number) or not self._may_look_up():
                     return forward(*args, **kwargs)
                 with counted_as_frozen(self._parameters):
-                    return calls.run(self._run, (), in_new_containers(dict(inputs)))
+                    return self._look_up(calls, inputs)
         finally:
             self._is_running = False
+
+    def _may_look_up(self) -> bool:
+        """Whether stored outputs may be read now, and others stored."""
+        return True
+
+    def _look_up(self, calls: FrontCalls, inputs: Mapping[str, Any]) -> Any:
+        """Run a call, with stored outputs if there are some."""
+        return calls.run(self._run, (), in_new_containers(dict(inputs)))
 
     def _run(self, **inputs: Any) -> Any:
         return self.module.forward(**inputs)  # looked up, as a front may be over it

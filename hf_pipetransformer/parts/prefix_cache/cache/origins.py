@@ -56,6 +56,10 @@ METADATA = frozenset(
 """What may be asked of a tensor without looking at its values. Shapes are compared where they matter (`front`)."""
 
 
+_entered: list[Origins] = []
+"""Those that watch now."""
+
+
 class Origins(TorchFunctionMode):
     """Inside, records each tensor's origins, and the tensors that code outside of frozen modules reads.
 
@@ -91,6 +95,15 @@ class Origins(TorchFunctionMode):
         for name, value in inputs.items():
             for tensor in tensors_in(value):  # models hand on what only their loss needs
                 self.of(tensor, set()).update({name} - NOT_OF_STATES)
+
+    def __enter__(self) -> Origins:
+        _entered.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _entered.remove(self)
 
     def take_constants(self, other: Origins) -> None:
         """Count tensors that another pass has not made either, and that are the same now, as constants."""
@@ -169,6 +182,34 @@ class Origins(TorchFunctionMode):
         if not made and not changed:
             self.decided |= origins
         return result
+
+
+def as_one_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function into which no `Origins` looks: what it returns depends on all the tensors that it is given.
+
+    Its inside may receive tensors from other processes, of which nothing is recorded.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        watching = [origins for origins in _entered if not origins.is_paused]
+        if not watching:
+            return function(*args, **kwargs)
+        for origins in watching:
+            origins.is_paused = True
+        given, before = tensors_in((args, kwargs)), torch_states()
+        try:
+            result = function(*args, **kwargs)
+            draws = not all(map(torch.equal, before, torch_states()))
+        finally:
+            for origins in watching:
+                origins.is_paused = False
+        for origins in watching:
+            of = origins.union(given) | ({RANDOM} if draws else set())
+            for tensor in tensors_in(result):
+                origins.of(tensor, set()).update(of)
+        return result
+
+    return run
 
 
 def _is_in_place(name: str) -> bool:
