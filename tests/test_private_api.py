@@ -251,6 +251,15 @@ def knows_what_it_is_a_view_of() -> bool:
         return tensor[0]._base is tensor and tensor.view(4)[1:]._base is tensor and tensor._base is None
 
 
+def lists_global_hooks(table: str, register: str) -> bool:
+    of_torch, hook = nn.modules.module, lambda *given: None
+    handle = getattr(of_torch, register)(hook)
+    try:
+        return hook in getattr(of_torch, table).values()
+    finally:
+        handle.remove()
+
+
 GUARDS: dict[str, Callable[[], Any]] = {
     "_loss_function": lambda: (
         "self._loss_function = " in inspect.getsource(transformers.PreTrainedModel.loss_function.fset)
@@ -266,6 +275,10 @@ GUARDS: dict[str, Callable[[], Any]] = {
     "_buffers": lambda: module_with_all()._buffers.keys() == {"kept", "dropped"},
     "_non_persistent_buffers_set": lambda: module_with_all()._non_persistent_buffers_set == {"dropped"},
     "_forward_hooks": lambda: len(module_with_all()._forward_hooks) == 1,
+    "_global_forward_hooks": lambda: lists_global_hooks("_global_forward_hooks", "register_module_forward_hook"),
+    "_global_forward_pre_hooks": (
+        lambda: lists_global_hooks("_global_forward_pre_hooks", "register_module_forward_pre_hook")
+    ),
     "_forward_pre_hooks": lambda: len(module_with_all()._forward_pre_hooks) == 1,
     "_backward_pre_hooks": lambda: nn.Linear(1, 1)._backward_pre_hooks == {},
     "_version": counts_writes,

@@ -141,10 +141,11 @@ def _stored_of(teacher: Values) -> Iterator[str]:
         what += f", on which {teacher['head']} runs again"
     limit = teacher["limit_bytes"]
     share = teacher["stored_share"]
+    part = "all" if share == 1 else f"{share:.0%} of the"
     room = (
         "the limit of the cache is not known (--activation-cache-max-gib, --disk-gib)"
         if limit is None
-        else f"the cache may take {limit / GIB:,.1f} GiB, enough for {'all' if share == 1 else f'{share:.0%} of the'} samples"
+        else f"the cache may take {limit / GIB:,.1f} GiB, enough for {part} samples"
     )
     yield f"Stored for each sample: {teacher['sample_bytes']:,} bytes ({what})."
     size = teacher["node_bytes"]

@@ -14,6 +14,7 @@ it:
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -177,7 +178,7 @@ def find_front(
         if id(parameter) in trained:
             origins.of(parameter, set()).add(TRAINED)
     calls: list[_FrozenCall] = []
-    at_start = other_randomness()
+    at_start, thread = other_randomness(), threading.get_ident()
 
     def watch(
         name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -224,7 +225,7 @@ def find_front(
 
     def watched(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if origins.is_inside:
+            if origins.is_inside or threading.get_ident() != thread:
                 return forward(*args, **kwargs)
             origins.is_inside = origins.is_paused = True
             origins.inside_of = name
@@ -256,6 +257,14 @@ def find_front(
 def users_hooks_on(module: nn.Module) -> list[Any]:
     """The forward hooks of a module that do not belong to a known library; they get the module's output."""
     return [hook for hook in module._forward_hooks.values() if not is_known(hook)]
+
+
+def has_users_global_hooks() -> bool:
+    """Whether hooks of the user's run in the calls of all modules. They may see or change what any module computes."""
+    of_torch = nn.modules.module
+    return not all(
+        map(is_known, (*of_torch._global_forward_hooks.values(), *of_torch._global_forward_pre_hooks.values()))
+    )
 
 
 @contextmanager
@@ -373,11 +382,19 @@ def _needed(
     return {
         name: tuple(
             position
-            for position, leaf in enumerate(call.outputs)
-            if isinstance(leaf, torch.Tensor) and (origins.is_read(leaf) or id(leaf) in others)
+            for position, (leaf, first) in enumerate(zip(call.outputs, first_positions(call.outputs), strict=True))
+            if isinstance(leaf, torch.Tensor) and first == position and (origins.is_read(leaf) or id(leaf) in others)
         )
         for name, call in front.items()
     }
+
+
+def first_positions(leaves: Sequence[Any]) -> list[int]:
+    """For each leaf of an output, the position of the first leaf that is the same tensor, which may be its own."""
+    first: dict[int, int] = {}
+    are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    pairs = enumerate(zip(leaves, are_tensors, strict=True))
+    return [first.setdefault(id(leaf), position) if is_tensor else position for position, (leaf, is_tensor) in pairs]
 
 
 def _feeds(call: _FrozenCall, front: Mapping[str, _FrozenCall]) -> bool:

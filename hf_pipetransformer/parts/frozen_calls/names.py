@@ -12,6 +12,7 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer
 
@@ -48,6 +49,18 @@ def name_of(module: nn.Module, trainer: Trainer) -> str:
             if part is module:
                 return f"{first}.{inside}".strip(".")
     return f"{OF_LOSS}.{type(module).__name__}"
+
+
+def containers_of(module: nn.Module, trainer: Trainer) -> list[nn.Module]:
+    """The modules with a forward that contain a module, in the trained model and in what a loss may call."""
+    model: Any = trainer.model
+    parts = {part for root in (model, *named_roots(trainer).values()) for part in root.modules()}
+    found = [part for part in parts if part is not module and any(inside is module for inside in part.modules())]
+    return [
+        part
+        for part in found
+        if type(part).forward is not nn.Module.forward and not isinstance(part, torch.jit.ScriptModule)
+    ]
 
 
 def _modules_in(value: Any, name: str) -> Iterator[tuple[str, nn.Module]]:

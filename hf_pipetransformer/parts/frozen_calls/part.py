@@ -24,8 +24,8 @@ from ..front.front_calls import CalledByLoss, FrontCalls
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
 from ..prefix_cache.cache.sharing import store_file
-from .names import OF_LOSS, OF_TRAINER, name_of, named_roots
-from .roots import FrozenRoot
+from .names import OF_LOSS, OF_TRAINER, containers_of, name_of, named_roots
+from .roots import FrozenRoot, Surrounding
 from .watching import LossWatch, noting_calls
 
 MOST_WATCHED = 12
@@ -44,6 +44,7 @@ class FrozenCalls(RunPart):
         self._loss: Loss | None = None
         self._store: FileStore | None = None
         self._roots: dict[int, FrozenRoot] = {}  # by the identity of the module
+        self._surrounding: dict[int, Surrounding] = {}
         self._trained: frozenset[int] = frozenset()
         self._of_model: frozenset[int] = frozenset()
         self._epoch, self._begun = -1, 0.0
@@ -192,6 +193,9 @@ class FrozenCalls(RunPart):
         is_model = module is self._job.model and front is not None
         aside = front.aside if is_model else nullcontext
         name = name_of(module, self._job.trainer)
+        for container in containers_of(module, self._job.trainer):
+            if id(container) not in self._surrounding | self._roots:  # a root does the same in its calls
+                self._surrounding[id(container)] = Surrounding(container)
         self._roots[id(module)] = FrozenRoot(name, module, self._trained, self._make_calls, aside)
 
     def _make_calls(self, called: CalledByLoss) -> FrontCalls:
@@ -234,7 +238,9 @@ class FrozenCalls(RunPart):
             calls.drop(deletes)  # a process that still reads computes what it does not find
         for root in self._roots.values():
             root.close()
-        self._roots = {}
+        for surrounding in self._surrounding.values():
+            surrounding.close()
+        self._roots, self._surrounding = {}, {}
         if deletes and not store.generations():
             store.remove()
 

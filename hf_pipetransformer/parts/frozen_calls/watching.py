@@ -10,6 +10,7 @@ is run for it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -91,6 +92,7 @@ class LossWatch:
         self._stack: list[_Open] = []  # of calls that have begun, from the outermost one
         self._kinds: dict[int, tuple[bool, bool]] = {}
         self._entered = ExitStack()
+        self._thread = threading.get_ident()  # the hooks run on all threads
 
     def __enter__(self) -> LossWatch:
         with ExitStack() as stack:
@@ -120,8 +122,12 @@ class LossWatch:
             self._kinds[id(module)] = is_around or is_plain or isinstance(module, WRAPPERS), is_trained
         return self._kinds[id(module)][0]
 
+    def _is_seen(self) -> bool:
+        """Whether calls are looked at now: not on other threads, nor as a part of a compiled function."""
+        return threading.get_ident() == self._thread and not torch.compiler.is_compiling()
+
     def _begins(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # the hooks must not become a part of a compiled function
+        if not self._is_seen():
             return
         if self._stack:
             self._stack.append(_Open(module))
@@ -131,7 +137,7 @@ class LossWatch:
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         """A call has ended; after an error in it torch passes no keyword arguments to the hook."""
-        if torch.compiler.is_compiling():
+        if not self._is_seen():
             return
         kwargs, output = rest if len(rest) == 2 else ({}, None)
         while self._stack and self._stack[-1].module is not module:  # an error has ended calls inside of it
