@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten
 from transformers.cache_utils import Cache
 
@@ -259,12 +261,15 @@ def users_hooks_on(module: nn.Module) -> list[Any]:
     return [hook for hook in module._forward_hooks.values() if not is_known(hook)]
 
 
-def has_users_global_hooks() -> bool:
-    """Whether hooks of the user's run in the calls of all modules. They may see or change what any module computes."""
+def users_see_all_calls() -> bool:
+    """Whether hooks for all modules, or modes of torch, are the user's. They see what any module computes.
+
+    They may count it, or change it in some calls and not in others.
+    """
     of_torch = nn.modules.module
-    return not all(
-        map(is_known, (*of_torch._global_forward_hooks.values(), *of_torch._global_forward_pre_hooks.values()))
-    )
+    hooks = *of_torch._global_forward_hooks.values(), *of_torch._global_forward_pre_hooks.values()
+    modes = *_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()
+    return not all(map(is_known, (*hooks, *modes)))
 
 
 @contextmanager

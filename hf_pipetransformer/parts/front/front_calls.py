@@ -32,9 +32,9 @@ from .finding import (
     FoundFront,
     Reading,
     find_front,
-    has_users_global_hooks,
     users_hooks_at_rest,
     users_hooks_on,
+    users_see_all_calls,
     waits_for_others,
 )
 from .front import FrozenFront, OtherCallsError
@@ -206,7 +206,7 @@ class FrontCalls:
     # ------------------------------------------------------------------------------------ calls of the model
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the model. The front is searched for, computed, or read from the store."""
-        if has_users_global_hooks():
+        if users_see_all_calls():
             return forward(*args, **kwargs)
         flags = self._flags_now()
         names = frozenset(name for name, value in kwargs.items() if value is not None) - NOT_OF_STATES

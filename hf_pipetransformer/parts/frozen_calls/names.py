@@ -38,6 +38,12 @@ def named_roots(trainer: Trainer) -> dict[str, nn.Module]:
     return {name: module for name, module in found.items() if module is not model}
 
 
+def reachable(trainer: Trainer) -> set[nn.Module]:
+    """The trained model, the modules that a loss may call by a name, and all their parts."""
+    model: Any = trainer.model
+    return {part for root in (model, *named_roots(trainer).values()) for part in root.modules()}
+
+
 def name_of(module: nn.Module, trainer: Trainer) -> str:
     """The name of a module that a loss has called."""
     model: Any = trainer.model
@@ -53,8 +59,7 @@ def name_of(module: nn.Module, trainer: Trainer) -> str:
 
 def containers_of(module: nn.Module, trainer: Trainer) -> list[nn.Module]:
     """The modules with a forward that contain a module, in the trained model and in what a loss may call."""
-    model: Any = trainer.model
-    parts = {part for root in (model, *named_roots(trainer).values()) for part in root.modules()}
+    parts = reachable(trainer)
     found = [part for part in parts if part is not module and any(inside is module for inside in part.modules())]
     return [
         part

@@ -24,7 +24,7 @@ from ..front.front_calls import CalledByLoss, FrontCalls
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
 from ..prefix_cache.cache.sharing import store_file
-from .names import OF_LOSS, OF_TRAINER, containers_of, name_of, named_roots
+from .names import OF_LOSS, OF_TRAINER, containers_of, name_of, named_roots, reachable
 from .roots import FrozenRoot, Surrounding
 from .watching import LossWatch, noting_calls
 
@@ -45,6 +45,7 @@ class FrozenCalls(RunPart):
         self._store: FileStore | None = None
         self._roots: dict[int, FrozenRoot] = {}  # by the identity of the module
         self._surrounding: dict[int, Surrounding] = {}
+        self._named: set[int] = set()  # identities of the modules to which a name leads
         self._trained: frozenset[int] = frozenset()
         self._of_model: frozenset[int] = frozenset()
         self._epoch, self._begun = -1, 0.0
@@ -135,7 +136,27 @@ class FrozenCalls(RunPart):
             if is_first:
                 calls.begin_epoch(epoch, self._begun)
             calls.end_if_useless()
+        if is_first:
+            self._forget_replaced()
         return is_first
+
+    def _forget_replaced(self) -> None:
+        """Drop modules to which no name leads any more, such as a copy of the model that is made in each epoch.
+
+        Of others, to which no name has ever led, those that were not called in the last epoch.
+        """
+        if not self._roots:
+            return
+        held = reachable(self._job.trainer)
+        for of, root in list(self._roots.items()):
+            was_called, root.was_called = root.was_called, False
+            is_held = root.module in held if of in self._named else was_called
+            if not is_held:
+                self._end(self._roots.pop(of), self._may_delete())
+        for of, container in list(self._surrounding.items()):
+            if container.module not in held:
+                self._surrounding.pop(of).close()
+        self._named &= self._roots.keys()
 
     def _knows_frozen(self) -> bool:
         """Whether there is a module that a loss may call and that is not trained.
@@ -193,6 +214,8 @@ class FrozenCalls(RunPart):
         is_model = module is self._job.model and front is not None
         aside = front.aside if is_model else nullcontext
         name = name_of(module, self._job.trainer)
+        if module in reachable(self._job.trainer):
+            self._named.add(id(module))
         for container in containers_of(module, self._job.trainer):
             if id(container) not in self._surrounding | self._roots:  # a root does the same in its calls
                 self._surrounding[id(container)] = Surrounding(container)
@@ -232,17 +255,24 @@ class FrozenCalls(RunPart):
         store, self._store = self._store, None
         if store is None:
             return
-        deletes &= not self._job.shares_store and bool(self._job.trainer.is_local_process_zero())
-        for calls in self._calls():
-            calls.end_hint(is_given=True)
-            calls.drop(deletes)  # a process that still reads computes what it does not find
+        deletes &= self._may_delete()
         for root in self._roots.values():
-            root.close()
+            self._end(root, deletes)
         for surrounding in self._surrounding.values():
             surrounding.close()
         self._roots, self._surrounding = {}, {}
         if deletes and not store.generations():
             store.remove()
+
+    def _may_delete(self) -> bool:
+        """Whether no other training can read what is stored, and this process is the one that deletes it."""
+        return not self._job.shares_store and bool(self._job.trainer.is_local_process_zero())
+
+    def _end(self, root: FrozenRoot, deletes: bool) -> None:
+        for calls in root.fronts.values():
+            calls.end_hint(is_given=True)
+            calls.drop(deletes)  # a process that still reads computes what it does not find
+        root.close()
 
 
 def _is_compiled(module: nn.Module) -> bool:

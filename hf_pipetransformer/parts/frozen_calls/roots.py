@@ -79,6 +79,7 @@ class Surrounding:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self._override = MethodOverride(module, "forward", partial(self._forward, module.forward))
 
     def close(self) -> None:
@@ -114,6 +115,8 @@ class FrozenRoot:
         """What is known of its calls, by form."""
         self.has_unknown = False
         """Whether there was a call, since this was set to False, of which it is not known what it is computed from."""
+        self.was_called = True
+        """Whether it was called, by the loss, since this was set to False."""
         self._trained, self._make_calls, self._aside = trained, make_calls, aside
         self._parameters = [parameter for parameter in module.parameters() if id(parameter) not in trained]
         self._is_of_batch: dict[str, dict[int, bool]] = {}  # by form and number of the call in a step
@@ -181,6 +184,7 @@ class FrozenRoot:
 
     def _outermost(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call by the loss."""
+        self.was_called = True
         if self._needs_gradients():
             return forward(*args, **kwargs)
         inputs = arguments_by_name(self.module, args, kwargs)
