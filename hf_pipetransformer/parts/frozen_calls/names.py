@@ -58,7 +58,7 @@ def name_of(module: nn.Module, trainer: Trainer) -> str:
 
 
 def containers_of(module: nn.Module, trainer: Trainer) -> list[nn.Module]:
-    """The modules with a forward that contain a module, in the trained model and in what a loss may call."""
+    """The modules with a forward that contain a module, in the trained model and in modules that a loss may call."""
     parts = reachable(trainer)
     found = [part for part in parts if part is not module and any(inside is module for inside in part.modules())]
     return [

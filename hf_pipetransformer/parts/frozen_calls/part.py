@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import reduce
 from operator import add
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...logs import log_on_main
 from ...model.micro_batch import Batch, batch_rows
 from ...model.tags import without_tags
 from ...registry import is_installed
@@ -23,11 +25,16 @@ from ...run.setup.placing import Findings
 from ..front.front_calls import CalledByLoss, FrontCalls
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
+from ..prefix_cache.cache.known_code import FOREIGN, foreign_code, is_declared
 from ..prefix_cache.cache.sharing import store_file
 from .names import OF_LOSS, OF_TRAINER, containers_of, name_of, named_roots, reachable
 from .roots import FrozenRoot, Surrounding
-from .watching import LossWatch, noting_calls
+from .watching import LossWatch, SeenCall, noting_calls
 
+logger = logging.getLogger(__name__)
+
+MOST_PARTS = 4
+"""Number of parts of a module with undeclared code of the user's up to which their outputs are stored."""
 MOST_WATCHED = 12
 """Number of steps that are watched because of calls that are not known, besides the first step of each epoch."""
 
@@ -50,6 +57,8 @@ class FrozenCalls(RunPart):
         self._of_model: frozenset[int] = frozenset()
         self._epoch, self._begun = -1, 0.0
         self._num_watched, self._must_watch = 0, False
+        self._foreign: dict[nn.Module, str] = {}  # why modules are looked into
+        self._not_stored: dict[str, str] = {}  # why modules are computed in every epoch, by name
 
     def found(self, found: Findings) -> None:
         self._loss = found.loss
@@ -182,7 +191,17 @@ class FrozenCalls(RunPart):
 
     def _watch(self, batch: Batch) -> LossWatch:
         self._trained = self._trained_now()
-        return LossWatch(self._job.model, without_tags(batch), self._trained, self._may_be_root)
+        self._foreign = {}  # code may have been replaced; and modules are not held
+        model, inputs = self._job.model, without_tags(batch)
+        return LossWatch(model, inputs, self._trained, self._may_be_root, self._why_foreign)
+
+    def _why_foreign(self, module: nn.Module) -> str:
+        """Describe the user's code in a module; empty if there is none, or if it is declared."""
+        if module not in self._foreign:
+            why = foreign_code(module, hooks_count=False)
+            declared = self._job.args.cached_modules or ()
+            self._foreign[module] = "" if why and is_declared(name_of(module, self._job.trainer), declared) else why
+        return self._foreign[module]
 
     def _may_be_root(self, module: nn.Module) -> bool:
         """Whether the output of a module may be stored that is called now."""
@@ -202,12 +221,29 @@ class FrozenCalls(RunPart):
         num_samples = len(dataset) if isinstance(dataset, Sized) else None
         by_module: dict[int, list[Any]] = {}
         for call in watch.calls:
-            by_module.setdefault(id(call.module), []).append(call)
+            if call.within is None or self._may_be_part(call, watch.calls):
+                by_module.setdefault(id(call.module), []).append(call)
         for of, calls in by_module.items():
             if of not in self._roots and any(call.is_of_batch for call in calls):
                 self._add(calls[0].module)
             if of in self._roots:
                 self._roots[of].learn(calls, num_samples, batch_rows(batch))
+
+    def _may_be_part(self, call: SeenCall, calls: Sequence[SeenCall]) -> bool:
+        """Whether a module is stored that code of the user's has called, which is not declared: a large part of few.
+
+        Of other such modules it is said once that they are computed.
+        """
+        assert call.within is not None
+        parts = {one.module for one in calls if one.within is call.within}
+        if len(parts) <= MOST_PARTS and next(call.module.children(), None) is not None:
+            return True
+        name = name_of(call.within, self._job.trainer)
+        if name not in self._not_stored:
+            self._not_stored[name] = FOREIGN.format(self._why_foreign(call.within), name)
+            text = f"{name} is frozen, but computed in every epoch: {self._not_stored[name]}."
+            log_on_main(logger, self._job.args, text)
+        return False
 
     def _add(self, module: nn.Module) -> None:
         front = self._run.parts.get("front")
@@ -217,6 +253,8 @@ class FrozenCalls(RunPart):
         if module in reachable(self._job.trainer):
             self._named.add(id(module))
         for container in containers_of(module, self._job.trainer):
+            if self._why_foreign(container) and container is not self._job.model:
+                continue  # it is looked into
             if id(container) not in self._surrounding | self._roots:  # a root does the same in its calls
                 self._surrounding[id(container)] = Surrounding(container)
         self._roots[id(module)] = FrozenRoot(name, module, self._trained, self._make_calls, aside)
@@ -243,7 +281,7 @@ class FrozenCalls(RunPart):
             self._run.publish("calls_epoch", total)
 
     def train_ends(self) -> None:
-        reasons = {name: why for calls in self._calls() for name, why in calls.why_not_read.items()}
+        reasons = self._not_stored | {name: why for calls in self._calls() for name, why in calls.why_not_read.items()}
         self._run.publish("not_read", reasons)
         self._drop(deletes=True)  # before the front, over which calls without adapters are looked at
 
