@@ -230,14 +230,16 @@ class FrozenCalls(RunPart):
                 self._roots[of].learn(calls, num_samples, batch_rows(batch))
 
     def _may_be_part(self, call: SeenCall, calls: Sequence[SeenCall]) -> bool:
-        """Whether a module is stored that code of the user's has called, which is not declared: a large part of few.
+        """Whether the output of a module may be stored that undeclared code of the user's has called.
 
-        Of other such modules it is said once that they are computed.
+        It may if the module has parts, and if there are few such modules in that code. Otherwise a line says once that
+        all is computed.
         """
         assert call.within is not None
-        parts = {one.module for one in calls if one.within is call.within}
-        if len(parts) <= MOST_PARTS and next(call.module.children(), None) is not None:
-            return True
+        within = [one.module for one in calls if one.within is call.within]
+        parts = {module for module in within if next(module.children(), None) is not None}
+        if 0 < len(parts) <= MOST_PARTS:
+            return call.module in parts
         name = name_of(call.within, self._job.trainer)
         if name not in self._not_stored:
             self._not_stored[name] = FOREIGN.format(self._why_foreign(call.within), name)

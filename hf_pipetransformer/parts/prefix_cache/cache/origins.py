@@ -132,7 +132,7 @@ class Origins(TorchFunctionMode):
             if tensor not in others:
                 others[tensor] = tensor.view_as(tensor)  # with its graph: wav2vec2's features require a gradient
                 self.of(others[tensor], set()).update(self.of(tensor))
-            return others[tensor]  # type: ignore[no-any-return]
+            return others[tensor]
 
         return tree_map_only(torch.Tensor, alias, output)
 
