@@ -302,6 +302,7 @@ GUARDS: dict[str, Callable[[], Any]] = {
     "_foreach_norm": lambda: torch._foreach_norm([torch.ones(4)])[0] == 2,
     "_BatchNorm": lambda: issubclass(nn.BatchNorm2d, nn.modules.batchnorm._BatchNorm),
     "_NormBase": lambda: issubclass(nn.InstanceNorm2d, nn.modules.batchnorm._NormBase),
+    "_to_copy": lambda: torch.ops.aten._to_copy.default,
     "_grouped_mm": lambda: torch.ops.aten._grouped_mm.default,
     "_scaled_dot_product_flash_attention_for_cpu": (
         lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
