@@ -99,7 +99,7 @@ class HiddenObject(Unreadable):
         super().__init__(f"{text} ({of.kind.__name__})", REMEDY)
         self.__dict__.update(attributes=of.attributes, kind=of.kind)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The class of the object, for `isinstance`."""
         return self.__dict__["kind"]

@@ -482,7 +482,7 @@ class FrozenFront:
         if others not in known.others or not are_equal(digests, call.digests[name], self._implies_causal):
             raise NewCallError
         computed = of_missing(forward, args, kwargs, call, known, has_rows) if call.missing else []
-        leaves = []
+        leaves: list[Any] = []
         for position, leaf in enumerate(known.leaves):
             if isinstance(leaf, Same):
                 leaves.append(leaves[leaf.first])
