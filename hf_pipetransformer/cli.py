@@ -103,6 +103,9 @@ def plan(
     efficiency: Annotated[float | None, typer.Option(help="Fraction of peak FLOP/s that layers reach.")] = None,
     memory_gib: Annotated[float | None, typer.Option(help="Override the device's memory, in GiB.")] = None,
     disk_gib: Annotated[float | None, typer.Option(help="Free disk of a node for the cache, in GiB.")] = None,
+    activation_cache_max_gib: Annotated[
+        float | None, typer.Option(help="Limit of a node's cache, in GiB; by default a fifth of --disk-gib.")
+    ] = None,
     alpha: Annotated[
         float, typer.Option(help="Fraction of the active layers to freeze at the start of each epoch.")
     ] = 1 / 3,
@@ -140,6 +143,9 @@ def plan(
     frozen_module: Annotated[
         list[str] | None, typer.Option(help="Name of a module that you have frozen; may be repeated.")
     ] = None,
+    teacher: Annotated[
+        str | None, typer.Option(help="Frozen teacher that the loss calls: a name as for MODEL_OR_CONFIG.")
+    ] = None,
     task: Annotated[str, typer.Option(help=TASK_HELP)] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="List all assumptions of the prediction.")] = False,
@@ -175,9 +181,9 @@ def plan(
             caches=cache,
             gradient_accumulation_steps=gradient_accumulation_steps,
         )
-        kind = device_named(device, efficiency, memory_gib, disk_gib)
+        kind = device_named(device, efficiency, memory_gib, disk_gib, activation_cache_max_gib)
         tuning = Tuning(lora_r, gradient_checkpointing, bf16)
-        title, values = answer(model_or_config, task, seq, job, kind, frozen_module or (), tuning)
+        title, values = answer(model_or_config, task, seq, job, kind, frozen_module or (), tuning, teacher)
     except UnsupportedModelError as error:
         _fail(1, str(error))
     except ImportError as error:

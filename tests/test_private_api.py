@@ -251,6 +251,27 @@ def knows_what_it_is_a_view_of() -> bool:
         return tensor[0]._base is tensor and tensor.view(4)[1:]._base is tensor and tensor._base is None
 
 
+def lists_modes() -> bool:
+    class OfFunctions(torch.overrides.TorchFunctionMode):
+        pass
+
+    class OfDispatch(torch.utils._python_dispatch.TorchDispatchMode):
+        pass
+
+    with OfFunctions() as one, OfDispatch() as other:
+        functions = torch.overrides._get_current_function_mode_stack()
+        return functions == [one] and torch.utils._python_dispatch._get_current_dispatch_mode_stack() == [other]
+
+
+def lists_global_hooks(table: str, register: str) -> bool:
+    of_torch, hook = nn.modules.module, lambda *given: None
+    handle = getattr(of_torch, register)(hook)
+    try:
+        return hook in getattr(of_torch, table).values()
+    finally:
+        handle.remove()
+
+
 GUARDS: dict[str, Callable[[], Any]] = {
     "_loss_function": lambda: (
         "self._loss_function = " in inspect.getsource(transformers.PreTrainedModel.loss_function.fset)
@@ -266,6 +287,12 @@ GUARDS: dict[str, Callable[[], Any]] = {
     "_buffers": lambda: module_with_all()._buffers.keys() == {"kept", "dropped"},
     "_non_persistent_buffers_set": lambda: module_with_all()._non_persistent_buffers_set == {"dropped"},
     "_forward_hooks": lambda: len(module_with_all()._forward_hooks) == 1,
+    "_get_current_function_mode_stack": lambda: lists_modes(),
+    "_get_current_dispatch_mode_stack": lambda: lists_modes(),
+    "_global_forward_hooks": lambda: lists_global_hooks("_global_forward_hooks", "register_module_forward_hook"),
+    "_global_forward_pre_hooks": (
+        lambda: lists_global_hooks("_global_forward_pre_hooks", "register_module_forward_pre_hook")
+    ),
     "_forward_pre_hooks": lambda: len(module_with_all()._forward_pre_hooks) == 1,
     "_backward_pre_hooks": lambda: nn.Linear(1, 1)._backward_pre_hooks == {},
     "_version": counts_writes,
@@ -275,6 +302,7 @@ GUARDS: dict[str, Callable[[], Any]] = {
     "_foreach_norm": lambda: torch._foreach_norm([torch.ones(4)])[0] == 2,
     "_BatchNorm": lambda: issubclass(nn.BatchNorm2d, nn.modules.batchnorm._BatchNorm),
     "_NormBase": lambda: issubclass(nn.InstanceNorm2d, nn.modules.batchnorm._NormBase),
+    "_to_copy": lambda: torch.ops.aten._to_copy.default,
     "_grouped_mm": lambda: torch.ops.aten._grouped_mm.default,
     "_scaled_dot_product_flash_attention_for_cpu": (
         lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -23,6 +23,7 @@ def advise(values: Values) -> list[str]:
         *_about_gain(values),
         *_about_cache(values),
         *_about_adapters(values),
+        *_about_teacher(values),
     ]
     return sentences or [
         f"Train with these settings, pipeline_parallel_size={k}: no other layout is predicted to be much faster."
@@ -81,6 +82,7 @@ def _about_stages(values: Values) -> Iterator[str]:
 def _about_fsdp(values: Values) -> Iterator[str]:
     """Advice on FSDP. It has no bubble and no replicated state, but moves all parameters in each step."""
     if values["fastest_plain"] != FSDP:
+        yield from _about_overlap(values)
         return
     gain, of_pipeline = (plain_trainings(values)[name]["speed_up"] for name in (FSDP, BEST))
     if not values["epochs"][-1]["num_frozen_layers"]:
@@ -98,6 +100,18 @@ def _about_fsdp(values: Values) -> Iterator[str]:
         "FSDP can freeze layers as well, without a cache of their outputs: set pipeline_parallel_size=1, fsdp=True and"
         " fsdp_config={'version': 2}."
     )
+
+
+def _about_overlap(values: Values) -> Iterator[str]:
+    """Advice on FSDP where plain DDP is possible. Its predicted lead comes from the transfers that it overlaps."""
+    plain = plain_trainings(values)
+    gain = plain[FSDP]["speed_up"] if FSDP in plain and plain[BEST]["stages"] == 1 else None
+    if gain is not None and round(gain, 2) < 1:
+        yield (
+            f"Plain FSDP is predicted to be {1 / gain:.2f} times as fast as this training. A prediction counts the"
+            " transfers of FSDP during the backward, and those of DDP after it, although DDP overlaps them as well."
+            " Measure both with plain transformers: fsdp=True and fsdp_config={'version': 2}, or neither."
+        )
 
 
 def _about_gain(values: Values) -> Iterator[str]:
@@ -141,6 +155,25 @@ def _about_adapters(values: Values) -> Iterator[str]:
         f" layers_to_transform=list(range({first}, {layers})) in LoraConfig, and freeze_policy='schedule' and"
         f" freeze_schedule={upper['freeze_schedule']} in the training arguments. Accuracy is not predicted."
     )
+
+
+def _about_teacher(values: Values) -> Iterator[str]:
+    """Advice on a frozen teacher that the loss calls."""
+    teacher = values.get("teacher")
+    if teacher is None:
+        return
+    if teacher["off"] is not None:
+        yield f"The outputs of the teacher are not read: {teacher['off']}."
+        return
+    yield (
+        "Call the teacher in the loss as usual: its outputs are stored in the first epoch and read in later ones."
+        f" Predicted: {teacher['speed_up']:.2f} times as fast as computing them in each epoch."
+    )
+    if teacher["stored_share"] < 1:
+        yield (
+            f"The outputs of the teacher fit for {teacher['stored_share']:.0%} of the samples. For all, set"
+            f" activation_cache_max_gib to {teacher['node_bytes'] / GIB:,.1f} or more."
+        )
 
 
 def counted(number: int, noun: str) -> str:

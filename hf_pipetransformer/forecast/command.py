@@ -17,11 +17,12 @@ from ..pipeline.devices import USABLE_MEMORY
 from ..training_args import from_json
 from .advice import advise, counted
 from .device_table import GIB, Device
-from .forecast import Job, forecast
+from .forecast import Job, Values, forecast
 from .frozen_modules import estimate, lora_on_upper_layers
 from .placeholder_model import build_placeholder_model, load_config, model_class
+from .teacher import estimate_teacher, measure_teacher
 from .tuning import Tuning
-from .workload import measure_workload
+from .workload import Workload, measure_workload
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 ALWAYS_ASSUMED = (
@@ -36,6 +37,14 @@ ALWAYS_ASSUMED = (
     "The model can be cached; the trainer checks this on samples of the data.",
 )
 
+OF_TEACHER = (
+    "The loss calls the teacher once on each sample and reads its logits (its first output, if it has none). The"
+    " teacher is frozen, in evaluation mode, and of a known library.",
+    "The teacher runs on the last stage, after the trained model. Memory includes neither its weights nor its"
+    " activations.",
+)
+"""Assumptions about a teacher."""
+
 
 def answer(
     name: str,
@@ -45,6 +54,7 @@ def answer(
     device: Device,
     frozen: Sequence[str],
     tuning: Tuning,
+    teacher: str | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Forecast the training of a model.
 
@@ -56,6 +66,7 @@ def answer(
         device: the kind of the devices.
         frozen: names of modules that the user has frozen.
         tuning: the options for adapters and for saving memory.
+        teacher: name of the configuration of a frozen teacher, which the loss calls on the same samples.
 
     Returns:
         A title, and the forecast as plain values.
@@ -78,13 +89,37 @@ def answer(
     )
     if tuning.lora_r is not None:
         values["lora_on_upper_layers"] = lora_on_upper_layers(model, workload, job, device, values["seconds"])
+    if teacher is not None:
+        values["teacher"] = _about_teacher(teacher, task, seq, workload, job, device, tuning, values["epochs"])
     values |= {"model": type(model).__name__, "advice": advise(values)}
     if seq is not None and workload.tokens is None:
         values["advice"].append("Leave out --seq: samples of this model have the size of its configuration.")
-    values["assumed"] = _assumed(model, job, device, values["replica_sharding"], tuning)
+    values["assumed"] = _assumed(model, job, device, values["replica_sharding"], tuning, teacher is not None)
     if frozen:
         values["frozen_modules"] = estimate(model, frozen, workload, job, device)
     return title, values
+
+
+def _about_teacher(
+    name: str,
+    task: str,
+    seq: int | None,
+    workload: Workload,
+    job: Job,
+    device: Device,
+    tuning: Tuning,
+    epochs: Sequence[Values],
+) -> Values:
+    """Return the values of `estimate_teacher` for the teacher of this name, and its size."""
+    config = load_config(name)
+    teacher = build_placeholder_model(config, model_class(config, task))
+    cost = measure_teacher(teacher, seq, tuning.bf16)
+    return {
+        "model": type(teacher).__name__,
+        "parameters": sum(parameter.numel() for parameter in teacher.parameters()),
+        "weight_bytes": sum(parameter.nbytes for parameter in teacher.parameters()),
+        **estimate_teacher(cost, workload, job, device, epochs),
+    }
 
 
 def policy_of(freezes: bool, alpha: float, freeze_schedule: str | None) -> FreezePolicy:
@@ -98,7 +133,9 @@ def policy_of(freezes: bool, alpha: float, freeze_schedule: str | None) -> Freez
     return make_policy(name, alpha=alpha, schedule=schedule)
 
 
-def _assumed(model: PreTrainedModel, job: Job, device: Device, sharding: str, tuning: Tuning) -> list[str]:
+def _assumed(
+    model: PreTrainedModel, job: Job, device: Device, sharding: str, tuning: Tuning, has_teacher: bool
+) -> list[str]:
     """Return the assumptions of a forecast, the most important ones first.
 
     Memory is counted in the precision of the loaded weights.
@@ -147,5 +184,6 @@ def _assumed(model: PreTrainedModel, job: Job, device: Device, sharding: str, tu
         "With autocast to bf16, activations of fp32 weights take half, and 16-bit copies of the weights are kept."
         if tuning.bf16
         else "Autocast is not used (with --bf16, activations take less memory, and copies of the weights are kept).",
+        *(OF_TEACHER if has_teacher else ()),
         *ALWAYS_ASSUMED,
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..argument_values import check_cache
 from ..parts.prefix_cache.cache.file_store import SHARE_OF_USABLE, USABLE_DISK
 from ..pipeline.devices import USABLE_MEMORY
 from ..planning.unit_times import ModelTimes, PartTimes, Seconds
@@ -109,13 +110,20 @@ DEVICES = {
 
 
 def device_named(
-    name: str, efficiency: float | None = None, memory_gib: float | None = None, disk_gib: float | None = None
+    name: str,
+    efficiency: float | None = None,
+    memory_gib: float | None = None,
+    disk_gib: float | None = None,
+    cache_max_gib: float | None = None,
 ) -> Device:
     """Return the device with this name, changed by the options of `hf-pipetransformer plan`.
+
+    The cache may take a part of the usable disk, or `cache_max_gib`, but never more than the usable disk.
 
     Raises:
         ValueError: the device is not in the table, or a value is out of range.
     """
+    check_cache(cache_max_gib, None)
     for option, value in (("efficiency", efficiency), ("memory_gib", memory_gib), ("disk_gib", disk_gib)):
         most = 1.0 if option == "efficiency" else None
         if value is not None and not 0 < value <= (most or value):
@@ -126,10 +134,13 @@ def device_named(
             f"device={name!r} is not in the device table, which contains {', '.join(DEVICES)}. Use the most similar"
             " one and set memory_gib and efficiency."
         )
-    device = DEVICES[name]
+    device, usable = DEVICES[name], None if disk_gib is None else disk_gib * GIB * USABLE_DISK
+    limit = None if usable is None else usable * SHARE_OF_USABLE
+    if cache_max_gib is not None:
+        limit = min(cache_max_gib * GIB, cache_max_gib * GIB if usable is None else usable)
     return replace(
         device,
         efficiency=efficiency or device.efficiency,
         memory_bytes=device.memory_bytes if memory_gib is None else memory_gib * GIB,
-        host_disk_bytes=None if disk_gib is None else disk_gib * GIB * USABLE_DISK * SHARE_OF_USABLE,
+        host_disk_bytes=limit,
     )

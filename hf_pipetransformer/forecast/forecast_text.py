@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from ..planning.tables import align
+from ..planning.tables import MIB, align
 from .advice import counted, duration
 from .device_table import GIB
 from .forecast import FSDP, Values, plain_trainings
 
 MAIN_ASSUMPTIONS = 2
 """Number of assumptions that are always printed: a forecast misleads readers who do not know them."""
+EPOCHS_WITH_TEACHER = 3
+"""Number of epochs with columns of their own in the table of a teacher."""
 LEGEND = "K × R: pipeline stages × their replicas; M: micro-batches; GiB: memory of the fullest device."
 LEGEND_OF_FREEZING = (
     "frozen, cached: numbers of layers; (stores n): the outputs of n frozen layers are stored for the next epochs."
@@ -51,6 +53,7 @@ def as_text(values: Values, title: str, verbose: bool = False) -> str:
             (_frozen(step, frozen[1]) for step in frozen),
             (0, 3),
         ),
+        _about_teacher(values["teacher"]) if "teacher" in values else "",
         _about_rival(values),
         _about_cache(values["cache"]),
         "\n- ".join(("Advice", *values["advice"])),
@@ -108,6 +111,46 @@ def _plain(name: str, step: Values) -> tuple[str, ...]:
 def _frozen(step: Values, computed: Values) -> tuple[str, ...]:
     gain = "-" if step is computed else as_fast(computed["step_seconds"] / step["step_seconds"])
     return FROZEN_MODULES[step["what"]], f"{step['forward_share']:.1%}", _ms(step), gain
+
+
+def _about_teacher(teacher: Values) -> str:
+    """Return the lines on a teacher: epochs in which it is computed, or its outputs are read, and what is stored."""
+    epochs = teacher["epochs"]
+    shown = epochs[:EPOCHS_WITH_TEACHER]
+    header = ["teacher", *(f"epoch {step['epoch']}" for step in shown), counted(len(epochs), "epoch"), ""]
+    rows = [("computed in each epoch", "computed_seconds", "-")]
+    if teacher["off"] is None:
+        rows.append(("read from epoch 2 on", "read_seconds", as_fast(teacher["speed_up"])))
+    lines = [
+        (name, *(duration(step[key]) for step in shown), duration(teacher[key]), gain) for name, key, gain in rows
+    ]
+    above = (
+        f"Teacher: {teacher['model']}, {teacher['parameters']:,} parameters"
+        f" ({teacher['weight_bytes'] / GIB:,.1f} GiB), {teacher['flops_share']:.0%} of the FLOPs of a step."
+    )
+    return "\n".join((above, _table("|".join(header), lines, (0, len(header) - 1)), *_stored_of(teacher)))
+
+
+def _stored_of(teacher: Values) -> Iterator[str]:
+    """Yield the line on what is stored for each sample; nothing if outputs are not read."""
+    if teacher["off"] is not None:
+        return
+    names = [name or "the teacher" for name in teacher["stored"]]
+    what = f"the output of {names[-1]}"
+    if teacher["head"] is not None:
+        what += f", on which {teacher['head']} runs again"
+    limit = teacher["limit_bytes"]
+    share = teacher["stored_share"]
+    part = "all" if share == 1 else f"{share:.0%} of the"
+    room = (
+        "the limit of the cache is not known (--activation-cache-max-gib, --disk-gib)"
+        if limit is None
+        else f"the cache may take {limit / GIB:,.1f} GiB, enough for {part} samples"
+    )
+    yield f"Stored for each sample: {teacher['sample_bytes']:,} bytes ({what})."
+    size = teacher["node_bytes"]
+    on_node = f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
+    yield f"On each node: {on_node}; {room}."
 
 
 def _layout(step: Values) -> str:

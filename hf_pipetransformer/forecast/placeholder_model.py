@@ -34,6 +34,8 @@ LARGE_BYTES = 64 * MIB
 """Tensors of at least this size are parameters, not buffers."""
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default)
 """Matrix products: the last argument multiplies the argument before it."""
+CAST = torch.ops.aten._to_copy.default
+"""Converts a tensor to another data type, as autocast does with weights."""
 
 # Many families are in several mappings (BART in five), so the order decides, from the narrow mapping to the wide
 # one: encoder-decoders first, because BART is also listed as a masked and a causal language model; then encoders,
@@ -199,7 +201,7 @@ class GhostProducts(TorchDispatchMode):
 
     The kernels would first copy a stride-0 matrix to its full size: 26 GB for one forward of a 7B model. Results equal
     the product up to rounding, and have the same shape. Enter it before a `FlopCounterMode`, which then still counts
-    the product.
+    the product. A placeholder that autocast converts to another data type stays one.
     """
 
     def __torch_dispatch__(
@@ -211,6 +213,8 @@ class GhostProducts(TorchDispatchMode):
             product = row_sums.expand(*left.shape[:-1], empty.shape[-1])
             product = product.clone(memory_format=torch.contiguous_format)
             return product.add_(bias[0]) if bias else product
+        if func is CAST and args[0].numel() > 1 and not any(args[0].stride()):
+            return func(args[0].as_strided((), ()), **(kwargs or {})).expand(args[0].shape)
         return func(*args, **(kwargs or {}))
 
 

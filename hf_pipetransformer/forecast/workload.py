@@ -65,11 +65,7 @@ def measure_workload(model: PreTrainedModel, tokens: int | None) -> Workload:
         UnsupportedModelError: the model cannot be split into stages.
         ValueError: the samples are longer than the model's positions, or `tokens` is needed but None.
     """
-    samples = [dummy_batch(model, 1, tokens=t) for t in MEASURED_TOKENS]
-    if all(samples[0][name].shape == samples[1][name].shape for name in samples[0]):
-        tokens, samples = None, samples[:1]
-    elif (length := _checked(tokens, model)) <= MEASURED_TOKENS[-1]:
-        samples = [dummy_batch(model, 1, tokens=length)]
+    tokens, samples = samples_to_measure(model, tokens)
     with GhostProducts():
         stack = LayerStack.discover(model, samples[0])
         freezable = FreezableLayers.of(stack, samples[0])
@@ -81,6 +77,31 @@ def measure_workload(model: PreTrainedModel, tokens: int | None) -> Workload:
     # in all known families, the last unit returns the same tensors as the previous unit
     whole = {stack.num_units} if stack.num_units - 1 in inner or stack.num_units == 1 else set()
     return Workload(units, freezable.max_frozen, frozenset(inner | whole), tokens)
+
+
+def samples_to_measure(model: PreTrainedModel, tokens: int | None) -> tuple[int | None, list[dict[str, Any]]]:
+    """Return the number of tokens, None if costs do not depend on it, and the batches of one sample to measure.
+
+    With several batches, the costs for the number of tokens are extrapolated from them (`at_length`).
+
+    Raises:
+        ValueError: as for `measure_workload`.
+    """
+    samples = [dummy_batch(model, 1, tokens=t) for t in MEASURED_TOKENS]
+    if all(samples[0][name].shape == samples[1][name].shape for name in samples[0]):
+        return None, samples[:1]
+    if (length := _checked(tokens, model)) <= MEASURED_TOKENS[-1]:
+        return length, [dummy_batch(model, 1, tokens=length)]
+    return length, samples
+
+
+def at_length(tokens: int | None, measured: Sequence[float]) -> float:
+    """Return the value at this number of tokens, of the parabola through the values of `samples_to_measure`."""
+    if tokens is None or len(measured) == 1:
+        return measured[0]
+    at = MEASURED_TOKENS
+    weights = [prod((tokens - other) / (here - other) for other in at if other != here) for here in at]
+    return sum(value * weight for value, weight in zip(measured, weights, strict=True))
 
 
 def _checked(tokens: int | None, model: PreTrainedModel) -> int:
@@ -102,11 +123,8 @@ def _at(tokens: int, measured: Sequence[UnitCost]) -> UnitCost:
     """Extrapolate a unit's cost with the parabola through the measured values."""
 
     def extrapolated(costs: Sequence[Cost], *names: str) -> dict[str, Any]:
-        at = MEASURED_TOKENS
-        weights = [prod((tokens - other) / (here - other) for other in at if other != here) for here in at]
         points = {name: [getattr(cost, name) for cost in costs] for name in names}
-        sums = {name: sum(p * w for p, w in zip(values, weights, strict=True)) for name, values in points.items()}
-        return {name: type(points[name][0])(max(round(value), 0)) for name, value in sums.items()}
+        return {name: type(at[0])(max(round(at_length(tokens, at)), 0)) for name, at in points.items()}
 
     first, heads, of_both = measured[0], [unit.head for unit in measured], ("forward_flops", "activation_bytes")
     head = replace(first.head, **extrapolated(heads, *of_both))

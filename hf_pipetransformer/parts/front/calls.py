@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from ...model.elsewhere import Unreadable, hidden_like
 from ..prefix_cache.cache.guards import unnoticed
 from .divided import EACH, Rows
 from .entries import TOKENS, Leaf, dense_order
-from .finding import RecordedCall, arguments_of
+from .finding import RecordedCall, arguments_of, first_positions
 from .rows import ArgumentDigests, Tokens
 
 REMEDY = "Set activation_cache='off'"
@@ -80,12 +81,28 @@ class ReturnedObject:
         return HiddenObject(text, self)
 
 
+@dataclass(frozen=True)
+class Same:
+    """The very tensor that is also an earlier leaf of the output. A write into one is a write into both.
+
+    Attributes:
+        first: position of the earlier leaf.
+    """
+
+    first: int
+
+
 class HiddenObject(Unreadable):
     """Stands for an object that is not kept. It cannot be read; it lacks the attributes that the object lacks."""
 
     def __init__(self, text: str, of: ReturnedObject) -> None:
         super().__init__(f"{text} ({of.kind.__name__})", REMEDY)
-        self.__dict__["attributes"] = of.attributes
+        self.__dict__.update(attributes=of.attributes, kind=of.kind)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class of the object, for `isinstance`."""
+        return self.__dict__["kind"]
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__["attributes"]:
@@ -106,13 +123,34 @@ class Known:
 
     Attributes:
         others: the arguments that are no tensors, for each kind of call so far.
-        leaves: leaves of the output: tensors as `ReturnedLeaf`, other values unchanged.
+        leaves: leaves of the output: tensors as `ReturnedLeaf`, or as `Same` if they are there before; objects as
+            `ReturnedObject`; None unchanged.
         structure: the containers of the leaves.
     """
 
     others: set[str]
     leaves: tuple[Any, ...]
     structure: TreeSpec
+
+    @classmethod
+    def of(
+        cls, recorded: RecordedCall, name: str, rows: Rows, wide: Mapping[tuple[str, int], Collection[int]]
+    ) -> Known:
+        """What is known after a call of the module.
+
+        Args:
+            recorded: the call.
+            name: name of the module.
+            rows: the rows of the call.
+            wide: for leaves of outputs, the dimensions that have the width of the batch.
+        """
+        _, others, leaves, structure = recorded
+        first = first_positions(leaves)
+        kept = (
+            returned(leaf, rows, wide.get((name, k), ())) if first[k] == k else Same(first[k])
+            for k, leaf in enumerate(leaves)
+        )
+        return cls({others}, tuple(kept), structure)
 
 
 @dataclass(frozen=True)
@@ -149,6 +187,7 @@ class FrontCall:
         digests: for each module, digests of its arguments when the stored outputs were computed.
         missing: rows without stored outputs, which are computed.
         ran: the calls of the modules so far, with their outputs.
+        thread: the thread that the call runs on. On other threads modules run as they are.
     """
 
     batch: KnownBatch | None = None
@@ -162,6 +201,12 @@ class FrontCall:
     seconds: float = 0.0  # duration of the modules that ran
     versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when the module returned
     ends: bool = False  # when all modules have run
+    thread: int = field(default_factory=threading.get_ident)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the call runs on this thread."""
+        return self.thread == threading.get_ident()
 
 
 def of_missing(

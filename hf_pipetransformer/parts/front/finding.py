@@ -14,6 +14,7 @@ it:
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten
 from transformers.cache_utils import Cache
 
@@ -177,7 +180,7 @@ def find_front(
         if id(parameter) in trained:
             origins.of(parameter, set()).add(TRAINED)
     calls: list[_FrozenCall] = []
-    at_start = other_randomness()
+    at_start, thread = other_randomness(), threading.get_ident()
 
     def watch(
         name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -224,7 +227,7 @@ def find_front(
 
     def watched(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if origins.is_inside:
+            if origins.is_inside or threading.get_ident() != thread:
                 return forward(*args, **kwargs)
             origins.is_inside = origins.is_paused = True
             origins.inside_of = name
@@ -256,6 +259,17 @@ def find_front(
 def users_hooks_on(module: nn.Module) -> list[Any]:
     """The forward hooks of a module that do not belong to a known library; they get the module's output."""
     return [hook for hook in module._forward_hooks.values() if not is_known(hook)]
+
+
+def users_see_all_calls() -> bool:
+    """Whether hooks for all modules, or modes of torch, are the user's. They see what any module computes.
+
+    They may count it, or change it in some calls and not in others.
+    """
+    of_torch = nn.modules.module
+    hooks = *of_torch._global_forward_hooks.values(), *of_torch._global_forward_pre_hooks.values()
+    modes = *_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()
+    return not all(map(is_known, (*hooks, *modes)))
 
 
 @contextmanager
@@ -373,11 +387,19 @@ def _needed(
     return {
         name: tuple(
             position
-            for position, leaf in enumerate(call.outputs)
-            if isinstance(leaf, torch.Tensor) and (origins.is_read(leaf) or id(leaf) in others)
+            for position, (leaf, first) in enumerate(zip(call.outputs, first_positions(call.outputs), strict=True))
+            if isinstance(leaf, torch.Tensor) and first == position and (origins.is_read(leaf) or id(leaf) in others)
         )
         for name, call in front.items()
     }
+
+
+def first_positions(leaves: Sequence[Any]) -> list[int]:
+    """For each leaf of an output, the position of the first leaf that is the same tensor, which may be its own."""
+    first: dict[int, int] = {}
+    are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    pairs = enumerate(zip(leaves, are_tensors, strict=True))
+    return [first.setdefault(id(leaf), position) if is_tensor else position for position, (leaf, is_tensor) in pairs]
 
 
 def _feeds(call: _FrozenCall, front: Mapping[str, _FrozenCall]) -> bool:

@@ -38,8 +38,8 @@ from .calls import (
     OtherCallsError,
     ReturnedLeaf,
     ReturnedObject,
+    Same,
     of_missing,
-    returned,
 )
 from .divided import rows_of
 from .entries import FrontEntries, Leaf
@@ -383,11 +383,7 @@ class FrozenFront:
 
     def _known_by(self, batch: KnownBatch, ran: Mapping[str, RecordedCall]) -> dict[str, Known]:
         wide = {} if batch.tokens is None else self.trial.wide
-        known = {}
-        for name, (_, others, leaves, structure) in ran.items():
-            of_leaves = (returned(leaf, batch.rows, wide.get((name, k), ())) for k, leaf in enumerate(leaves))
-            known[name] = Known({others}, tuple(of_leaves), structure)
-        return known
+        return {name: Known.of(recorded, name, batch.rows, wide) for name, recorded in ran.items()}
 
     def _layout(self, known: Mapping[str, Known]) -> list[Leaf]:
         rows = [known[name].leaves[position].row for name, position in self._stored]
@@ -441,7 +437,7 @@ class FrozenFront:
 
     def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self._call
-        if call is None:
+        if call is None or not call.is_here:
             return forward(*args, **kwargs)
         if name in call.ran:
             raise OtherCallsError(f"{name} is called several times in a forward pass")
@@ -486,8 +482,11 @@ class FrozenFront:
         if others not in known.others or not are_equal(digests, call.digests[name], self._implies_causal):
             raise NewCallError
         computed = of_missing(forward, args, kwargs, call, known, has_rows) if call.missing else []
-        leaves = []
+        leaves: list[Any] = []
         for position, leaf in enumerate(known.leaves):
+            if isinstance(leaf, Same):
+                leaves.append(leaves[leaf.first])
+                continue
             value = call.given_back.get((name, position), leaf)
             if isinstance(value, (ReturnedLeaf, ReturnedObject)):
                 value = value.hidden(batch.rows, batch.width, f"the output of {name} {NOT_KEPT}")

@@ -12,6 +12,7 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer
 
@@ -37,6 +38,12 @@ def named_roots(trainer: Trainer) -> dict[str, nn.Module]:
     return {name: module for name, module in found.items() if module is not model}
 
 
+def reachable(trainer: Trainer) -> set[nn.Module]:
+    """The trained model, the modules that a loss may call by a name, and all their parts."""
+    model: Any = trainer.model
+    return {part for root in (model, *named_roots(trainer).values()) for part in root.modules()}
+
+
 def name_of(module: nn.Module, trainer: Trainer) -> str:
     """The name of a module that a loss has called."""
     model: Any = trainer.model
@@ -48,6 +55,17 @@ def name_of(module: nn.Module, trainer: Trainer) -> str:
             if part is module:
                 return f"{first}.{inside}".strip(".")
     return f"{OF_LOSS}.{type(module).__name__}"
+
+
+def containers_of(module: nn.Module, trainer: Trainer) -> list[nn.Module]:
+    """The modules with a forward that contain a module, in the trained model and in modules that a loss may call."""
+    parts = reachable(trainer)
+    found = [part for part in parts if part is not module and any(inside is module for inside in part.modules())]
+    return [
+        part
+        for part in found
+        if type(part).forward is not nn.Module.forward and not isinstance(part, torch.jit.ScriptModule)
+    ]
 
 
 def _modules_in(value: Any, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import reduce
 from operator import add
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...logs import log_on_main
 from ...model.micro_batch import Batch, batch_rows
 from ...model.tags import without_tags
 from ...registry import is_installed
@@ -23,13 +25,18 @@ from ...run.setup.placing import Findings
 from ..front.front_calls import CalledByLoss, FrontCalls
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
+from ..prefix_cache.cache.known_code import FOREIGN, foreign_code, is_declared
 from ..prefix_cache.cache.sharing import store_file
 from .adapters import has_adapters
-from .names import OF_LOSS, OF_TRAINER, name_of, named_roots
-from .roots import FrozenRoot
+from .names import OF_LOSS, OF_TRAINER, containers_of, name_of, named_roots, reachable
+from .roots import FrozenRoot, Surrounding
 from .stages import SplitRoot, Stages
-from .watching import LossWatch, noting_calls
+from .watching import LossWatch, SeenCall, noting_calls
 
+logger = logging.getLogger(__name__)
+
+MOST_PARTS = 4
+"""Number of parts of a module with undeclared code of the user's up to which their outputs are stored."""
 MOST_WATCHED = 12
 """Number of steps that are watched because of calls that are not known, besides the first step of each epoch."""
 
@@ -46,11 +53,15 @@ class FrozenCalls(RunPart):
         self._loss: Loss | None = None
         self._store: FileStore | None = None
         self._roots: dict[int, FrozenRoot] = {}  # by the identity of the module
+        self._surrounding: dict[int, Surrounding] = {}
+        self._named: set[int] = set()  # identities of the modules to which a name leads
         self._trained: frozenset[int] = frozenset()
         self._of_model: frozenset[int] = frozenset()
         self._epoch, self._begun = -1, 0.0
         self._num_watched, self._must_watch = 0, False
         self._stages: Stages | None = None  # if the trained model's layers are on several
+        self._foreign: dict[nn.Module, str] = {}  # why modules are looked into
+        self._not_stored: dict[str, str] = {}  # why modules are computed in every epoch, by name
 
     def found(self, found: Findings) -> None:
         self._loss = found.loss
@@ -73,6 +84,7 @@ class FrozenCalls(RunPart):
             name = name_of(model, self._job.trainer)
             root = SplitRoot(name, model, trained, self._make_calls, nullcontext)
             self._roots[id(model)], self._stages, self.num_votes = root, Stages(self._run, root, trained), 1
+            self._named.add(id(model))
 
     def _refuse_unknown_names(self) -> None:
         """Refuse `cached_modules` outside of the model that are not there. All processes have the same trainer.
@@ -163,7 +175,27 @@ class FrozenCalls(RunPart):
             if is_first:
                 calls.begin_epoch(epoch, self._begun)
             calls.end_if_useless()
+        if is_first:
+            self._forget_replaced()
         return is_first
+
+    def _forget_replaced(self) -> None:
+        """Drop modules to which no name leads any more, such as a copy of the model that is made in each epoch.
+
+        Of others, to which no name has ever led, those that were not called in the last epoch.
+        """
+        if not self._roots:
+            return
+        held = reachable(self._job.trainer)
+        for of, root in list(self._roots.items()):
+            was_called, root.was_called = root.was_called, False
+            is_held = root.module in held if of in self._named else was_called
+            if not is_held:
+                self._end(self._roots.pop(of), self._may_delete())
+        for of, container in list(self._surrounding.items()):
+            if container.module not in held:
+                self._surrounding.pop(of).close()
+        self._named &= self._roots.keys()
 
     def _knows_frozen(self) -> bool:
         """Whether there is a module that a loss may call and that is not trained.
@@ -189,7 +221,17 @@ class FrozenCalls(RunPart):
 
     def _watch(self, batch: Batch) -> LossWatch:
         self._trained = self._trained_now()
-        return LossWatch(self._job.model, without_tags(batch), self._trained, self._may_be_root)
+        self._foreign = {}  # code may have been replaced; and modules are not held
+        model, inputs = self._job.model, without_tags(batch)
+        return LossWatch(model, inputs, self._trained, self._may_be_root, self._why_foreign)
+
+    def _why_foreign(self, module: nn.Module) -> str:
+        """Describe the user's code in a module; empty if there is none, or if it is declared."""
+        if module not in self._foreign:
+            why = foreign_code(module, hooks_count=False)
+            declared = self._job.args.cached_modules or ()
+            self._foreign[module] = "" if why and is_declared(name_of(module, self._job.trainer), declared) else why
+        return self._foreign[module]
 
     def _may_be_root(self, module: nn.Module) -> bool:
         """Whether the output of a module may be stored that is called now."""
@@ -209,18 +251,44 @@ class FrozenCalls(RunPart):
         num_samples = len(dataset) if isinstance(dataset, Sized) else None
         by_module: dict[int, list[Any]] = {}
         for call in watch.calls:
-            by_module.setdefault(id(call.module), []).append(call)
+            if call.within is None or self._may_be_part(call, watch.calls):
+                by_module.setdefault(id(call.module), []).append(call)
         for of, calls in by_module.items():
             if of not in self._roots and any(call.is_of_batch for call in calls):
                 self._add(calls[0].module)
             if of in self._roots:
                 self._roots[of].learn(calls, num_samples, batch_rows(batch))
 
+    def _may_be_part(self, call: SeenCall, calls: Sequence[SeenCall]) -> bool:
+        """Whether the output of a module may be stored that undeclared code of the user's has called.
+
+        It may if the module has parts, and if there are few such modules in that code. Otherwise a line says once that
+        all is computed.
+        """
+        assert call.within is not None
+        within = [one.module for one in calls if one.within is call.within]
+        parts = {module for module in within if next(module.children(), None) is not None}
+        if 0 < len(parts) <= MOST_PARTS:
+            return call.module in parts
+        name = name_of(call.within, self._job.trainer)
+        if name not in self._not_stored:
+            self._not_stored[name] = FOREIGN.format(self._why_foreign(call.within), name)
+            text = f"{name} is frozen, but computed in every epoch: {self._not_stored[name]}."
+            log_on_main(logger, self._job.args, text)
+        return False
+
     def _add(self, module: nn.Module) -> None:
         front = self._run.parts.get("front")
         is_model = module is self._job.model and front is not None
         aside = front.aside if is_model else nullcontext
         name = name_of(module, self._job.trainer)
+        if module in reachable(self._job.trainer):
+            self._named.add(id(module))
+        for container in containers_of(module, self._job.trainer):
+            if self._why_foreign(container) and container is not self._job.model:
+                continue  # it is looked into
+            if id(container) not in self._surrounding | self._roots:  # a root does the same in its calls
+                self._surrounding[id(container)] = Surrounding(container)
         self._roots[id(module)] = FrozenRoot(name, module, self._trained, self._make_calls, aside)
 
     def _make_calls(self, called: CalledByLoss) -> FrontCalls:
@@ -245,7 +313,7 @@ class FrozenCalls(RunPart):
             self._run.publish("calls_epoch", total)
 
     def train_ends(self) -> None:
-        reasons = {name: why for calls in self._calls() for name, why in calls.why_not_read.items()}
+        reasons = self._not_stored | {name: why for calls in self._calls() for name, why in calls.why_not_read.items()}
         self._run.publish("not_read", reasons)
         self._drop(deletes=True)  # before the front, over which calls without adapters are looked at
 
@@ -257,17 +325,26 @@ class FrozenCalls(RunPart):
         store, self._store = self._store, None
         if store is None:
             return
-        deletes &= not self._job.shares_store and bool(self._job.trainer.is_local_process_zero())
-        for calls in self._calls():
-            calls.end_hint(is_given=True)
-            calls.drop(deletes)  # a process that still reads computes what it does not find
+        deletes &= self._may_delete()
         for root in self._roots.values():
-            root.close()
+            self._end(root, deletes)
+        for surrounding in self._surrounding.values():
+            surrounding.close()
         if self._stages is not None:
             self._stages.release()
-        self._roots, self._stages = {}, None
+        self._roots, self._surrounding, self._stages = {}, {}, None
         if deletes and not store.generations():
             store.remove()
+
+    def _may_delete(self) -> bool:
+        """Whether no other training can read what is stored, and this process is the one that deletes it."""
+        return not self._job.shares_store and bool(self._job.trainer.is_local_process_zero())
+
+    def _end(self, root: FrozenRoot, deletes: bool) -> None:
+        for calls in root.fronts.values():
+            calls.end_hint(is_given=True)
+            calls.drop(deletes)  # a process that still reads computes what it does not find
+        root.close()
 
 
 def _is_compiled(module: nn.Module) -> bool:

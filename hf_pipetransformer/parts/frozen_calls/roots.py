@@ -10,6 +10,7 @@ given, so a call that gets something else than before never reads what was store
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -19,12 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...model.elsewhere import on_this_thread
 from ...model.method_override import MethodOverride
 from ...model.nested import in_new_containers
 from ..front.finding import Reading
 from ..front.front_calls import CalledByLoss, FrontCalls, Split
 from .forms import arguments_by_name, form_of
 from .watching import SeenCall
+
+_state = threading.local()
 
 MOST_FORMS = 8
 """Number of forms of the arguments for which a front is looked for; a module that is called in more is computed."""
@@ -62,8 +66,33 @@ def counted_as_frozen(parameters: Collection[nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+def inside_a_call() -> AbstractContextManager[None]:
+    """Inside, on this thread, modules run as they are: they are called by another module, and not by the loss."""
+    return on_this_thread(_state, "is_inside", True)
+
+
+class Surrounding:
+    """A module that contains one which the loss calls. In its own calls, the inner one is not looked at.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._override = MethodOverride(module, "forward", partial(self._forward, module.forward))
+
+    def close(self) -> None:
+        """Let the module run as it is."""
+        self._override.remove()
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with inside_a_call():
+            return forward(*args, **kwargs)
+
+
 class FrozenRoot:
-    """A module that the loss calls, until `close`.
+    """A module that the loss calls, until `close`. Calls by other modules or on other threads are not looked at.
 
     Args:
         name: for log lines.
@@ -86,11 +115,13 @@ class FrozenRoot:
         """What is known of its calls, by form."""
         self.has_unknown = False
         """Whether there was a call, since this was set to False, of which it is not known what it is computed from."""
+        self.was_called = True
+        """Whether it was called, by the loss, since this was set to False."""
         self._trained, self._make_calls, self._aside = trained, make_calls, aside
         self._parameters = [parameter for parameter in module.parameters() if id(parameter) not in trained]
         self._is_of_batch: dict[str, dict[int, bool]] = {}  # by form and number of the call in a step
         self._num_calls: Counter[str] = Counter()
-        self._is_open = self._is_running = False
+        self._thread: int | None = None  # of the step, in a step
         self._override: MethodOverride | None = None
         self.open()
 
@@ -110,11 +141,11 @@ class FrozenRoot:
         self._num_calls.clear()
         for calls in self.fronts.values():
             calls.begin_step()
-        self._is_open = True
+        self._thread = threading.get_ident()
         try:
             yield
         finally:
-            self._is_open = False
+            self._thread = None
 
     def learn(self, seen: list[SeenCall], num_samples: int | None, batch_rows: int) -> None:
         """Take over which calls are computed from the batch alone.
@@ -159,7 +190,17 @@ class FrozenRoot:
         return {".".join([self.name, *names[:count]]) for count in range(len(names) + 1)}
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._is_open or self._is_running or self._needs_gradients():
+        if self._thread != threading.get_ident() or getattr(_state, "is_inside", None):
+            return forward(*args, **kwargs)
+        if not isinstance(vars(self.module).get("forward"), MethodOverride):
+            return forward(*args, **kwargs)  # of the user's, who has replaced it and calls it
+        with inside_a_call():
+            return self._outermost(forward, args, kwargs)
+
+    def _outermost(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call by the loss."""
+        self.was_called = True
+        if self._needs_gradients():
             return forward(*args, **kwargs)
         inputs = arguments_by_name(self.module, args, kwargs)
         form = form_of(self.module, inputs)
@@ -170,15 +211,11 @@ class FrozenRoot:
         if form not in self._is_of_batch or number not in self._is_of_batch[form]:
             self.has_unknown |= len(self._is_of_batch) < MOST_FORMS
         calls = self.fronts.get(form)
-        self._is_running = True
-        try:
-            with self._aside():
-                if calls is None or not self._is_of_batch[form].get(number) or not self._may_look_up():
-                    return forward(*args, **kwargs)
-                with counted_as_frozen(self._parameters):
-                    return self._look_up(calls, inputs)
-        finally:
-            self._is_running = False
+        with self._aside():
+            if calls is None or not self._is_of_batch[form].get(number) or not self._may_look_up():
+                return forward(*args, **kwargs)
+            with counted_as_frozen(self._parameters):
+                return self._look_up(calls, inputs)
 
     def _may_look_up(self) -> bool:
         """Whether stored outputs may be read now, and others stored."""

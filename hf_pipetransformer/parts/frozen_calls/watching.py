@@ -10,6 +10,7 @@ is run for it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class SeenCall:
         dear: the last module inside with weights that returns much more than it is given, such as a head over a
             vocabulary; None if there is none.
         rows: number of entries of the first tensor that it was called on.
+        within: the outermost module with code of the user's that has called it; None if the loss has.
     """
 
     module: nn.Module
@@ -55,6 +57,23 @@ class SeenCall:
     outputs: list[Any]
     positions: frozenset[int] = frozenset()
     reads_cache: bool = False
+    within: nn.Module | None = None
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a module is to a watched step.
+
+    Attributes:
+        is_transparent: whether it is looked into: it has no weights, the trained model is inside of it, or it has code
+            of the user's that is not declared.
+        is_trained: whether a weight of it is trained.
+        is_foreign: whether it is transparent for its code.
+    """
+
+    is_transparent: bool
+    is_trained: bool
+    is_foreign: bool
 
 
 @dataclass
@@ -75,6 +94,8 @@ class LossWatch:
         trained: identities of the parameters that are trained.
         may_be_root: whether a module that is called now, and none of whose weights is trained in this call, may be one
             whose output is stored.
+        why_foreign: describes the code of the user's in a module, if it is not declared; empty if there is none. Such
+            a module is looked into, as the loss is: it may not run more often than under the stock Trainer.
     """
 
     def __init__(
@@ -83,14 +104,18 @@ class LossWatch:
         inputs: Mapping[str, Any],
         trained: Collection[int],
         may_be_root: Callable[[nn.Module], bool],
+        why_foreign: Callable[[nn.Module], str],
     ) -> None:
         self.calls: list[SeenCall] = []
         """The calls of frozen modules, in their order, after the end."""
         self._model, self._trained, self._may_be_root = model, trained, may_be_root
+        self._why_foreign = why_foreign
+        self._foreign: list[nn.Module] = []  # modules with code of the user's that run
         self._origins = Origins(model, inputs)
         self._stack: list[_Open] = []  # of calls that have begun, from the outermost one
-        self._kinds: dict[int, tuple[bool, bool]] = {}
+        self._kinds: dict[int, _Kind] = {}
         self._entered = ExitStack()
+        self._thread = threading.get_ident()  # the hooks run on all threads
 
     def __enter__(self) -> LossWatch:
         with ExitStack() as stack:
@@ -110,33 +135,44 @@ class LossWatch:
             call.reads_cache = any(map(self._origins.is_read, _tensors_of(caches)))
             call.outputs = []
 
-    def _is_transparent(self, module: nn.Module) -> bool:
-        """Whether a module is looked into: it has no weights, or the trained model is inside of it."""
+    def _kind_of(self, module: nn.Module) -> _Kind:
         if id(module) not in self._kinds:
             is_around = module is not self._model and any(part is self._model for part in module.modules())
             is_around |= type(module).__module__.startswith(OWN)  # a step runs in a module of this package
             is_plain = next(module.parameters(), None) is None
             is_trained = any(id(parameter) in self._trained for parameter in module.parameters())
-            self._kinds[id(module)] = is_around or is_plain or isinstance(module, WRAPPERS), is_trained
-        return self._kinds[id(module)][0]
+            is_transparent = is_around or is_plain or isinstance(module, WRAPPERS)
+            is_foreign = not is_transparent and not is_trained and bool(self._why_foreign(module))
+            self._kinds[id(module)] = _Kind(is_transparent or is_foreign, is_trained, is_foreign)
+        return self._kinds[id(module)]
+
+    def _is_seen(self) -> bool:
+        """Whether calls are looked at now: not on other threads, nor as a part of a compiled function."""
+        return threading.get_ident() == self._thread and not torch.compiler.is_compiling()
 
     def _begins(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # the hooks must not become a part of a compiled function
+        if not self._is_seen():
             return
         if self._stack:
             self._stack.append(_Open(module))
-        elif not self._is_transparent(module):
+        elif self._kind_of(module).is_foreign:
+            self._foreign.append(module)
+            for tensor in (*module.parameters(), *module.buffers()):
+                self._origins.of(tensor, set())
+        elif not self._kind_of(module).is_transparent:
             self._stack.append(_Open(module, torch_states()))
             self._origins.is_paused = True
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         """A call has ended; after an error in it torch passes no keyword arguments to the hook."""
-        if torch.compiler.is_compiling():
+        if not self._is_seen():
             return
         kwargs, output = rest if len(rest) == 2 else ({}, None)
         while self._stack and self._stack[-1].module is not module:  # an error has ended calls inside of it
             self._stack.pop()
         if not self._stack:
+            while module in self._foreign:
+                self._foreign.pop()
             return
         call = self._stack.pop()
         if self._stack:
@@ -151,7 +187,7 @@ class LossWatch:
         """Note what the outermost call of a module with weights has returned."""
         module, given = call.module, tensors_in((args, kwargs))
         self._origins.note_read(given)
-        _, is_trained = self._kinds[id(module)]
+        is_trained = self._kind_of(module).is_trained
         is_root = self._may_be_root(module) and (not is_trained or module is self._model)
         of = self._origins.union(given) if is_root and module is not self._model else {TRAINED}
         of_inputs = self._origins.union(given)
@@ -160,7 +196,9 @@ class LossWatch:
             outputs = tree_flatten(output)[0]
             rows = next((len(tensor) for tensor in given if tensor.dim()), 0)
             form = form_of(module, arguments_by_name(module, args, kwargs))
-            self.calls.append(SeenCall(module, form, is_of_batch, call.dear, rows, outputs))
+            within = next(iter(self._foreign), None)
+            seen = SeenCall(module, form, is_of_batch, call.dear, rows, outputs, within=within)
+            self.calls.append(seen)
         if not all(map(torch.equal, call.states, torch_states())):
             of = of | {RANDOM}
         for tensor in tensors_in(output):

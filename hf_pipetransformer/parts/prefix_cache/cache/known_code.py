@@ -73,7 +73,7 @@ def _has_known_inside(module: nn.Module, known: Callable[[type], str]) -> bool:
     )
 
 
-def foreign_code(module: nn.Module, known: Callable[[type], str] | None = None) -> str:
+def foreign_code(module: nn.Module, known: Callable[[type], str] | None = None, hooks_count: bool = True) -> str:
     """Describe the first code in a module from outside the known libraries; empty if there is none.
 
     Checks the classes of all parts, functions that replace methods, callable attributes, hooks on the parts, and
@@ -82,11 +82,13 @@ def foreign_code(module: nn.Module, known: Callable[[type], str] | None = None) 
     Args:
         module: the module.
         known: a memoized `_why_not_known`.
+        hooks_count: whether hooks on the parts count.
     """
     known = known or functools.cache(_why_not_known)
     for part in module.modules():
         attributes = [value for value in vars(part).values() if callable(value) and not isinstance(value, nn.Module)]
-        hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()] if part is not module else []
+        hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+        hooks = hooks if part is not module and hooks_count else []
         attention = ALL_ATTENTION_FUNCTIONS.get(getattr(getattr(part, "config", None), "_attn_implementation", None))
         for value in (*attributes, *hooks, attention):
             if not is_known(value):

@@ -132,16 +132,20 @@ class Origins(TorchFunctionMode):
     def returned(self, output: Any) -> Any:
         """A frozen module's output in new tensor objects, because tensors made inside may also have been recorded.
 
+        A tensor that is there several times is the same new object each time.
+
         Args:
             output: what its forward has returned.
         """
+        others: Any = WeakIdKeyDictionary()
 
         def alias(tensor: torch.Tensor) -> torch.Tensor:
             if tensor not in self._made_inside:
                 return tensor
-            other = tensor.view_as(tensor)  # with its graph: wav2vec2's features require a gradient
-            self.of(other, set()).update(self.of(tensor))
-            return other
+            if tensor not in others:
+                others[tensor] = tensor.view_as(tensor)  # with its graph: wav2vec2's features require a gradient
+                self.of(others[tensor], set()).update(self.of(tensor))
+            return others[tensor]
 
         return tree_map_only(torch.Tensor, alias, output)
 
@@ -158,6 +162,8 @@ class Origins(TorchFunctionMode):
         name = func.__name__
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", name)
+        if name == "data_ptr" and not self.is_paused and not self.is_inside:
+            self.note_read(tensors_in(args))  # code outside of Python may read through the pointer
         if self.is_paused or name in METADATA:
             return func(*args, **kwargs)
         given = tensors_in((args, kwargs))
