@@ -330,6 +330,14 @@ def test_a_call_with_trained_adapters_is_not_read_in_stages(tmp_path: Path) -> N
     assert splits[0].num_calls == [2] * EPOCHS * STEPS
 
 
+def test_one_stage_that_was_chosen_computes_the_calls(tmp_path: Path) -> None:
+    """The loss could drive a pipeline, but the layout has none."""
+    options = {"pipeline_parallel_size": "auto", "per_device_train_batch_size": BATCH // 2}
+    splits = run_ranks(in_stages, 2, str(tmp_path), "without adapters", options, timeout=200)
+    assert_equal_to_stock(splits, "without adapters", tmp_path)
+    assert splits[0].result.num_read == 0
+
+
 def test_no_call_after_a_backward_in_the_loss_is_read(tmp_path: Path) -> None:
     """Hooks of gradients on other stages may have written into weights."""
     options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2}
