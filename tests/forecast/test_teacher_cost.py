@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from hf_pipetransformer.cli import app
 from hf_pipetransformer.forecast.advice import HARDLY_FASTER
 from hf_pipetransformer.forecast.placeholder_model import build_placeholder_model
-from hf_pipetransformer.forecast.teacher import measure_teacher
+from hf_pipetransformer.forecast.teacher_cost import measure_teacher
 from hf_pipetransformer.planning.costs import UNKNOWN_TO_TORCH
 
 TRAINING = ("--devices", "2", "--batch", "8", "--seq", "64", "--epochs", "4", "--samples", "1000", "--no-freeze")
