@@ -106,7 +106,7 @@ def _about_overlap(values: Values) -> Iterator[str]:
     """Advice on FSDP where plain DDP is possible. Its predicted lead comes from the transfers that it overlaps."""
     plain = plain_trainings(values)
     gain = plain[FSDP]["speed_up"] if FSDP in plain and plain[BEST]["stages"] == 1 else None
-    if gain is not None and round(gain, 2) < 1:
+    if gain is not None and gain * HARDLY_FASTER < 1:
         yield (
             f"Plain FSDP is predicted to be {1 / gain:.2f} times as fast as this training. A prediction counts the"
             " transfers of FSDP during the backward, and those of DDP after it, although DDP overlaps them as well."

@@ -20,7 +20,7 @@ from .device_table import GIB, Device
 from .forecast import Job, Values, forecast
 from .frozen_modules import estimate, lora_on_upper_layers
 from .placeholder_model import build_placeholder_model, load_config, model_class
-from .teacher import estimate_teacher, measure_teacher
+from .teacher_cost import estimate_teacher, measure_teacher
 from .tuning import Tuning
 from .workload import Workload, measure_workload
 

@@ -16,8 +16,9 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from hf_pipetransformer.cli import app
+from hf_pipetransformer.forecast.advice import HARDLY_FASTER
 from hf_pipetransformer.forecast.placeholder_model import build_placeholder_model
-from hf_pipetransformer.forecast.teacher import measure_teacher
+from hf_pipetransformer.forecast.teacher_cost import measure_teacher
 from hf_pipetransformer.planning.costs import UNKNOWN_TO_TORCH
 
 TRAINING = ("--devices", "2", "--batch", "8", "--seq", "64", "--epochs", "4", "--samples", "1000", "--no-freeze")
@@ -189,5 +190,5 @@ def test_advice_and_ranking_name_the_same_training() -> None:
     out = plan("vit", "--devices", "2", "--batch", "32", "--epochs", "2", "--no-freeze")
     times = plan("vit", "--devices", "2", "--batch", "32", "--epochs", "2", "--no-freeze", "--json")
     gain = times["fsdp"]["speed_up"]
-    assert gain < 1
+    assert gain * HARDLY_FASTER < 1
     assert f"- Plain FSDP is predicted to be {1 / gain:.2f} times as fast as this training." in out
