@@ -66,14 +66,14 @@ def table_of(findings: Sequence[Finding]) -> str:
             equal = [finding for finding in theirs if finding.verdict == "equal"]
             largest = max((f.weight_difference for f in equal), default=0.0)
             where = f"{', '.join(f.layout for f in equal)} ({largest:.0e})" if equal else ""
-            by_verdict: dict[str, list[Finding]] = {}
+            alike: dict[tuple[str, str], list[str]] = {}  # verdict and reason -> layouts; a layout may have its own reason
             for finding in theirs:
                 if finding.verdict != "equal":
-                    by_verdict.setdefault(finding.verdict, []).append(finding)
+                    gist = "" if finding.verdict == "as DDP" else f" ({_gist(finding.reason)})"
+                    alike.setdefault((finding.verdict, gist), []).append(finding.layout)
             others = [
-                f"{', '.join(f.layout for f in found)}: {verdict if verdict in GOOD else f'**{verdict}**'}"
-                + ("" if verdict == "as DDP" else f" ({_gist(found[0].reason)})")
-                for verdict, found in by_verdict.items()
+                f"{', '.join(layouts)}: {verdict if verdict in GOOD else f'**{verdict}**'}{gist}"
+                for (verdict, gist), layouts in alike.items()
             ]
             cells = [f"{case}: {theirs[0].what}", where, "; ".join(others)]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
