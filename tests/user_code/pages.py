@@ -23,19 +23,22 @@ python -m tests.user_code --table docs/users_code.md            # all, and write
 
 | result | meaning |
 |---|---|
-| equal | losses, final weights and buffers agree; the number is the largest difference of a weight |
+| equal | losses, final weights and buffers agree; the number is the largest difference of any final weight, over the layouts of the cell |
 | refused | a `ValueError` on all processes before the first step |
 | stopped | a `ValueError` in a later step |
 | as DDP | each part of a batch has its own loss, as under plain DDP or accumulation; the log says so |
 
 | layout | meaning |
 |---|---|
-| K2 | two stages, two micro-batches |
+| K2 | two stages, two micro-batches; rank 0 holds the last stage (with the loss), rank 1 the first (with the embeddings) |
 | DP2 | two replicas of one stage |
 | one | a single process |
-| acc2 | with gradient accumulation |
-| freeze, cache | a schedule freezes layers, without and with the activation cache |
-| zbv | the schedule with backwards in two parts |
+| acc2 | with gradient accumulation; names combine: *K2 acc2* |
+| freeze | a schedule freezes layers; no cache |
+| cache | a schedule freezes layers; with the cache |
+| zbv | `pipeline_schedule="zbv"`: each backward pass is split in two, for inputs and for weights |
+
+A layout that is in neither column was not tried. A message that ends in … goes on with the remedy.
 """
 END = "<!-- What follows is not made by the command. -->"
 
