@@ -23,14 +23,14 @@ python -m tests.user_code --table docs/users_code.md            # all, and write
 
 | result | meaning |
 |---|---|
-| equal | losses, final weights and buffers agree; the number is the largest difference of any final weight, over the layouts of the cell |
+| equal | losses, final weights and buffers agree; the number: the cell's largest difference of a final weight |
 | refused | a `ValueError` on all processes before the first step |
 | stopped | a `ValueError` in a later step |
 | as DDP | each part of a batch has its own loss, as under plain DDP or accumulation; the log says so |
 
 | layout | meaning |
 |---|---|
-| K2 | two stages, two micro-batches; rank 0 holds the last stage (with the loss), rank 1 the first (with the embeddings) |
+| K2 | two stages, two micro-batches; rank 0 holds the last stage (the loss), rank 1 the first (the embeddings) |
 | DP2 | two replicas of one stage |
 | one | a single process |
 | acc2 | with gradient accumulation; names combine: *K2 acc2* |
@@ -69,7 +69,7 @@ def table_of(findings: Sequence[Finding]) -> str:
             equal = [finding for finding in theirs if finding.verdict == "equal"]
             largest = max((f.weight_difference for f in equal), default=0.0)
             where = f"{', '.join(f.layout for f in equal)} ({largest:.0e})" if equal else ""
-            alike: dict[tuple[str, str], list[str]] = {}  # verdict and reason -> layouts; a layout may have its own reason
+            alike: dict[tuple[str, str], list[str]] = {}  # (verdict, reason) -> layouts: reasons may differ
             for finding in theirs:
                 if finding.verdict != "equal":
                     gist = "" if finding.verdict == "as DDP" else f" ({_gist(finding.reason)})"
