@@ -106,7 +106,7 @@ def is_in_the_source(fragment: str) -> bool:
 
 
 MESSAGES = re.findall(r"^### `(.*)`$", text_of("troubleshooting.md"), re.MULTILINE)
-REFUSED_BY_THE_CACHE = text_of("cache.md").split("| tried | refused as |\n|---|---|\n")[1].split("\n\n")[0]
+REFUSED_BY_THE_CACHE = text_of("cache.md").split("| tested | reason |\n|---|---|\n")[1].split("\n\n")[0]
 MESSAGES_OF_THE_CACHE = re.findall(r"^\| .* \| `(.*)` \|$", REFUSED_BY_THE_CACHE, re.MULTILINE)
 # in the source the field and its value are one placeholder
 REMEDY = "Call it on every process, not on the main process alone"

@@ -23,19 +23,22 @@ python -m tests.user_code --table docs/users_code.md            # all, and write
 
 | result | meaning |
 |---|---|
-| equal | losses, final weights and buffers agree; the number is the largest difference of a weight |
+| equal | losses, final weights and buffers agree; the number: the cell's largest difference of a final weight |
 | refused | a `ValueError` on all processes before the first step |
 | stopped | a `ValueError` in a later step |
 | as DDP | each part of a batch has its own loss, as under plain DDP or accumulation; the log says so |
 
 | layout | meaning |
 |---|---|
-| K2 | two stages, two micro-batches |
+| K2 | two stages, two micro-batches; rank 0 holds the last stage (the loss), rank 1 the first (the embeddings) |
 | DP2 | two replicas of one stage |
 | one | a single process |
-| acc2 | with gradient accumulation |
-| freeze, cache | a schedule freezes layers, without and with the activation cache |
-| zbv | the schedule with backwards in two parts |
+| acc2 | with gradient accumulation; names combine: *K2 acc2* |
+| freeze | a schedule freezes layers; no cache |
+| cache | a schedule freezes layers; with the cache |
+| zbv | `pipeline_schedule="zbv"`: each backward pass is split in two, for inputs and for weights |
+
+A layout that is in neither column was not tried. A message that ends in … goes on with the remedy.
 """
 END = "<!-- What follows is not made by the command. -->"
 
@@ -66,14 +69,14 @@ def table_of(findings: Sequence[Finding]) -> str:
             equal = [finding for finding in theirs if finding.verdict == "equal"]
             largest = max((f.weight_difference for f in equal), default=0.0)
             where = f"{', '.join(f.layout for f in equal)} ({largest:.0e})" if equal else ""
-            by_verdict: dict[str, list[Finding]] = {}
+            alike: dict[tuple[str, str], list[str]] = {}  # (verdict, reason) -> layouts: reasons may differ
             for finding in theirs:
                 if finding.verdict != "equal":
-                    by_verdict.setdefault(finding.verdict, []).append(finding)
+                    gist = "" if finding.verdict == "as DDP" else f" ({_gist(finding.reason)})"
+                    alike.setdefault((finding.verdict, gist), []).append(finding.layout)
             others = [
-                f"{', '.join(f.layout for f in found)}: {verdict if verdict in GOOD else f'**{verdict}**'}"
-                + ("" if verdict == "as DDP" else f" ({_gist(found[0].reason)})")
-                for verdict, found in by_verdict.items()
+                f"{', '.join(layouts)}: {verdict if verdict in GOOD else f'**{verdict}**'}{gist}"
+                for (verdict, gist), layouts in alike.items()
             ]
             cells = [f"{case}: {theirs[0].what}", where, "; ".join(others)]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

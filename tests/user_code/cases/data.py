@@ -62,7 +62,7 @@ class CountsAccess(Dataset):
 
 @case("sampler", layouts=("one", "K2"))
 def data_set_that_counts_its_accesses() -> Job:
-    """What a sample is depends on how often it was read; examinations read it, too."""
+    """A sample depends on how often it was read, and the checks before training read it too."""
     return Job(data=CountsAccess())
 
 
@@ -117,7 +117,7 @@ def with_eight_numbers(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 @case("collator", layouts=("K2", "DP2", "K2 acc2"))
 def table_with_as_many_entries_as_rows() -> Job:
-    """A tensor of eight numbers that belongs to the batch, in a batch of eight rows."""
+    """A tensor of eight numbers for the whole batch of eight rows; the head reads it."""
     return Job(model=built(EightFeatures), collator=with_eight_numbers, options={"remove_unused_columns": False})
 
 

@@ -158,7 +158,7 @@ def _counting_loss() -> type:
 
 @case("loss", layouts=("K2",), expect="equal")
 def counter_in_a_closure() -> Job:
-    """A weight grows with each call, in a variable that no object holds."""
+    """The loss is scaled by a counter in a closure, which grows with each call."""
     return Job(trainer=_counting_loss())
 
 

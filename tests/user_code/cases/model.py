@@ -193,7 +193,7 @@ class LearnsLater(Classifier):
 
 @case("callback", layouts=("K2", "DP2", "K2 freeze"))
 def part_that_takes_part_from_step_three() -> Job:
-    """Parameters that get no gradient in the first steps."""
+    """Parameters that take part from step three on: they get no gradient before."""
     return Job(model=built(LearnsLater), callbacks=[TellsStep()])
 
 
@@ -239,7 +239,7 @@ class LabelsInTheLayers(Classifier):
 
 @case("model with state", layouts=("one cache", "K2", "K2 cache"))
 def frozen_layers_that_read_labels() -> Job:
-    """The embeddings add the label's; each text comes with two labels."""
+    """The model adds an embedding of the label to the word embeddings; each text occurs with two labels."""
     rows = texts().rows
     relabelled = [{**row, "labels": (row["labels"] + row["input_ids"][-1]) % LABELS} for row in rows]
     return Job(model=built(LabelsInTheLayers), data=Rows([*rows, *relabelled]), options={"num_train_epochs": 4})
@@ -295,7 +295,7 @@ class Counts(Classifier):
 
 @case("model with state", layouts=("one", "DP2", "one freeze", "K2"))
 def call_counter_in_forward() -> Job:
-    """The loss grows with each call; what is examined before training must not count."""
+    """The loss grows with each call; the checks before training must not count."""
     return Job(model=built(Counts), observe=lambda trainer: {"calls": trainer.model.calls})
 
 
@@ -315,5 +315,5 @@ class NoisyWithDeepSupervision(Classifier):
 
 @case("model with state", layouts=("K2",), expect="refused", because="reads what other layers return or leave behind")
 def noise_and_deep_supervision_in_training() -> Job:
-    """Random in training, where it also reads an early layer's output."""
+    """In training mode the model draws noise and also uses an early layer's output in its loss."""
     return Job(model=built(NoisyWithDeepSupervision))

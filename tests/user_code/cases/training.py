@@ -48,7 +48,7 @@ def stochastic_weight_averaging() -> Job:
 
 
 @case("optimizer", layouts=("K2", "DP2"), expect="equal")
-def adafactor_by_class_and_keywords() -> Job:
+def optimizer_by_class_and_keywords() -> Job:
     """`optimizer_cls_and_kwargs=(NAdam, {...})`."""
     return Job(keywords={"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 3e-3, "eps": 1e-4})})
 
@@ -73,8 +73,8 @@ class SAM:
 
 
 @case("trainer override", layouts=("one", "K2", "DP2"))
-def sharpness_aware_training_step() -> Job:
-    """SAM: `training_step` twice, with a norm over all gradients."""
+def sam_sharpness_aware_training_step() -> Job:
+    """SAM: calls `training_step` twice, with a norm over all gradients."""
     return Job(trainer=SAM, options={"optim": "sgd", "learning_rate": 0.05})
 
 
