@@ -45,7 +45,7 @@ MOST_OPENED = 3
 """Maximum number of searches inside modules that cannot be stored as a whole."""
 NOTHING_FOUND = "it is not called on what comes from the batch alone, or nothing else reads what it returns"
 """Why a frozen module is computed in every epoch if no other reason was found."""
-ENTRIES_VERSION = 6
+ENTRIES_VERSION = 7
 """Version of the contents of an entry in the store."""
 OTHER_INPUTS = "none of the samples was found: their inputs change from epoch to epoch, or their padding"
 """Why a front is closed if no stored sample was found where one could have been."""
