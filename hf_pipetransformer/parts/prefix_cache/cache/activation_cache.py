@@ -78,6 +78,8 @@ class ActivationCache:
         keeps_padding: bool = False,
     ) -> None:
         self.keeps_padding = keeps_padding
+        self.shows_padding = False
+        """Whether outputs for padding differ from the model's, as entries have no padding."""
         self.counts = CacheCounts()
         """Counts of the training."""
         self.evaluated = CacheCounts()

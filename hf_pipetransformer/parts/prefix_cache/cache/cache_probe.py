@@ -81,10 +81,12 @@ class Trial:
     Attributes:
         verdicts: one verdict for each number of frozen units, from 1 to all.
         unread: names of inputs that no cacheable state depends on. Keys leave them out.
+        shows_padding: whether the model's outputs, apart from the loss, depend on padding that is not stored.
     """
 
     verdicts: tuple[CacheVerdict, ...]
     unread: frozenset[str]
+    shows_padding: bool = False
 
 
 def probe_boundaries(
@@ -132,7 +134,7 @@ def probe_boundaries(
                 probe.refuse_all(f"the model or the data collator fails on a part of the sample ({what})")
     numbers = range(1, stack.num_units + 1)
     verdicts = (CacheVerdict(f, probe.reasons.get(f), probe.open.get(f), probe.padded_left) for f in numbers)
-    return Trial(tuple(verdicts), probe.unread)
+    return Trial(tuple(verdicts), probe.unread, probe.shows_padding)
 
 
 class _Refusal(Exception):
@@ -146,8 +148,10 @@ class _Probe:
         open: boundary that has not been refused so far -> the only tensor that crosses it.
         reasons: boundary -> why it was refused.
         padded_left: whether some samples had padding on the left.
-        unread: as in `Trial`.
+        unread, shows_padding: as in `Trial`.
     """
+
+    shows_padding = False
 
     def __init__(
         self,
@@ -311,16 +315,14 @@ class _Probe:
     def _check_above(self, sample: Rows, expected: Any, carries: Sequence[Carry], loss_of: LossOf | None) -> None:
         """Part 4: compare outputs and losses from the last layer's output, with and without noise as padding."""
         outputs = expected, self._above(carries[-1], sample.batch, self._call)
-        if self.is_read_whole:
-            results = [list(output_tensors(output).values()) for output in outputs]
-        else:
-            results = [_results(output, sample.mask, loss_of is None) for output in outputs]
-        pairs = zip(*results, strict=True)
-        errors = [relative_difference([actual], [result]) for result, actual in pairs]
+        whole = [list(output_tensors(output).values()) for output in outputs]
+        read = whole if self.is_read_whole else [_results(o, sample.mask, loss_of is None) for o in outputs]
+        errors = [relative_difference([actual], [result]) for result, actual in zip(*read, strict=True)]
+        self.shows_padding = any(relative_difference([a], [b]) > SAME for b, a in zip(*whole, strict=True))
         if loss_of is not None:
             with left_as_found(self._stack.model), self._stack.runner.to_the_end(0, None, may_repeat=True):
-                whole = loss_of(dict(sample.batch))
-            errors += [relative_difference([self._above(c, sample.batch, loss_of)], [whole]) for c in carries]
+                loss = loss_of(dict(sample.batch))
+            errors += [relative_difference([self._above(c, sample.batch, loss_of)], [loss]) for c in carries]
         self._judge_all(max(errors, default=0.0), RETURNED if self.is_read_whole else ABOVE)
 
     # ------------------------------------------------------------------------------------ running and judging
