@@ -263,13 +263,25 @@ def lists_modes() -> bool:
         return functions == [one] and torch.utils._python_dispatch._get_current_dispatch_mode_stack() == [other]
 
 
-def lists_global_hooks(table: str, register: str) -> bool:
-    of_torch, hook = nn.modules.module, lambda *given: None
-    handle = getattr(of_torch, register)(hook)
-    try:
-        return hook in getattr(of_torch, table).values()
-    finally:
-        handle.remove()
+def hooks_all_modules(table: str, register: str) -> bool:
+    """The table of hooks for all modules has a hook as long as it is registered."""
+    module = torch.nn.modules.module
+    handle = getattr(module, register)(lambda *_: None)
+    has_one = len(getattr(module, table)) == 1
+    handle.remove()
+    return has_one and not getattr(module, table)
+
+
+def counts_holders() -> bool:
+    """A storage is one object for all tensors, and views and arrays count among its holders."""
+    tensor = torch.ones(3)
+    storage = tensor.untyped_storage()
+    before = torch._C._storage_Use_Count(storage._cdata)
+    view, array = tensor.data, tensor.numpy()
+    after = torch._C._storage_Use_Count(storage._cdata)
+    is_one = view.untyped_storage()._cdata == storage._cdata and view.untyped_storage() is storage
+    del view, array
+    return is_one and before == 2 and after > before == torch._C._storage_Use_Count(storage._cdata)
 
 
 GUARDS: dict[str, Callable[[], Any]] = {
@@ -286,16 +298,18 @@ GUARDS: dict[str, Callable[[], Any]] = {
     "_parameters": lambda: module_with_all()._parameters.keys() == {"weight"},
     "_buffers": lambda: module_with_all()._buffers.keys() == {"kept", "dropped"},
     "_non_persistent_buffers_set": lambda: module_with_all()._non_persistent_buffers_set == {"dropped"},
+    "_global_forward_hooks": lambda: hooks_all_modules("_global_forward_hooks", "register_module_forward_hook"),
+    "_global_forward_pre_hooks": lambda: hooks_all_modules(
+        "_global_forward_pre_hooks", "register_module_forward_pre_hook"
+    ),
     "_forward_hooks": lambda: len(module_with_all()._forward_hooks) == 1,
     "_get_current_function_mode_stack": lambda: lists_modes(),
     "_get_current_dispatch_mode_stack": lambda: lists_modes(),
-    "_global_forward_hooks": lambda: lists_global_hooks("_global_forward_hooks", "register_module_forward_hook"),
-    "_global_forward_pre_hooks": (
-        lambda: lists_global_hooks("_global_forward_pre_hooks", "register_module_forward_pre_hook")
-    ),
     "_forward_pre_hooks": lambda: len(module_with_all()._forward_pre_hooks) == 1,
     "_backward_pre_hooks": lambda: nn.Linear(1, 1)._backward_pre_hooks == {},
     "_version": counts_writes,
+    "_storage_Use_Count": counts_holders,
+    "_cdata": counts_holders,
     "_base": knows_what_it_is_a_view_of,
     "_backward_hooks": lists_gradient_hooks,
     "_post_accumulate_grad_hooks": lists_gradient_hooks,

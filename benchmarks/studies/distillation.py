@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.studies.distillation --model "$MODEL" --data data/sst2 --seeds 0 1 2
 
-SST-2. The teacher is MiniLM-L6, trained on the labels for four epochs with the stock Trainer. The student has the first
+SST-2. The teacher is MiniLM-L6, trained on the labels for four epochs by the stock Trainer. The student has the first
 two layers of the untrained MiniLM, and its dropout. Batches are padded to their longest sentence. Three ways:
 
 stock         `Trainer`, which runs the teacher in each step

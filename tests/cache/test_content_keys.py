@@ -14,10 +14,10 @@ from transformers import BatchEncoding
 from hf_pipetransformer.model.called_inputs import LABELS_AND_DECODER
 from hf_pipetransformer.model.micro_batch import slice_rows
 from hf_pipetransformer.model.tags import TAGS
-from hf_pipetransformer.parts.prefix_cache.cache import content_keys as content_keys_module
+from hf_pipetransformer.parts.prefix_cache.cache.batch_entries import BatchEntries
 from hf_pipetransformer.parts.prefix_cache.cache.content_keys import (
     KeyingCollator,
-    row_keys,
+    entries_of,
 )
 
 WORDS = [[7, 8, 9], [5, 6], [7, 8, 9, 4, 5], [8]]
@@ -40,8 +40,8 @@ def padded(rows: list[list[int]], *, length: int = 0, pad: int = 0, side: str = 
 
 
 def content_keys(batch, ignored=LABELS_AND_DECODER) -> list[bytes] | None:
-    keys = row_keys(batch, ignored)
-    return None if keys is None else [key.digest for key in keys]
+    entries = entries_of(batch, ignored)
+    return None if entries is None else list(entries.digests)
 
 
 def keys_of(*arguments, **options) -> list[bytes]:
@@ -51,9 +51,9 @@ def keys_of(*arguments, **options) -> list[bytes]:
 
 
 def popped(batch) -> list[bytes]:
-    keys = content_keys_module.keys_of(batch.pop(TAGS, None))
-    assert keys is not None
-    return [key.digest for key in keys]
+    entries = BatchEntries.of_tags(batch.pop(TAGS, None), width=0)
+    assert entries is not None
+    return list(entries.digests)
 
 
 class FixedCollator:

@@ -11,11 +11,12 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
 from ...model.elsewhere import Unreadable, hidden_like
+from ..prefix_cache.cache.batch_entries import BatchEntries
 from ..prefix_cache.cache.guards import unnoticed
 from .divided import EACH, Rows
 from .entries import TOKENS, Leaf, dense_order
-from .finding import RecordedCall, arguments_of, first_positions
-from .rows import ArgumentDigests, Tokens
+from .finding import Others, RecordedCall, arguments_of, first_positions
+from .rows import ArgumentDigests
 
 REMEDY = "Set activation_cache='off'"
 
@@ -128,7 +129,7 @@ class Known:
         structure: the containers of the leaves.
     """
 
-    others: set[str]
+    others: set[Others]
     leaves: tuple[Any, ...]
     structure: TreeSpec
 
@@ -158,22 +159,16 @@ class KnownBatch:
     """Description of the inputs of a call.
 
     Attributes:
-        keys: keys of the rows.
+        entries: the rows' entries, with the columns that belong to the samples, if padding is not stored.
         rows: samples, or images.
-        tokens: the columns that belong to the samples, if padding is not stored.
         signature: the values that determine the shapes of the front's outputs.
         covered: id of each tensor in the keys -> its number, and its count of writes.
     """
 
-    keys: Sequence[bytes]
+    entries: BatchEntries
     rows: Rows
-    tokens: Tokens | None
     signature: Any
     covered: Mapping[int, tuple[int, int]]
-
-    @property
-    def width(self) -> int:
-        return 0 if self.tokens is None else self.tokens.width
 
 
 @dataclass
@@ -250,7 +245,7 @@ def of_missing(
         raise NewCallError
     for leaf, found in zip(known.leaves, leaves, strict=True):
         if isinstance(leaf, ReturnedLeaf) and leaf.is_of_rows:
-            shape = leaf.sized(rows.chosen(call.missing), call.batch.width)
+            shape = leaf.sized(rows.chosen(call.missing), call.batch.entries.width)
             if not isinstance(found, torch.Tensor) or found.shape != shape:
                 raise NewCallError  # the shape depends on the other samples
     return leaves

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from ..prefix_cache.cache.activation_files import FileWriter
-from ..prefix_cache.cache.entry_format import bytes_of
+from ..prefix_cache.cache.batch_entries import BatchEntries, bytes_of
 from ..prefix_cache.cache.file_store import FileStore, StoreFull
 from .divided import EACH, Rows
-from .rows import Tokens
 
 TOKENS = -1
 """Placeholder in shapes: the batch's number of columns; in an entry, the sample's number of tokens."""
@@ -80,20 +79,18 @@ class FrontEntries:
 
     def read(
         self,
-        keys: Sequence[bytes],
+        entries: BatchEntries,
         rows: Rows,
         leaves: Sequence[Leaf],
-        tokens: Tokens | None,
         device: torch.device,
         keeps_padding: bool = False,
     ) -> tuple[list[int], list[torch.Tensor]]:
         """Read the stored entries of these samples.
 
         Args:
-            keys: keys of the rows.
+            entries: the rows' entries. Leaves that are as wide as the batch have their columns.
             rows: the rows.
             leaves: the tensors of an entry.
-            tokens: the columns that are stored, for leaves that are as wide as the batch.
             device: device of the tensors.
             keeps_padding: whether padding is read as well, from entries that are at least as wide as the batch.
 
@@ -101,10 +98,8 @@ class FrontEntries:
             The rows that are not in the store, and the tensors. In the tensors, missing rows are undefined, and
             padding repeats the last token. No tensors if all rows are missing.
         """
-        width = 0 if tokens is None else tokens.width
-        lengths: Sequence[int] = [0] * len(keys) if tokens is None else tokens.lengths
-        if keeps_padding:
-            lengths = self._widths(keys, leaves, width)
+        keys, width = entries.digests, entries.width
+        lengths = self._widths(keys, leaves, width) if keeps_padding else entries.lengths
         patches = rows.patches or [0] * rows.count
         sizes = [[leaf.row_bytes(*one) for leaf in leaves] for one in zip(lengths, patches, strict=True)]
         buffers = [torch.empty(sum(of_row), dtype=torch.uint8) for of_row in sizes]
@@ -128,41 +123,41 @@ class FrontEntries:
             tensors.append(whole.flatten(0, 1).to(device))
         return missing, tensors
 
-    def _widths(self, keys: Sequence[bytes], leaves: Sequence[Leaf], width: int) -> list[int]:
+    def _widths(self, keys: Sequence[bytes], leaves: Sequence[Leaf], width: int) -> tuple[int, ...]:
         """Numbers of columns of the widest entries; the batch's width if no entry is wide enough."""
         fixed = sum(leaf.row_bytes(0) for leaf in leaves)
         of_column = sum(leaf.row_bytes(1) for leaf in leaves) - fixed
         widths = [(size - fixed) // max(of_column, 1) for size in self._reader.sizes(keys)]
-        return [max(of_entry, width) for of_entry in widths]
+        return tuple(max(of_entry, width) for of_entry in widths)
 
     def write(
         self,
-        keys: Sequence[bytes],
+        entries: BatchEntries,
         rows: Rows,
         tensors: Sequence[torch.Tensor],
         leaves: Sequence[Leaf],
-        lengths: Sequence[int] | None,
+        keeps_padding: bool = False,
     ) -> int:
         """Store the tensors of these samples, and return the number of new ones. An error ends all further writing.
 
         Args:
-            keys: keys of the rows.
+            entries: the rows' entries.
             rows: the rows.
             tensors: the tensors, each with some entries for each row.
             leaves: the tensors of an entry.
-            lengths: for each sample, the number of stored columns; None stores all columns.
+            keeps_padding: whether all columns are stored, and not the samples' own tokens only.
         """
         if self.failure is not None or self.full is not None:
             return 0
-        entries: list[list[torch.Tensor]] = [[] for _ in keys]
+        parts: list[list[torch.Tensor]] = [[] for _ in entries.digests]
         for tensor, leaf in zip(tensors, leaves, strict=True):
             for row, values in enumerate(rows.split(tensor.detach().cpu())):
-                own = values[:, : lengths[row]] if leaf.has_columns and lengths is not None else values
-                entries[row].append(own.contiguous().view(-1).view(torch.uint8))
+                own = values[:, : entries.lengths[row]] if leaf.has_columns and not keeps_padding else values
+                parts[row].append(own.contiguous().view(-1).view(torch.uint8))
         try:
             if self._writer is None:
                 self._writer = self._store.writer(*self.name)
-            return self._writer.put(keys, [bytes_of(torch.cat(parts)) for parts in entries])
+            return self._writer.put(entries.digests, [bytes_of(torch.cat(of_row)) for of_row in parts])
         except StoreFull as error:
             self.full = error.strerror
         except OSError as error:

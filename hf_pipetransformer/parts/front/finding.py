@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from ...model.training_check import LIBRARIES
 from ...pipeline.devices import synchronise
 from ...randomness import torch_states
 from ..prefix_cache.cache.guards import unnoticed
-from ..prefix_cache.cache.known_code import FOREIGN, candidates, is_known
+from ..prefix_cache.cache.known_code import FOREIGN, OF_ALL, candidates, hooks_of, is_known
 from ..prefix_cache.cache.origins import RANDOM, TRAINED, UNKNOWN, Origins, tensors_in
 from .divided import Rows, rows_of
 from .entries import dense_order
@@ -53,7 +53,17 @@ NOTICEABLE = 0.05
 """Minimum share of the forward pass for the log to name a frozen module that is not in the front."""
 
 
-RecordedCall = tuple[list[torch.Tensor], str, list[Any], TreeSpec]
+class Others(NamedTuple):
+    """The arguments of a module that are no tensors, in words: all of them, and those that are not None.
+
+    In place of a tensor there may be None in another call, as for the mask of a batch without padding.
+    """
+
+    whole: str
+    plain: str
+
+
+RecordedCall = tuple[list[torch.Tensor], Others, list[Any], TreeSpec]
 """The tensors that a module was called on, its other arguments, the leaves of its output, and their containers."""
 
 
@@ -117,7 +127,7 @@ class _FrozenCall:
     name: str
     origins: frozenset[str]
     inputs: list[torch.Tensor]
-    others: str  # arguments that are no tensors
+    others: Others
     outputs: list[Any]
     seconds: float
     why_not: str | None
@@ -125,12 +135,14 @@ class _FrozenCall:
     versions: list[int]  # of inputs and outputs, when the module returned
 
 
-def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], str]:
-    """The tensors among a module's arguments, and the other arguments in words; without those for the loss only."""
+def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Others]:
+    """The tensors among a module's arguments, and the other arguments; without those for the loss only."""
     given = args, {name: value for name, value in kwargs.items() if name not in NOT_OF_STATES}
     leaves, structure = tree_flatten(given)
-    others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], f"{others} in {structure}"
+    others = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    plain = {k: leaf for k, leaf in others.items() if leaf is not None}
+    words = Others(f"{others} in {structure}", f"{plain} in {structure}")
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], words
 
 
 def versions_of(leaves: Sequence[Any]) -> list[int]:
@@ -276,6 +288,7 @@ def users_see_all_calls() -> bool:
 def users_hooks_at_rest(model: nn.Module) -> Iterator[None]:
     """Inside, users' hooks on a model's modules do not run, because a trial is not a call of the user's."""
     tables = [table for module in model.modules() for table in (module._forward_hooks, module._forward_pre_hooks)]
+    tables += OF_ALL
     before = [(table, dict(table)) for table in tables if not all(map(is_known, table.values()))]
     for table, hooks in before:
         for key in [key for key, hook in hooks.items() if not is_known(hook)]:
@@ -291,8 +304,7 @@ def users_hooks_at_rest(model: nn.Module) -> Iterator[None]:
 def _users_hook(module: nn.Module) -> str | None:
     """Name of a user's hook on a part of a module; None without one. It may do anything when the part runs."""
     for part in module.modules():
-        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values()) if part is not module else ()
-        for hook in hooks:
+        for hook in hooks_of(part) if part is not module else ():
             if not is_known(hook):
                 return str(getattr(hook, "__qualname__", type(hook).__qualname__))
     return None

@@ -26,9 +26,11 @@ from ...model.method_override import MethodOverride
 from ...model.micro_batch import Batch
 from ...pipeline.devices import synchronise
 from ...randomness import generators_kept, global_state_kept, set_torch_states, torch_states
+from ..prefix_cache.cache.batch_entries import WHOLE, Tokens
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, rounding_of
 from ..prefix_cache.cache.guards import unnoticed
+from ..prefix_cache.cache.known_code import foreign_code
 from .calls import (
     AllRanError,
     FrontCall,
@@ -59,13 +61,14 @@ from .rows import (
     PaddingValues,
     are_equal,
     differ,
-    keys_of,
+    entries_of,
+    is_wide,
     leaves_of,
     masks_in,
     tokens_of,
     with_more_columns,
 )
-from .trial import FrontTrial, cleared, is_wide, noisy, some_rows
+from .trial import FrontTrial, cleared, noisy, some_rows
 
 NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were looked for"
 ITEMS = "num_items_in_batch"
@@ -177,13 +180,13 @@ class FrozenFront:
             finally:
                 self._call = None
         # the loss may read padding, and stored outputs may have other padding
-        may_read = not self.trial.awaits_loss or batch.tokens is None or not batch.tokens.has_padding
+        may_read = not self.trial.awaits_loss or not batch.entries.has_padding
         found = self._read(batch) if reads and may_read else None
         hits = 0 if found is None else batch.rows.count - len(found.missing)
         self.counts += CacheCounts(batch.rows.count, hits)
         self.num_missed += reads and found is None
         self.num_found += found is not None
-        self._widest = max(self._widest, batch.width)
+        self._widest = max(self._widest, batch.entries.width)
         wider = self._computed_wider(inputs, batch, found, run_on) if writes and run_on is not None else None
         found = wider or found
         if found is not None and self.is_verified and self._must_verify_again():
@@ -273,7 +276,7 @@ class FrozenFront:
         Another epoch has them in other batches. The values of padding do not depend on the columns behind it.
         """
         missing = list(range(batch.rows.count)) if found is None else found.missing
-        columns = min(self._widest, WIDER * batch.width) - batch.width
+        columns = min(self._widest, WIDER * batch.entries.width) - batch.entries.width
         may_be = self.trial.keeps_padding and batch.signature in self._known and self._tries_to_widen > 0
         if not may_be or not missing or columns <= 0:
             return None
@@ -308,7 +311,7 @@ class FrozenFront:
     def _compare(self, call: FrontCall, found: FrontCall) -> None:
         """Compare the modules' outputs in a new kind of call with the samples' stored outputs."""
         assert call.batch is not None and found.given_back is not None
-        tokens = call.batch.tokens
+        entries = call.batch.entries
         for (name, position), stored in found.given_back.items():
             if name not in call.ran:
                 self.trouble = f"{name} is not called in each forward pass"
@@ -319,8 +322,8 @@ class FrozenFront:
             if pair[0].shape != stored.shape:
                 self.trouble = f"{name} returns something else than before"
                 return
-            if self.trial.wide.get((name, position)) and tokens is not None and not self.trial.keeps_padding:
-                pair = [cleared(tensor, tokens.lengths) for tensor in pair]
+            if self.trial.wide.get((name, position)) and entries.width and not self.trial.keeps_padding:
+                pair = [cleared(tensor, entries.lengths) for tensor in pair]
             computed, expected = (rows.some(tensor, there) for tensor in pair)
             rounding = max(rounding_of(expected), TOLERANCES.get(self._storage_dtype or expected.dtype, 0.0))
             if relative_difference([computed], [expected]) > rounding:
@@ -330,7 +333,8 @@ class FrozenFront:
         for name, (_, others, *_) in call.ran.items():
             found.known[name].others.add(others)
             pairs = zip(*(masks_in(of[name][there]) for of in (digests, found.digests)), strict=True)
-            self._implies_causal |= any(set(pair) == EITHER for pair in pairs)
+            is_new = any(set(pair) == EITHER for pair in pairs)
+            self._implies_causal |= is_new and not foreign_code(self._model.get_submodule(name))
 
     def _generators(self) -> list[Any]:
         """States of the generators that a module may draw from."""
@@ -364,25 +368,22 @@ class FrozenFront:
         rows = rows_of(reads, inputs) if reads <= inputs.keys() else None
         if rows is None or (rows.count > 1 and self.trial.is_of_one):
             return None
-        if tokens is not None and rows.count != len(tokens.lengths):
+        tokens = tokens or Tokens((WHOLE,) * rows.count, 0)
+        if rows.count != len(tokens.spans):
             return None
-        if tokens is not None and self.trial.keeps_padding and not self._padding.is_same(inputs, reads, tokens):
+        if self.trial.keeps_padding and not self._padding.is_same(inputs, reads, tokens):
             return None
-        keys = keys_of({name: inputs[name] for name in reads}, rows, tokens, f"{plain} {tokens is not None}")
-        if keys is None:
+        leaves = list(leaves_of({name: inputs[name] for name in reads}))
+        entries = entries_of(leaves, rows, tokens, f"{plain} {tokens.width > 0}")
+        if entries is None:
             return None
-        leaves = [leaf for name in sorted(reads) for leaf in leaves_of(inputs[name], name)]
-        given = [(n, t, is_wide(n, t, tokens)) for n, t in leaves if isinstance(t, torch.Tensor)]
-        shapes = [(n, t.dtype, wide, tuple(t.shape[2 if wide else 1 :])) for n, t, wide in given]
-        covered = {
-            id(leaf): (number, version_of(leaf))
-            for number, (name, leaf) in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and name not in NOT_OF_STATES
-        }
-        return KnownBatch(keys, rows, tokens, (repr(shapes), rows.count == 1), covered)
+        given = [(k, n, t, is_wide(n, t, tokens)) for k, (n, t) in enumerate(leaves) if isinstance(t, torch.Tensor)]
+        shapes = [(n, t.dtype, wide, tuple(t.shape[2 if wide else 1 :])) for _, n, t, wide in given]
+        covered = {id(t): (k, version_of(t)) for k, name, t, _ in given if name not in NOT_OF_STATES}
+        return KnownBatch(entries, rows, (repr(shapes), rows.count == 1), covered)
 
     def _known_by(self, batch: KnownBatch, ran: Mapping[str, RecordedCall]) -> dict[str, Known]:
-        wide = {} if batch.tokens is None else self.trial.wide
+        wide = self.trial.wide if batch.entries.width else {}
         return {name: Known.of(recorded, name, batch.rows, wide) for name, recorded in ran.items()}
 
     def _layout(self, known: Mapping[str, Known]) -> list[Leaf]:
@@ -400,7 +401,7 @@ class FrozenFront:
             return None
         began = time.perf_counter()
         missing, tensors = self._entries.read(
-            batch.keys, batch.rows, self._layout(known), batch.tokens, self._device, self.trial.keeps_padding
+            batch.entries, batch.rows, self._layout(known), self._device, self.trial.keeps_padding
         )
         if not tensors:
             return None
@@ -416,8 +417,9 @@ class FrozenFront:
     def _digests_of(self, batch: KnownBatch, ran: Mapping[str, RecordedCall]) -> dict[str, torch.Tensor]:
         """Digests of the modules' arguments, without the outputs of other modules of the front."""
         of_front = {id(leaf) for *_, leaves, _ in ran.values() for leaf in leaves}
-        made = ArgumentDigests(batch.rows, batch.tokens, batch.covered)
-        return {name: made.of(ran[name][0], of_front, self.trial.has_rows.get(name, ())) for name in self.found.needed}
+        made = ArgumentDigests(batch.rows, batch.entries, batch.covered)
+        rows = self.trial.has_rows
+        return {n: made.of(ran[n][0], ran[n][1].plain, of_front, rows.get(n, ())) for n in self.found.needed}
 
     def _write(self, call: FrontCall) -> None:
         """Store the modules' outputs in a call. If stored samples were read in it, store only the missing ones."""
@@ -426,14 +428,12 @@ class FrozenFront:
         digests = self._digests_of(batch, call.ran)
         leaves = [call.ran[name][2][position].detach() for name, position in self._stored]
         tensors = [*(leaf.to(self._stored_as(leaf.dtype)) for leaf in leaves), torch.cat(list(digests.values()), 1)]
-        keys, lengths = list(batch.keys), None if batch.tokens is None else list(batch.tokens.lengths)
-        if self.trial.keeps_padding and batch.tokens is not None:
-            lengths = [batch.width] * batch.rows.count
-        rows = batch.rows
+        entries, rows = batch.entries, batch.rows
         if call.missing:
             tensors, rows = [rows.some(tensor, call.missing) for tensor in tensors], rows.chosen(call.missing)
-            keys, lengths = [keys[n] for n in call.missing], lengths and [lengths[n] for n in call.missing]
-        self.counts.stored += self._entries.write(keys, rows, tensors, self._layout(call.known), lengths)
+            entries = entries.chosen(call.missing)
+        layout = self._layout(call.known)
+        self.counts.stored += self._entries.write(entries, rows, tensors, layout, self.trial.keeps_padding)
 
     def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self._call
@@ -454,9 +454,9 @@ class FrozenFront:
         # the leaves, as the model may write into a container afterwards
         leaves, structure = tree_flatten(output)
         given, others = arguments_of(args, kwargs)
-        if self.trial.is_noisy and call.batch is not None and call.batch.tokens is not None:
-            lengths, wide = call.batch.tokens.lengths, self.trial.wide
-            self.trial.has_made_noise |= call.batch.tokens.has_padding
+        if self.trial.is_noisy and call.batch is not None and call.batch.entries.width:
+            lengths, wide = call.batch.entries.lengths, self.trial.wide
+            self.trial.has_made_noise |= call.batch.entries.has_padding
             changed = [noisy(leaf, lengths) if wide.get((name, k)) else leaf for k, leaf in enumerate(leaves)]
             return tree_unflatten(changed, structure)
         call.ran[name] = given, others, leaves, structure
@@ -475,9 +475,9 @@ class FrozenFront:
         if any(tensor.requires_grad for tensor in given):
             raise OtherCallsError(f"{name} is called on something that is trained")
         of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
-        call.made = call.made or ArgumentDigests(batch.rows, batch.tokens, batch.covered)
+        call.made = call.made or ArgumentDigests(batch.rows, batch.entries, batch.covered)
         has_rows = self.trial.has_rows.get(name, ())
-        digests = call.made.of(given, of_front, has_rows)
+        digests = call.made.of(given, others.plain, of_front, has_rows)
         digests[call.missing] = call.digests[name][call.missing]
         if others not in known.others or not are_equal(digests, call.digests[name], self._implies_causal):
             raise NewCallError
@@ -489,7 +489,7 @@ class FrozenFront:
                 continue
             value = call.given_back.get((name, position), leaf)
             if isinstance(value, (ReturnedLeaf, ReturnedObject)):
-                value = value.hidden(batch.rows, batch.width, f"the output of {name} {NOT_KEPT}")
+                value = value.hidden(batch.rows, batch.entries.width, f"the output of {name} {NOT_KEPT}")
             elif computed and isinstance(leaf, ReturnedLeaf):
                 batch.rows.put(value, call.missing, computed[position])
             if computed and isinstance(leaf, ReturnedLeaf):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sized
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,12 @@ from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
 from ..prefix_cache.cache.watched_weights import WatchedWeights
 from ..prefix_cache.cache_setup import describe_model
+from .called_by_loss import CalledByLoss
 from .dropout_hint import DropoutHint
 from .entries import FrontEntries
 from .finding import (
     DRAWS,
     FoundFront,
-    Reading,
     find_front,
     users_hooks_at_rest,
     users_hooks_on,
@@ -54,7 +54,7 @@ MOST_OPENED = 3
 """Maximum number of searches inside modules that cannot be stored as a whole."""
 NOTHING_FOUND = "it is not called on what comes from the batch alone, or nothing else reads what it returns"
 """Why a frozen module is computed in every epoch if no other reason was found."""
-ENTRIES_VERSION = 6
+ENTRIES_VERSION = 7
 """Version of the contents of an entry in the store."""
 OTHER_INPUTS = "none of the samples was found: their inputs change from epoch to epoch, or their padding"
 """Why a front is closed if no stored sample was found where one could have been."""
@@ -62,46 +62,6 @@ MOST_UNREAD = 0.1
 """Share of the store's space that may be filled before the first sample is found."""
 MOST_SEARCHES = 5
 """Maximum number of searches for the front: each change of `requires_grad` starts one."""
-
-
-@dataclass(frozen=True)
-class Split:
-    """A module whose layers are on several processes, of which this one runs the last and the loss.
-
-    Attributes:
-        undivided: name, in the holder, of the module in which these layers are. No part of it is stored by itself.
-        elsewhere: identities of the parameters that this process does not have. Their processes watch them.
-        digest: returns a digest of the weights and settings there.
-    """
-
-    undivided: str
-    elsewhere: frozenset[int]
-    digest: Callable[[], str]
-
-    def has_inside(self, names: Iterable[str]) -> bool:
-        """Whether one of these modules is a part of the undivided one."""
-        return any(name.startswith(f"{self.undivided}.") for name in names)
-
-
-@dataclass(frozen=True)
-class CalledByLoss:
-    """A frozen module that the loss calls, in whose calls a front is looked for in place of the trained model's.
-
-    Attributes:
-        holder: a module that contains it, under the name by which log lines call it.
-        opened: names of modules in the holder of which the parts are looked at, and not the module.
-        reading: what is read of what the call returns.
-        device: where it computes.
-        num_entries: number of entries that an epoch stores, if it is known.
-        split: if its layers are on several processes, which.
-    """
-
-    holder: nn.Module
-    opened: frozenset[str]
-    reading: Reading
-    device: torch.device
-    num_entries: int | None
-    split: Split | None = None
 
 
 class FrontCalls:

@@ -1,6 +1,6 @@
 """Divides a batch, and the tensors computed from it, among the samples.
 
-inputs [rows, width, ...]     the first `lengths[row]` columns belong to the sample, if there is a mask
+inputs [rows, width, ...]     the first columns belong to the sample, if there is a mask; the rest is padding
 arguments, outputs            some entries for each row (`divided`)
 keys, digests                 some bytes for each row, from its own values only
 """
@@ -8,21 +8,14 @@ keys, digests                 some bytes for each row, from its own values only
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 
 from ...model.called_inputs import LABELS_AND_DECODER, NOT_OF_STATES, version_of
-from ..prefix_cache.cache.content_keys import (
-    IGNORED_LABEL,
-    MASK,
-    TOKEN_INPUTS,
-    bytes_of,
-    keys_of_parts,
-    spans_of,
-)
+from ..prefix_cache.cache.batch_entries import BatchEntries, Tokens, bytes_of
+from ..prefix_cache.cache.content_keys import IGNORED_LABEL, MASK, TOKEN_INPUTS, entries_of_parts, own_tokens
 from .divided import Rows
 
 DIGEST_BYTES = 32
@@ -33,21 +26,6 @@ CAUSAL = b"causal".ljust(16)
 """The second half for a row with a causal mask, which hides the later tokens from each token."""
 
 EITHER = {NO_MASK, CAUSAL}
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The columns of `width` that belong to each sample: the first `lengths[row]`. The rest is padding."""
-
-    lengths: tuple[int, ...]
-    width: int
-
-    @property
-    def has_padding(self) -> bool:
-        return min(self.lengths) < self.width
-
-    def cut(self, columns: int) -> Tokens:
-        return Tokens(tuple(min(length, self.width - columns) for length in self.lengths), self.width)
 
 
 def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -72,14 +50,19 @@ def tokens_of(inputs: Mapping[str, Any]) -> Tokens | None:
     known = TOKEN_INPUTS | LABELS_AND_DECODER
     if any(value.shape[:2] == shape and name not in known for name, value in leaves):
         return None  # the number of features may happen to equal the number of tokens
-    spans = spans_of({MASK: masks[0]})
-    if spans is None or any(span.start for span in spans):
+    tokens = own_tokens({MASK: masks[0]})
+    if tokens is None or any(span.start for span in tokens.spans):
         return None
     of_tokens = [value for name, value in leaves if name in LABELS_AND_DECODER and value.shape[:2] == shape]
     is_padding = masks[0] == 0
     if any(bool((labels[is_padding.to(labels.device)] != IGNORED_LABEL).any()) for labels in of_tokens):
         return None
-    return Tokens(tuple(span.stop for span in spans), shape[1])
+    return tokens
+
+
+def is_wide(name: str, tensor: torch.Tensor, tokens: Tokens | None) -> bool:
+    """Whether an input has the columns of which some belong to each sample."""
+    return tokens is not None and tokens.width > 0 and name in TOKEN_INPUTS and tensor.shape[1:2] == (tokens.width,)
 
 
 def may_have_padding(inputs: Mapping[str, Any]) -> bool:
@@ -128,33 +111,31 @@ def _with_changed_columns(inputs: Mapping[str, Any], change: Callable[[str, torc
     return {name: changed(name, value) for name, value in inputs.items()}
 
 
-def keys_of(read: Mapping[str, Any], rows: Rows, tokens: Tokens | None, others: str) -> list[bytes] | None:
-    """Return a key for each row: a hash of names, types, shapes and values of the front's inputs, and of the mask.
+def entries_of(leaves: Sequence[tuple[str, Any]], rows: Rows, tokens: Tokens, others: str) -> BatchEntries | None:
+    """Return the rows' entries, by a hash of names, types, shapes and values of the front's inputs, and of the mask.
 
     Args:
-        read: the inputs of the front; each is divided among the rows.
+        leaves: the inputs of the front, by name; each is divided among the rows.
         rows: the rows.
-        tokens: the columns that belong to each sample, if padding is left out.
+        tokens: the columns that belong to each sample; none if padding counts.
         others: other values that the front depends on, in words.
 
     Returns:
         None if the values of an input cannot be read.
     """
-    leaves = [(name, leaf) for name, leaf in leaves_of(read) if name not in NOT_OF_STATES]
+    leaves = [(name, leaf) for name, leaf in leaves if name not in NOT_OF_STATES]
     tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
     plain = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, torch.Tensor)]
     if any(tensor.layout is not torch.strided or tensor.requires_grad for _, tensor in tensors):
         return None
 
-    width = None if tokens is None else tokens.width
     named = {f"{number} {name}": tensor for number, (name, tensor) in enumerate(tensors)}
-    wide = {name for name, t in named.items() if name.split()[-1] in TOKEN_INPUTS and t.shape[1:2] == (width,)}
-    by_token, by_row = ({n: t for n, t in named.items() if (n in wide) is is_wide} for is_wide in (True, False))
+    wide = {name for name, tensor in named.items() if is_wide(name.split()[-1], tensor, tokens)}
+    by_token, by_row = ({n: t for n, t in named.items() if (n in wide) is kind} for kind in (True, False))
     if rows.patches:
         plain += [(name, tensor.shape[1:]) for name, tensor in by_row.items()]
         by_row = {name: _digests_of_parts(tensor, rows) for name, tensor in by_row.items()}
-    spans = [slice(None)] * rows.count if tokens is None else [slice(0, length) for length in tokens.lengths]
-    return [key.digest for key in keys_of_parts(spans, by_token, by_row, {}, (plain, others))]
+    return entries_of_parts(tokens, by_token, by_row, {}, (plain, others))
 
 
 def _digests_of_parts(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -169,22 +150,25 @@ class ArgumentDigests:
 
     Args:
         rows: the rows.
-        tokens: the columns that belong to each sample, if padding is left out.
+        tokens: the columns that belong to each sample; none if padding counts.
         inputs: id of each tensor in the keys -> its number, and its count of writes when the keys were computed.
     """
 
-    def __init__(self, rows: Rows, tokens: Tokens | None, inputs: Mapping[int, tuple[int, int]]) -> None:
+    def __init__(self, rows: Rows, tokens: Tokens, inputs: Mapping[int, tuple[int, int]]) -> None:
         self._rows, self._tokens, self._inputs = rows, tokens, inputs
         # cached by tensor, because all layers get the same mask
         self._known: dict[tuple[int, bool], tuple[torch.Tensor, list[bytes]]] = {}
 
-    def of(self, given: Sequence[torch.Tensor], of_front: Collection[int], has_rows: Sequence[bool]) -> torch.Tensor:
+    def of(
+        self, given: Sequence[torch.Tensor], plain: str, of_front: Collection[int], has_rows: Sequence[bool]
+    ) -> torch.Tensor:
         """Digests of a module's arguments, without outputs of the front itself.
 
         Boolean masks have a separate digest, because a model may pass no mask if a batch has no padding.
 
         Args:
             given: the tensors among the arguments.
+            plain: the other arguments, in words, without those that are None.
             of_front: ids of the tensors that are left out.
             has_rows: for each tensor, whether it has entries for each row; empty if unknown.
 
@@ -199,7 +183,7 @@ class ArgumentDigests:
                 (masks if tensor.dtype is torch.bool else found).append(self._of_one(tensor, has))
         content = bytearray()
         for row in range(self._rows.count):
-            content += xxhash.xxh3_128(b"".join(digests[row] for digests in found)).digest()
+            content += xxhash.xxh3_128(plain.encode() + b"".join(digests[row] for digests in found)).digest()
             of_masks = [digests[row] for digests in masks] or [NO_MASK]
             is_one = len(set(of_masks)) == 1 and of_masks[0] in (NO_MASK, CAUSAL)
             content += of_masks[0] if is_one else xxhash.xxh3_128(b"".join(of_masks)).digest()
@@ -211,7 +195,7 @@ class ArgumentDigests:
             return [b"input %d" % number] * self._rows.count
         key = id(tensor), has_rows
         if key not in self._known:
-            values, width = tensor.detach().cpu(), None if self._tokens is None else self._tokens.width
+            values, width = tensor.detach().cpu(), self._tokens.width
             rows, has_rows = self._rows.count, has_rows and self._rows.divides(values)
             wide = [dim for dim, size in enumerate(values.shape) if size == width and (dim or not has_rows)]
             shape = [size for dim, size in enumerate(values.shape) if dim not in wide and (dim or not has_rows)]
@@ -219,7 +203,6 @@ class ArgumentDigests:
             digests = []
             for row, part in enumerate(parts):
                 for dim in wide:
-                    assert self._tokens is not None
                     part = part.narrow(dim, 0, self._tokens.lengths[row])
                 if part.dtype is torch.bool and (known := _known_mask(part)) is not None:
                     digests.append(known)

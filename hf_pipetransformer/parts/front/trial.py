@@ -10,11 +10,11 @@ import torch
 from accelerate.utils import recursively_apply
 
 from ...model.micro_batch import Batch, batch_rows
+from ..prefix_cache.cache.batch_entries import Tokens
 from ..prefix_cache.cache.comparing import SAME, aligned, relative_difference, rounding_of
-from ..prefix_cache.cache.content_keys import TOKEN_INPUTS
 from .divided import Rows, rows_of
 from .finding import FoundFront, RecordedCall
-from .rows import Tokens, leaves_of, tokens_of, with_less_columns
+from .rows import is_wide, leaves_of, tokens_of, with_less_columns
 
 MOST_TRIES = 3
 """Maximum number of batches for the trial whether a loss reads padding."""
@@ -86,7 +86,8 @@ class FrontTrial:
             batch = with_less_columns(inputs, min(2 * columns, tokens.width - 1), removes=False)
             half = some_rows(with_less_columns(batch, columns, removes=True), reads, rows, first)
             ran, part = (self._tried(partial(forward, given)) for given in (batch, half))
-            cut = tokens.cut(min(2 * columns, tokens.width - 1))
+            last = max(tokens.width - 2 * columns, 1)
+            cut = Tokens(tuple(slice(0, min(length, last)) for length in tokens.lengths), tokens.width)
             if self._hold(ran, part, rows, first, cut, columns):
                 self.cuts_padding, self.awaits_loss = True, may_cut
                 if not may_cut:
@@ -208,7 +209,3 @@ def noisy(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     generator = torch.Generator(tensor.device).manual_seed(0)  # the model draws from the global generator
     noise = torch.empty_like(tensor).normal_(generator=generator) * LOUD * tensor.detach().abs().max()
     return torch.where(aligned(_own(tensor, lengths), tensor), tensor.detach(), noise)
-
-
-def is_wide(name: str, tensor: torch.Tensor, tokens: Tokens | None) -> bool:
-    return tokens is not None and name in TOKEN_INPUTS and tensor.shape[1:2] == (tokens.width,)

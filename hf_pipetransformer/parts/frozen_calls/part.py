@@ -22,7 +22,8 @@ from ...run.loss import Loss
 from ...run.parts import Ending, LayoutChange, RunPart, StepFacts
 from ...run.run import PipelineRun
 from ...run.setup.placing import Findings
-from ..front.front_calls import CalledByLoss, FrontCalls
+from ..front.called_by_loss import CalledByLoss
+from ..front.front_calls import FrontCalls
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
 from ..prefix_cache.cache.known_code import FOREIGN, foreign_code, is_declared

@@ -23,8 +23,9 @@ from torch import nn
 from ...model.elsewhere import on_this_thread
 from ...model.method_override import MethodOverride
 from ...model.nested import in_new_containers
+from ..front.called_by_loss import CalledByLoss, Split
 from ..front.finding import Reading
-from ..front.front_calls import CalledByLoss, FrontCalls, Split
+from ..front.front_calls import FrontCalls
 from .forms import arguments_by_name, form_of
 from .watching import SeenCall
 

@@ -29,8 +29,9 @@ from ...pipeline.messages import Pending, PipelineMessages, wait_for
 from ...pipeline.stage import StageModule
 from ...randomness import set_torch_states, torch_states
 from ...run.run import PipelineRun
+from ..front.called_by_loss import Split
 from ..front.finding import DRAWS, other_randomness
-from ..front.front_calls import FrontCalls, Split
+from ..front.front_calls import FrontCalls
 from ..prefix_cache.cache.origins import as_one_function
 from ..prefix_cache.cache.watched_weights import WatchedWeights
 from .adapters import TrainedAdapters

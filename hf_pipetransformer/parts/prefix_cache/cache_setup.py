@@ -187,6 +187,7 @@ def make_cache(
         not_in_keys,
         keeps_padding,
     )
+    cache.shows_padding = mesh.any(trial.shows_padding)
     description = f"{describe_model(pipeline.model, job.mixed_precision)} {storage_dtype}"
     return AutoCache(
         pipeline,

@@ -202,7 +202,11 @@ class PrefixCache(RunPart):
 
     @contextmanager
     def around_evaluation(self, dataloader: Any, prefix: str) -> Iterator[None]:
-        """Inside the context, an evaluation reads the cache, if the frozen weights still match it."""
+        """Inside the context, an evaluation reads the cache, if the frozen weights still match it.
+
+        Outputs for padding are not stored. If the model returns some, metrics and predictions are computed without the
+        cache, and a loss with it.
+        """
         cache, pipeline = self.cache, self._run.pipeline
         with ExitStack() as stack:
             if cache is not None:
@@ -213,7 +217,9 @@ class PrefixCache(RunPart):
                     stack.callback(setattr, base, "collate_fn", base.collate_fn)
                     ignored = self._job.not_in_keys | pipeline.stack.runner.called.kept_back
                     base.collate_fn = KeyingCollator(base.collate_fn, ignored, cache.cache.keeps_padding)
-                if pipeline.shortcut is not None and not cache.weights_hold():
+                returns = self._job.trainer.compute_metrics is not None or not prefix.startswith("eval")
+                is_exact = not (cache.cache.shows_padding and returns)
+                if pipeline.shortcut is not None and not (is_exact and cache.weights_hold()):
                     pipeline.use_shortcut(None)  # e.g. averaged weights
                     stack.callback(lambda: pipeline.use_shortcut(cache.cache if cache.is_on else None))
             yield

@@ -1,6 +1,7 @@
 """The cases. Each module enters its own into `kit.CASES`."""
 
 from . import (
+    attack_caches,
     attack_front,
     attack_loss,
     driven_calls,
@@ -16,6 +17,7 @@ from . import (
 )
 
 __all__ = [
+    "attack_caches",
     "attack_front",
     "attack_loss",
     "driven_calls",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,14 +34,9 @@ from ....model.frozen_prefix import frozen_modules
 from ....model.layer_range import Carry, Observer, Unit, tensors_of
 from ....model.layer_stack import CarrySlot, LayerStack
 from ....model.micro_batch import Batch, select_rows
+from .batch_entries import BatchEntries
 from .cache_counts import CacheCounts
-from .content_keys import (
-    RowKey,
-    keys_of,
-    padded_length,
-    row_keys,
-    sequences_per_sample,
-)
+from .content_keys import entries_of, padded_length, sequences_per_sample
 from .file_store import FileStore, StoreFull
 from .reading import Found, Generation, States, StoreReading, joined
 from .side_stream import SideStream
@@ -83,6 +78,8 @@ class ActivationCache:
         keeps_padding: bool = False,
     ) -> None:
         self.keeps_padding = keeps_padding
+        self.shows_padding = False
+        """Whether outputs for padding differ from the model's, as entries have no padding."""
         self.counts = CacheCounts()
         """Counts of the training."""
         self.evaluated = CacheCounts()
@@ -160,7 +157,7 @@ class ActivationCache:
         self.flush()
         if self._writing.last is None:
             return None
-        found = self._reading.find(*self._writing.last, self._stack.num_units)
+        found = self._reading.find(self._writing.last, self._stack.num_units)
         here = found.states.get(self._reading.generations[0].num_frozen)
         return found.seconds / len(here[0]) if here else None
 
@@ -171,9 +168,9 @@ class ActivationCache:
             tags: the samples' keys, as tags, and their inputs.
             stop: the first unit that does not belong to this stage.
         """
-        keys = keys_of(tags.tensor)
-        if keys is not None and not self._is_refused(keys):
-            self._reading.read_ahead(keys, padded_length(tags.inputs.named, self._ignored), stop)
+        entries = BatchEntries.of_tags(tags.tensor, padded_length(tags.inputs.named, self._ignored))
+        if entries is not None and not self._is_refused(entries):
+            self._reading.read_ahead(entries, stop)
 
     def begin(
         self, batch: Batch, tags: torch.Tensor, start: int, carry: Carry | None, stop: int
@@ -191,15 +188,15 @@ class ActivationCache:
             The unit to continue with, and the outputs of the units before it. These are `start` and `carry` if no
             sample was found, or if the pass includes the head: the found states then wait for the model's call.
         """
-        keys = keys_of(tags)
-        if keys is None:
+        entries = BatchEntries.of_tags(tags, padded_length(batch, self._ignored))
+        if entries is None:
             return start, carry
         includes_head = stop == self._stack.num_units
         if includes_head and self._awaited is not None:  # the previous pass did not call the whole model
             self.met_other_inputs = True
-        level, found = self._look_up(batch, keys, stop) if start == 0 else (0, None)
+        level, found = self._look_up(batch, entries, stop) if start == 0 else (0, None)
         begin = max(start, level)
-        observer = self.observer(batch, keys, begin, stop)
+        observer = self.observer(entries, begin, stop)
         if includes_head:
             self._await(batch, begin, found, observer)
             return start, carry
@@ -207,38 +204,38 @@ class ActivationCache:
             self._await(self._stack.runner.arguments(batch), begin, None, observer)
         return (level, found) if level else (start, carry)
 
-    def _look_up(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> tuple[int, Carry | None]:
+    def _look_up(self, batch: Batch, entries: BatchEntries, stop: int) -> tuple[int, Carry | None]:
         """Find the samples' states at the highest boundary in the store, and compute the others up to that boundary.
 
         Returns that boundary and the outputs of the units before it; 0 and None if no sample was found.
         """
         size = sequences_per_sample(batch)
-        read = self._find(batch, keys, stop)
+        read = self._find(entries, stop)
         found = _of_whole_samples(read.states, size)
         self._count(found, read.seconds)
         if not found:
             return 0, None
         level = max(found)
-        if list(found) == [level] and len(found[level][0]) == len(keys):
+        if list(found) == [level] and len(found[level][0]) == len(entries.spans):
             return level, self._as_carry(level, found[level][1])
-        missing = sorted(set(range(len(keys))) - {row for rows, _ in found.values() for row in rows})
+        missing = sorted(set(range(len(entries.spans))) - {row for rows, _ in found.values() for row in rows})
         states: list[tuple[list[int], torch.Tensor]] = [found.pop(level)]
         for start, rows, state in [*((f, *value) for f, value in found.items()), (0, missing, None)]:
             if rows:
                 part = select_rows(batch, sorted({row // size for row in rows}))
-                states.append((rows, self._run(start, level, state, part, [keys[row] for row in rows])))
+                states.append((rows, self._run(start, level, state, part, entries.chosen(rows))))
         if self.met_other_inputs:  # in one of the passes above
             return 0, None
         dtype = states[0][1].dtype
         place = {row: (state.to(dtype), index) for rows, state in states for index, row in enumerate(rows)}
-        return level, self._as_carry(level, joined([place[row] for row in range(len(keys))]))
+        return level, self._as_carry(level, joined([place[row] for row in range(len(entries.spans))]))
 
-    def _find(self, batch: Batch, keys: Sequence[RowKey], stop: int) -> Found:
+    def _find(self, entries: BatchEntries, stop: int) -> Found:
         """Find samples in the store. Call `_count` with the used ones."""
-        self.counts.rows += len(keys)
-        if self._is_refused(keys):
+        self.counts.rows += len(entries.spans)
+        if self._is_refused(entries):
             return Found({})
-        found = self._reading.find(keys, padded_length(batch, self._ignored), stop)
+        found = self._reading.find(entries, stop)
         self.counts.damaged += found.damaged
         return found
 
@@ -252,12 +249,12 @@ class ActivationCache:
                 self.counts.older_hits += len(rows)
 
     def _run(
-        self, start: int, stop: int, state: torch.Tensor | None, batch: Batch, keys: Sequence[RowKey]
+        self, start: int, stop: int, state: torch.Tensor | None, batch: Batch, entries: BatchEntries
     ) -> torch.Tensor:
         """Compute a few samples from one boundary to another. Store them if the frozen layers end there."""
         carry = None if state is None else self._as_carry(start, state)
         runner = self._stack.runner
-        self._await(runner.arguments(batch), start, None, self.observer(batch, keys, start, stop))
+        self._await(runner.arguments(batch), start, None, self.observer(entries, start, stop))
         with torch.no_grad():
             reached = runner.run(start, stop, carry, batch)
         slot = self._slots[stop]
@@ -306,15 +303,15 @@ class ActivationCache:
         is_plain = nested_in is None or all(called[name] is None for name in called.keys() - {nested_in})
         if not is_plain or self.is_called_otherwise(inputs):  # keys contain only that dict
             return
-        keys = row_keys(inputs, self._ignored, self.keeps_padding) if inputs else None
-        if keys is None or self._is_refused(keys):
-            self.counts.rows += len(keys or ())
+        entries = entries_of(inputs, self._ignored, self.keeps_padding) if inputs else None
+        if entries is None or self._is_refused(entries):
+            self.counts.rows += 0 if entries is None else len(entries.spans)
             return
-        found = self._find(inputs, keys, stop)
-        used = {f: state for f, state in found.states.items() if len(state[0]) == len(keys)}
+        found = self._find(entries, stop)
+        used = {f: state for f, state in found.states.items() if len(state[0]) == len(entries.spans)}
         self._count(used, found.seconds)
         level, carry = next(((f, self._as_carry(f, state)) for f, (_, state) in used.items()), (0, None))
-        runner.begin_elsewhere(level, carry, self.observer(inputs, keys, level, stop))
+        runner.begin_elsewhere(level, carry, self.observer(entries, level, stop))
 
     def is_called_otherwise(self, called: Mapping[str, Any]) -> bool:
         """Whether keys do not cover the inputs of a call, or entries do not have its outputs.
@@ -374,7 +371,7 @@ class ActivationCache:
         begin()
 
     # ------------------------------------------------------------------------------------ writing
-    def observer(self, batch: Batch, keys: Sequence[RowKey], start: int, stop: int) -> Observer | None:
+    def observer(self, entries: BatchEntries, start: int, stop: int) -> Observer | None:
         """Return the observer that stores a state, if the frozen layers end in a pass over [start, stop)."""
         if not self._reading.generations or not self._writes or self._writing.failure is not None:
             return None
@@ -391,12 +388,12 @@ class ActivationCache:
             if unit.stack == slot.stack:
                 state = tensors_of(output)[slot.position]
             if position == end and state is not None:
-                self._put(keys, state, batch)
+                self._put(entries, state)
 
         return observer
 
-    def _put(self, keys: Sequence[RowKey], state: torch.Tensor, batch: Batch) -> None:
-        if self._is_refused(keys):
+    def _put(self, entries: BatchEntries, state: torch.Tensor) -> None:
+        if self._is_refused(entries):
             return
         counts = self.counts  # `self.counts` may be replaced before the states are written
 
@@ -404,14 +401,13 @@ class ActivationCache:
             counts.stored += stored
             counts.present += present
 
-        has_mask = padded_length(batch, self._ignored) is not None
         dtype = self._storage_dtype or state.dtype
-        if not self._writing.put(self._reading.generations[0].name, keys, state, dtype, has_mask, done):
-            counts.dropped += len(keys)
+        if not self._writing.put(self._reading.generations[0].name, entries, state, dtype, done):
+            counts.dropped += len(entries.spans)
 
-    def _is_refused(self, keys: Sequence[RowKey]) -> bool:
+    def _is_refused(self, entries: BatchEntries) -> bool:
         """Whether a batch is neither stored nor looked up: its samples are padded on the left."""
-        return not self._padded_left and any(key.span.start for key in keys)
+        return not self._padded_left and any(span.start for span in entries.spans)
 
     def stop_writing(self, error: OSError) -> None:
         """Stop writing after an error. Stored states are still read, and others are recomputed from now on."""

@@ -38,9 +38,9 @@ from ....model.nested import on_device, tensors_of
 from ....model.placeholders import evaluation_mode, reachable_leaves
 from ....randomness import global_state_kept
 from .comparing import SAME, relative_difference, rounding_of, with_noise
-from .content_keys import MASK, TOKEN_INPUTS, row_keys, sequences_per_sample
+from .content_keys import MASK, TOKEN_INPUTS, entries_of, sequences_per_sample
 from .origins import UNKNOWN, Origins
-from .probe_batches import Collator, Rows, num_tokens, shortened, with_other_padding
+from .probe_batches import Collator, Rows, shortened, with_other_padding
 
 REPEATED = "padding, random numbers, a call counter or training mode change the hidden state of frozen layers"
 ELSEWHERE = "a sample's hidden state depends on the padded length, or on the other samples in the batch"
@@ -81,10 +81,12 @@ class Trial:
     Attributes:
         verdicts: one verdict for each number of frozen units, from 1 to all.
         unread: names of inputs that no cacheable state depends on. Keys leave them out.
+        shows_padding: whether the model's outputs, apart from the loss, depend on padding that is not stored.
     """
 
     verdicts: tuple[CacheVerdict, ...]
     unread: frozenset[str]
+    shows_padding: bool = False
 
 
 def probe_boundaries(
@@ -110,7 +112,7 @@ def probe_boundaries(
         freezable: the frozen parameters for each number of units.
         samples: about four samples of the dataset, of different lengths if it has them.
         collate: the user's collator.
-        ignored: names of inputs that are never part of a sample's key (`row_keys`).
+        ignored: names of inputs that are never part of a sample's key (`entries_of`).
         loss_of: the loss of a batch as the Trainer computes it; None to compare the model's own loss, if it has one.
         is_read_whole: whether code may read all of the model's outputs, including the padding.
         keeps_padding: whether samples are stored with their padding. Code may then read it, but a sample must have the
@@ -132,7 +134,7 @@ def probe_boundaries(
                 probe.refuse_all(f"the model or the data collator fails on a part of the sample ({what})")
     numbers = range(1, stack.num_units + 1)
     verdicts = (CacheVerdict(f, probe.reasons.get(f), probe.open.get(f), probe.padded_left) for f in numbers)
-    return Trial(tuple(verdicts), probe.unread)
+    return Trial(tuple(verdicts), probe.unread, probe.shows_padding)
 
 
 class _Refusal(Exception):
@@ -146,8 +148,10 @@ class _Probe:
         open: boundary that has not been refused so far -> the only tensor that crosses it.
         reasons: boundary -> why it was refused.
         padded_left: whether some samples had padding on the left.
-        unread: as in `Trial`.
+        unread, shows_padding: as in `Trial`.
     """
+
+    shows_padding = False
 
     def __init__(
         self,
@@ -187,11 +191,11 @@ class _Probe:
             self._shortens = True
             self._keys.clear()
             sample = self._rows(everyone)
-        self.padded_left = any(bool(span.start) for span in sample.spans)
+        self.padded_left = any(bool(span.start) for span in sample.entries.spans)
         with left_as_found(self._stack.model):  # one context for both forwards: reveals a counter of calls
             output, carry = self._forward(sample.batch, self._crossing(partial(self._record, sample)))
             with_noise = self._repeat(sample)  # 2
-        order = sorted(everyone, key=lambda i: num_tokens(sample.spans[i * sample.sequences]))
+        order = sorted(everyone, key=lambda i: sample.entries.lengths[i * sample.sequences])
         for group in dict.fromkeys(((*order[-1:], *order[1:2]), tuple(order[:2]), tuple(order[:1]))):  # 3
             if group and self.open:
                 with left_as_found(self._stack.model):
@@ -266,7 +270,7 @@ class _Probe:
     def _record(self, sample: Rows, boundary: int, state: torch.Tensor) -> None:
         """Record the reference states."""
         if sample.fits(state):  # cloned: a layer may write into its input
-            self._states[boundary] = [state[row, span].clone() for row, span in enumerate(sample.spans)]
+            self._states[boundary] = [state[row, span].clone() for row, span in enumerate(sample.entries.spans)]
         else:
             tokens = "some" if sample.mask is None else sample.mask.shape[1]
             expected = f"[{len(sample.indices)} samples, {tokens} tokens, ...]"
@@ -311,16 +315,14 @@ class _Probe:
     def _check_above(self, sample: Rows, expected: Any, carries: Sequence[Carry], loss_of: LossOf | None) -> None:
         """Part 4: compare outputs and losses from the last layer's output, with and without noise as padding."""
         outputs = expected, self._above(carries[-1], sample.batch, self._call)
-        if self.is_read_whole:
-            results = [list(output_tensors(output).values()) for output in outputs]
-        else:
-            results = [_results(output, sample.mask, loss_of is None) for output in outputs]
-        pairs = zip(*results, strict=True)
-        errors = [relative_difference([actual], [result]) for result, actual in pairs]
+        whole = [list(output_tensors(output).values()) for output in outputs]
+        read = whole if self.is_read_whole else [_results(o, sample.mask, loss_of is None) for o in outputs]
+        errors = [relative_difference([actual], [result]) for result, actual in zip(*read, strict=True)]
+        self.shows_padding = any(relative_difference([a], [b]) > SAME for b, a in zip(*whole, strict=True))
         if loss_of is not None:
             with left_as_found(self._stack.model), self._stack.runner.to_the_end(0, None, may_repeat=True):
-                whole = loss_of(dict(sample.batch))
-            errors += [relative_difference([self._above(c, sample.batch, loss_of)], [whole]) for c in carries]
+                loss = loss_of(dict(sample.batch))
+            errors += [relative_difference([self._above(c, sample.batch, loss_of)], [loss]) for c in carries]
         self._judge_all(max(errors, default=0.0), RETURNED if self.is_read_whole else ABOVE)
 
     # ------------------------------------------------------------------------------------ running and judging
@@ -339,27 +341,27 @@ class _Probe:
             pad_id = getattr(getattr(self._stack.model, "config", None), "pad_token_id", None)
             batch = shortened(batch, [row for row, i in enumerate(indices) if i % 2], max(pad_id or 0, 0))
         not_in_keys = {*self._ignored, *self.unread}
-        keys = row_keys(batch, not_in_keys, self._keeps_padding)
-        if keys is None:
+        entries = entries_of(batch, not_in_keys, self._keeps_padding)
+        if entries is None:
             raise _Refusal(
                 "the attention mask is not [samples, tokens] of 0 and 1 with padding only at the ends, or there are"
                 " inputs other than tensors and plain values"
             )
-        if len(keys) % len(indices):
-            raise _Refusal(f"the data collator makes {len(keys)} rows of {len(indices)} samples")
+        if len(entries.spans) % len(indices):
+            raise _Refusal(f"the data collator makes {len(entries.spans)} rows of {len(indices)} samples")
         count = sequences_per_sample(batch)
         if count > 1:
             indices = [i * count + number for i in indices for number in range(count)]
         else:
-            blocks = range(len(keys) // len(indices))
+            blocks = range(len(entries.spans) // len(indices))
             indices = [block * len(self._samples) + i for block in blocks for i in indices]
-        if any(self._keys.setdefault(i, key.digest) != key.digest for i, key in zip(indices, keys, strict=True)):
+        if any(self._keys.setdefault(i, key) != key for i, key in zip(indices, entries.digests, strict=True)):
             raise _Refusal(
                 "a sample has different inputs in another batch, so its cached state would not be found again"
                 " (possible reasons: random masking or augmentation, padding without an attention mask, images beside"
                 " text)"
             )
-        return Rows(batch, tuple(indices), [key.span for key in keys], count, self._keeps_padding)
+        return Rows(batch, tuple(indices), entries, count, self._keeps_padding)
 
     def _crossing(self, visit: Callable[[int, torch.Tensor], None]) -> Callable[[Unit, Any], None]:
         """Return an observer that calls `visit` with each open boundary and its tensor."""
@@ -403,7 +405,7 @@ class _Probe:
         if not rows.fits(state):
             return math.inf
         expected = [self._states[boundary][i] for i in rows.indices]
-        return relative_difference([state[row, span] for row, span in enumerate(rows.spans)], expected)
+        return relative_difference([state[row, span] for row, span in enumerate(rows.entries.spans)], expected)
 
     def _judge_all(self, error: float, reason: str) -> None:
         if error > SAME:

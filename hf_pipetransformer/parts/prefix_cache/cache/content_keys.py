@@ -17,17 +17,16 @@ same inputs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from typing import Any
 
 import torch
 import xxhash
 
 from ....model.called_inputs import LABELS_AND_DECODER, PLAIN
 from ....model.micro_batch import batch_rows
-from ....model.tags import BLANK, TAGS
-
-_WHOLE_ROW = -1  # stands for the span of a whole row
+from ....model.tags import TAGS
+from .batch_entries import WHOLE, BatchEntries, Tokens, bytes_of
 
 MASK = "attention_mask"
 IGNORED_LABEL = -100
@@ -41,15 +40,6 @@ TOKEN_INPUTS: frozenset[str] = frozenset(
 Other tensors of the attention mask's length are ambiguous: five entries may be five features beside five tokens. If
 they were truncated, two samples that differ only in their features could get the same key.
 """
-
-
-class RowKey(NamedTuple):
-    """The key of a sample's stored state."""
-
-    digest: bytes
-    """16 bytes (`row_keys`)."""
-    span: slice
-    """Positions of the sample's own tokens (`spans_of`)."""
 
 
 def sequences_per_sample(batch: Mapping[str, Any]) -> int:
@@ -80,8 +70,8 @@ def by_sequences(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: rows_of(name, value) for name, value in batch.items()}
 
 
-def spans_of(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> list[slice] | None:
-    """Return the positions of each sample's own tokens, first to last + 1; all positions without an attention mask.
+def own_tokens(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> Tokens | None:
+    """Return each sample's own tokens, first to last + 1. Without an attention mask, samples have no tokens.
 
     Args:
         batch: the model's inputs. A mask must be [B, T] or [B, C, T] (`by_sequences`) of zeros and ones, with padding
@@ -89,14 +79,14 @@ def spans_of(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> list[sl
         ignored: names of inputs that are not part of a key. An ignored mask counts as absent.
 
     Returns:
-        B (or B * C) slices, or None if samples and padding cannot be separated: a mask of another shape (4-D, packed)
-        or with other values, a sample with gaps or without tokens; without a mask, tensors with different batch sizes.
+        Tokens of B (or B * C) rows, or None if samples and padding cannot be separated: a mask of another shape (4-D,
+        packed) or with other values, a sample with gaps or without tokens; without a mask, tensors of several sizes.
     """
     mask = batch.get(MASK) if MASK not in ignored else None
     if mask is None:
         batch = {name: value for name, value in batch.items() if name not in ignored}
         rows = {value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 0}
-        return [slice(None)] * batch_rows(batch) if len(rows) == 1 else None
+        return Tokens((WHOLE,) * batch_rows(batch), 0) if len(rows) == 1 else None
     if sequences_per_sample(batch) > 1:
         mask = mask.flatten(0, 1)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] == 0:
@@ -110,19 +100,19 @@ def spans_of(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> list[sl
     stops = ones.shape[1] - ones.flip(1).argmax(1)
     if not torch.equal(stops - starts, counts):  # also unequal for a sample without tokens
         return None
-    return [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+    return Tokens(tuple(map(slice, starts.tolist(), stops.tolist())), mask.shape[1])
 
 
-def padded_length(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> int | None:
-    """Return the padded length of a batch with keys; None if there is no attention mask, or it is ignored."""
+def padded_length(batch: Mapping[str, Any], ignored: Collection[str] = ()) -> int:
+    """Return the padded length of a batch with keys; 0 if there is no attention mask, or it is ignored."""
     mask = batch.get(MASK) if MASK not in ignored else None
-    return None if mask is None else int(mask.shape[-1])
+    return int(mask.shape[-1]) if isinstance(mask, torch.Tensor) and mask.dim() else 0
 
 
-def row_keys(
+def entries_of(
     batch: Mapping[str, Any], ignored: Collection[str] = LABELS_AND_DECODER, keeps_padding: bool = False
-) -> list[RowKey] | None:
-    """Return 16 bytes per sample: a hash of names, dtypes, shapes and values of the inputs that it depends on.
+) -> BatchEntries | None:
+    """Return the samples' entries. A key is a hash of names, dtypes, shapes and values of the inputs it depends on.
 
     1. `TOKEN_INPUTS` count without padding, if the padding repeats one value; otherwise they count unchanged.
     2. A sample also has its own entry in a tensor [B] or in integers [B, T], and its own part of the only other
@@ -136,15 +126,15 @@ def row_keys(
         keeps_padding: whether the padding counts as well, because the loss reads its states.
 
     Returns:
-        One key per sample (per sequence, `by_sequences`); None if `spans_of` returns None, or if an input is neither a
-        tensor nor None, a bool, a number or a string.
+        An entry for each sample (each sequence, `by_sequences`); None if `own_tokens` returns None, or if an input
+        is neither a tensor nor None, a bool, a number or a string.
     """
-    spans = spans_of(batch, ignored)
-    if spans is None:
+    tokens = own_tokens(batch, ignored)
+    if tokens is None:
         return None
-    rows = len(spans)
+    rows = len(tokens.spans)
     if keeps_padding:
-        spans = [slice(None)] * rows
+        tokens = Tokens((WHOLE,) * rows, tokens.width)
     batch = by_sequences(batch)
     inputs = {name: batch[name] for name in sorted(batch) if name not in ignored and name != TAGS}
     if not all(isinstance(value, (torch.Tensor, *PLAIN)) for value in inputs.values()):
@@ -161,26 +151,26 @@ def row_keys(
     by_token = {n: t for n, t in tensors.items() if n in TOKEN_INPUTS and t.shape[:2] == (rows, length)}
     by_row = {n: t for n, t in tensors.items() if n not in by_token and belongs_to_rows(n, t)}
     whole = {n: t for n, t in tensors.items() if n not in by_token and n not in by_row}
-    return keys_of_parts(spans, by_token, by_row, whole, plain)
+    return entries_of_parts(tokens, by_token, by_row, whole, plain)
 
 
-def keys_of_parts(
-    spans: Sequence[slice],
+def entries_of_parts(
+    tokens: Tokens,
     by_token: Mapping[str, torch.Tensor],
     by_row: Mapping[str, torch.Tensor],
     whole: Mapping[str, torch.Tensor],
     plain: Any,
-) -> list[RowKey]:
-    """Return a key for each row, from the values that belong to it.
+) -> BatchEntries:
+    """Return an entry for each row, with a hash of the values that belong to it.
 
     Args:
-        spans: positions of each row's own tokens.
+        tokens: each row's own tokens.
         by_token: tensors `[rows, tokens, ...]`. Their padding counts unless it repeats one value.
         by_row: tensors `[rows, ...]`.
         whole: tensors that count for each row.
         plain: plain values that count for each row.
     """
-    rows, length = len(spans), next((tensor.shape[1] for tensor in by_token.values()), 0)
+    rows, length = len(tokens.spans), next((tensor.shape[1] for tensor in by_token.values()), 0)
     described = [
         [(name, tensor.dtype, tensor.shape[dim:]) for name, tensor in group.items()]
         for group, dim in ((by_token, 2), (by_row, 1), (whole, 0))
@@ -190,8 +180,8 @@ def keys_of_parts(
         shared.update(bytes_of(tensor))
     of_tokens = [_Parts(tensor, rows * length) for tensor in by_token.values()]
     of_rows = [_Parts(tensor, rows) for tensor in by_row.values()]
-    keys = []
-    for row, span in enumerate(spans):
+    digests = []
+    for row, span in enumerate(tokens.spans):
         first = row * length
         start, stop, _ = span.indices(length)
         if not all(parts.repeat_outside(first, first + start, first + stop, first + length) for parts in of_tokens):
@@ -204,8 +194,8 @@ def keys_of_parts(
             key.update(parts.between(first + start, first + stop))
         for parts in of_rows:
             key.update(parts.between(row, row + 1))
-        keys.append(RowKey(key.digest(), span))
-    return keys
+        digests.append(key.digest())
+    return BatchEntries(tokens.spans, tokens.width, tuple(digests))
 
 
 class KeyingCollator:
@@ -216,7 +206,7 @@ class KeyingCollator:
     Args:
         inner: the user's collator.
         ignored: names of inputs that are not part of a key.
-        keeps_padding: as for `row_keys`.
+        keeps_padding: as for `entries_of`.
     """
 
     def __init__(
@@ -243,10 +233,10 @@ class KeyingCollator:
                 f"The data collator returns an input named {TAGS!r}, which is reserved for the activation cache."
                 " Rename this input."
             )
-        keys = row_keys(batch, self.ignored, self.keeps_padding)
-        if keys is None:
+        entries = entries_of(batch, self.ignored, self.keeps_padding)
+        if entries is None:
             return batch
-        tensor = _as_tensor(keys)
+        tensor = entries.as_tags()
         if (count := sequences_per_sample(batch)) > 1:
             tensor = tensor.view(-1, count, tensor.shape[1])  # split along the samples, as the inputs are
         if not isinstance(batch, MutableMapping):
@@ -254,26 +244,6 @@ class KeyingCollator:
         keyed = copy.copy(batch)  # a dataset of whole batches returns the same object in each epoch
         keyed[TAGS] = tensor
         return keyed
-
-
-def keys_of(tags: torch.Tensor | None) -> list[RowKey] | None:
-    """Return the keys in tags; None if there are no tags, or blank ones."""
-    if tags is None:
-        return None
-    keys = tags.cpu().reshape(-1, tags.shape[-1])
-    digests, spans = keys[:, :2].numpy().tobytes(), keys[:, 2:].tolist()
-    if spans and spans[0][0] == BLANK:
-        return None
-    return [
-        RowKey(digests[16 * row : 16 * row + 16], slice(None) if start == _WHOLE_ROW else slice(start, stop))
-        for row, (start, stop) in enumerate(spans)
-    ]
-
-
-def _as_tensor(keys: list[RowKey]) -> torch.Tensor:
-    digests = torch.frombuffer(bytearray(b"".join(key.digest for key in keys)), dtype=torch.int64).view(len(keys), 2)
-    spans = [(_WHOLE_ROW, _WHOLE_ROW) if k.span.start is None else (k.span.start, k.span.stop) for k in keys]
-    return torch.cat([digests, torch.tensor(spans, dtype=torch.int64)], dim=1)
 
 
 class _Parts:
@@ -290,8 +260,3 @@ class _Parts:
         """Whether the parts in [first, start) and [stop, last) are all equal, like padding."""
         outside = bytes(self.between(first, start)) + bytes(self.between(stop, last))
         return outside == outside[: self._size] * (start - first + last - stop)
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor's values, on the CPU."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

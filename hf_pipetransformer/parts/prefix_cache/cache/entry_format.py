@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .batch_entries import BatchEntries, bytes_of
 from .side_stream import SideStream
 
 
@@ -50,19 +50,11 @@ class EntryFormat:
             return None
         return layout if all(isinstance(dtype, torch.dtype) for dtype in dtypes) else None
 
-    def empty(
-        self, spans: Sequence[slice], tokens: int | None, copies: SideStream
-    ) -> tuple[torch.Tensor, list[memoryview]]:
+    def empty(self, entries: BatchEntries, copies: SideStream) -> tuple[torch.Tensor, list[memoryview]]:
         """Allocate states to read into. Also return the memory of each sample's own tokens."""
-        shape = (len(spans), tokens or 0, *self.features) if self.has_mask else (len(spans), *self.features)
-        states = copies.empty_on_host(shape, self.stored_dtype)
-        return states, [bytes_of(row[span]) for row, span in zip(states, spans, strict=True)]
-
-
-def bytes_of(row: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
-    flat: Any = row.view(math.prod(row.shape)).view(torch.uint8).numpy()
-    return memoryview(flat)
+        columns = (entries.width,) if self.has_mask else ()
+        states = copies.empty_on_host((len(entries.spans), *columns, *self.features), self.stored_dtype)
+        return states, [bytes_of(row[span]) for row, span in zip(states, entries.spans, strict=True)]
 
 
 def clear_padding(states: torch.Tensor, spans: Sequence[slice]) -> None:

@@ -7,6 +7,7 @@ guarded tensor stays the same object; only its class changes. Operations on it a
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,6 +24,9 @@ GIVES_OUT = (
     *("__array__", "__dlpack__", "__getitem__", "view", "view_as", "reshape", "flatten", "as_strided"),
     *("ravel", "diagonal", "unfold", "movedim", "swapaxes", "swapdims", "unsqueeze_", "unflatten", "tensor_split"),
     *("narrow", "select", "unbind", "split", "chunk", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand"),
+    *("adjoint", "as_subclass", "broadcast_to", "expand_as", "moveaxis", "split_with_sizes", "unsafe_chunk"),
+    *("unsafe_split", "unsafe_split_with_sizes", "hsplit", "vsplit", "dsplit", "reshape_as", "resize", "resize_as"),
+    "slice_inverse",
 )
 """Methods that return memory, or views that give access to memory."""
 
@@ -69,6 +73,8 @@ class _Guard:
     """Number of accesses to its memory, which may have written to it."""
     access: str
     """Name of the latest access."""
+    num_views: int
+    """Number of views of its memory that this package holds."""
 
     @property
     def data(self) -> Any:
@@ -127,7 +133,7 @@ def guard(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if type(tensor) in PLAIN:
             tensor.__class__ = PLAIN[type(tensor)]
-            vars(tensor).update(num_guards=0, num_given_out=0, access="")
+            vars(tensor).update(num_guards=0, num_given_out=0, num_views=0, access="")
         if isinstance(tensor, _Guard):
             tensor.num_guards += 1
 
@@ -138,10 +144,25 @@ def unguard(tensors: Sequence[torch.Tensor]) -> None:
         if isinstance(tensor, _Guard):
             tensor.num_guards -= 1
             if tensor.num_guards == 0:
-                del tensor.num_guards, tensor.num_given_out, tensor.access
+                del tensor.num_guards, tensor.num_given_out, tensor.num_views, tensor.access
                 tensor.__class__ = tensor.plain_class
 
 
 def accesses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the number of accesses to each tensor's memory; 0 for unguarded tensors."""
-    return [getattr(tensor, "num_given_out", 0) for tensor in tensors]
+    """Return the number of accesses to each tensor's memory; -1 for unguarded tensors, also if they were guarded."""
+    return [getattr(tensor, "num_given_out", -1) for tensor in tensors]
+
+
+def are_lent(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Return for each tensor whether something else holds its memory: a view, a result of `.data`, an array.
+
+    Through it the memory may be written to at any time. Tensors in the sequence that share memory do not count, and
+    neither do `num_views` of each. False for unguarded tensors.
+    """
+    storages = [torch.Tensor.untyped_storage(tensor) if isinstance(tensor, _Guard) else None for tensor in tensors]
+    own = Counter[int]()
+    for tensor, storage in zip(tensors, storages, strict=True):
+        if storage is not None:
+            own[storage._cdata] += 1 + tensor.num_views  # type: ignore[attr-defined]
+    # `storages` holds each of them once more
+    return [s is not None and torch._C._storage_Use_Count(s._cdata) > own[s._cdata] + 1 for s in storages]

@@ -12,6 +12,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....model.frozen_prefix import frozen_modules
@@ -29,6 +30,8 @@ FOREIGN = (
     " declare it with cached_modules=['{}']"
 )
 """Reason for not storing a module with unknown code, with the code and the module's name as fields."""
+OF_ALL = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+"""Tables of the hooks of all modules, from `torch.nn.modules.module.register_module_forward_hook`."""
 HELPERS = frozenset({"contextlib", "functools", "hf_pipetransformer"})
 """Top-level packages of functions that may wrap other functions."""
 
@@ -87,8 +90,7 @@ def foreign_code(module: nn.Module, known: Callable[[type], str] | None = None, 
     known = known or functools.cache(_why_not_known)
     for part in module.modules():
         attributes = [value for value in vars(part).values() if callable(value) and not isinstance(value, nn.Module)]
-        hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-        hooks = hooks if part is not module and hooks_count else []
+        hooks = hooks_of(part) if part is not module and hooks_count else []
         attention = ALL_ATTENTION_FUNCTIONS.get(getattr(getattr(part, "config", None), "_attn_implementation", None))
         for value in (*attributes, *hooks, attention):
             if not is_known(value):
@@ -96,6 +98,11 @@ def foreign_code(module: nn.Module, known: Callable[[type], str] | None = None, 
         if why := known(type(part)):
             return why
     return ""
+
+
+def hooks_of(part: nn.Module) -> list[Any]:
+    """The forward hooks that run when a module is called, also those that torch has for all modules."""
+    return [hook for table in (part._forward_hooks, part._forward_pre_hooks, *OF_ALL) for hook in table.values()]
 
 
 def _why_not_known(cls: type) -> str:

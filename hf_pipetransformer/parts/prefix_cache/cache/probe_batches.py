@@ -11,8 +11,9 @@ import torch
 
 from ....model.called_inputs import LABELS_AND_DECODER
 from ....model.micro_batch import Batch
+from .batch_entries import BatchEntries
 from .comparing import aligned
-from .content_keys import IGNORED_LABEL, TOKEN_INPUTS, by_sequences, spans_of
+from .content_keys import IGNORED_LABEL, TOKEN_INPUTS, by_sequences, own_tokens
 
 Collator = Callable[[list[Any]], Any]
 
@@ -22,8 +23,8 @@ def varied_samples(samples: Sequence[Any], collate: Collator, count: int = 4) ->
     lengths = []
     try:
         for sample in samples:
-            spans = spans_of(collate([copy.copy(sample)])) or [slice(None)]
-            lengths.append(max(map(num_tokens, spans)))
+            tokens = own_tokens(collate([copy.copy(sample)]))
+            lengths.append(0 if tokens is None else max(tokens.lengths))
     except Exception:  # the collator rejects a single sample; the probe will report it
         return list(samples[:count])
     order = sorted(range(len(samples)), key=lengths.__getitem__)
@@ -37,7 +38,7 @@ class Rows:
 
     batch: Batch
     indices: Sequence[int]  # each row's (sequence's) index in a batch of all samples
-    spans: Sequence[slice]
+    entries: BatchEntries
     sequences: int = 1  # number of sequences per sample, one after the other
     keeps_padding: bool = False
 
@@ -83,14 +84,10 @@ def with_other_padding(rows: Rows) -> Batch:
     if rows.mask is None:
         return rows.batch
     number = torch.arange(len(rows.indices), device=rows.mask.device)
-    first = torch.tensor([span.start for span in rows.spans], device=rows.mask.device)
+    first = torch.tensor([span.start for span in rows.entries.spans], device=rows.mask.device)
     others = {}
     for name, value in by_sequences(rows.batch).items():
         if name in TOKEN_INPUTS and name != "attention_mask" and value.shape[:2] == rows.mask.shape:
             replaced = torch.where(aligned(rows.mask, value), value, value[number, first].unsqueeze(1))
             others[name] = replaced.view_as(rows.batch[name])
     return {**rows.batch, **others}
-
-
-def num_tokens(span: slice) -> int:
-    return 0 if span.stop is None else span.stop - span.start

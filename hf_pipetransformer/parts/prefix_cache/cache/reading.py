@@ -21,7 +21,7 @@ import torch
 
 from .activation_files import FileReader
 from .background import BackgroundThread
-from .content_keys import RowKey
+from .batch_entries import BatchEntries
 from .entry_format import EntryFormat, clear_padding
 from .side_stream import Copied, SideStream
 
@@ -51,7 +51,7 @@ class _Request:
 
     Attributes:
         samples: samples that were not returned yet. Each is returned once, because a model may write into its inputs.
-        tokens: as for `StoreReading.find`.
+        width: number of columns of the batch.
         stop: as for `StoreReading.find`.
         places: found sample -> its boundary (number of units), and its index there.
         states: boundary -> the found states.
@@ -60,15 +60,15 @@ class _Request:
     """
 
     samples: set[tuple[Any, ...]]
-    tokens: int | None
+    width: int
     stop: int
     places: dict[tuple[Any, ...], tuple[int, int]] = field(default_factory=dict)
     states: dict[int, Copied] = field(default_factory=dict)
     damaged: int = 0
     done: Future[None] = field(default_factory=Future)
 
-    def covers(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> bool:
-        return (self.tokens, self.stop) == (tokens, stop) and self.samples.issuperset(map(_identity, keys))
+    def covers(self, entries: BatchEntries, stop: int) -> bool:
+        return (self.width, self.stop) == (entries.width, stop) and self.samples.issuperset(entries.places)
 
 
 @dataclass(frozen=True)
@@ -110,29 +110,28 @@ class StoreReading:
             if generation not in self.generations:
                 self._thread.run(generation.reader.close).result()
 
-    def read_ahead(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> None:
+    def read_ahead(self, entries: BatchEntries, stop: int) -> None:
         """Begin to read a batch. Arguments as for `find`."""
         if self.generations:
-            self._request(keys, tokens, stop)
+            self._request(entries, stop)
 
-    def find(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> Found:
+    def find(self, entries: BatchEntries, stop: int) -> Found:
         """Return the states of the samples that are in the store.
 
         Args:
-            keys: one key per sample.
-            tokens: padded length of the samples; None if they have no attention mask.
+            entries: the samples' entries.
             stop: generations of more units than this are not looked up.
         """
         if not self.generations:
             return Found({})
         began = time.perf_counter()
-        request = next((r for r in self._requests if r.covers(keys, tokens, stop)), None)
-        request = request or self._request(keys, tokens, stop)
-        request.samples.difference_update(map(_identity, keys))
+        request = next((r for r in self._requests if r.covers(entries, stop)), None)
+        request = request or self._request(entries, stop)
+        request.samples.difference_update(entries.places)
         request.done.result()
         places: dict[int, list[tuple[int, int]]] = {}  # indices in the batch, and in the read states
-        for row, key in enumerate(keys):
-            if (place := request.places.get(_identity(key))) is not None:
+        for row, sample in enumerate(entries.places):
+            if (place := request.places.get(sample)) is not None:
                 places.setdefault(place[0], []).append((row, place[1]))
         states = {}
         for f, found in places.items():
@@ -146,32 +145,30 @@ class StoreReading:
         self.use(())
         self._thread.close()
 
-    def _request(self, keys: Sequence[RowKey], tokens: int | None, stop: int) -> _Request:
+    def _request(self, entries: BatchEntries, stop: int) -> _Request:
         read = [g for g in self.generations if g.name not in self.unread and g.num_frozen <= stop]
-        request = _Request(set(map(_identity, keys)), tokens, stop)
-        request.done = self._thread.run(partial(self._read, request, read, keys))
+        request = _Request(set(entries.places), entries.width, stop)
+        request.done = self._thread.run(partial(self._read, request, read, entries))
         self._requests.append(request)
         return request
 
-    def _read(self, request: _Request, generations: Sequence[Generation], keys: Sequence[RowKey]) -> None:
+    def _read(self, request: _Request, generations: Sequence[Generation], missing: BatchEntries) -> None:
         """Runs in the thread: look for the samples in one generation after another."""
-        missing = list(keys)
         for generation in generations:
             reader = generation.reader
-            layout = EntryFormat.from_facts(reader.facts) if missing else None
-            if layout is None or layout.has_mask != (request.tokens is not None):
+            layout = EntryFormat.from_facts(reader.facts) if missing.digests else None
+            if layout is None or layout.has_mask != (missing.width > 0):
                 continue
-            spans = [key.span for key in missing]
-            on_host, buffers = layout.empty(spans, request.tokens, self._copies)
+            on_host, buffers = layout.empty(missing, self._copies)
             before = reader.num_damaged
-            hits = reader.read_into([key.digest for key in missing], buffers)
+            hits = reader.read_into(missing.digests, buffers)
             request.damaged += reader.num_damaged - before
             if any(hits):
-                clear_padding(on_host, spans)
+                clear_padding(on_host, missing.spans)
                 request.states[generation.num_frozen] = self._copies.to_device(on_host, layout.computed_dtype)
-                found = [(_identity(key), index) for index, key in enumerate(missing) if hits[index]]
+                found = [(sample, index) for index, sample in enumerate(missing.places) if hits[index]]
                 request.places.update((sample, (generation.num_frozen, index)) for sample, index in found)
-                missing = [key for key, hit in zip(missing, hits, strict=True) if not hit]
+                missing = missing.chosen([index for index, hit in enumerate(hits) if not hit])
 
 
 def joined(rows: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
@@ -187,8 +184,3 @@ def joined(rows: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
             runs.append((tensor, row, row + 1))
     parts = [tensor[start:stop] for tensor, start, stop in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _identity(key: RowKey) -> tuple[Any, ...]:
-    """Return the identity of a sample in a batch: the same tokens may be padded on the left or on the right."""
-    return key.digest, key.span.start, key.span.stop

@@ -1,15 +1,21 @@
 """Notices changes to frozen modules besides their weights: attributes, code, and values that the code reads.
 
-attributes        of each part, including private ones; containers and configurations by their values
-code              `forward` of each part, the functions of its class, and hooks
-values read       global variables and closures of functions outside the known libraries
+attributes        of each part and of its class, including private ones; containers, configurations and users' objects
+                  by their values
+code              `forward` of each part, the functions of its class, of its objects' classes, and hooks; functions
+                  of `torch.nn.functional`, and the attention function
+values read       global variables and closures of functions outside the known libraries; what these functions read of
+                  modules and classes that they name
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from itertools import chain
 from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -17,14 +23,20 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
+from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....model.method_override import MethodOverride
-from .known_code import is_known
+from .known_code import OF_ALL, is_known
 
 PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 """Types of values that are compared directly."""
+PYTHONS = sys.stdlib_module_names | {"numpy"}
+"""Packages whose objects are values, and not users' objects."""
+CONTAINERS = (Mapping, list, tuple, set, frozenset, deque, np.ndarray)
 OF_CALLS = frozenset({"_disable_adapters", "_active_adapter"})
 """Attributes of PEFT that a loss may change from call to call. Only calls in the same state are stored."""
 OF_MODULES = frozenset(vars(nn.Module())) | {"forward"} | OF_CALLS
@@ -32,8 +44,10 @@ OF_MODULES = frozenset(vars(nn.Module())) | {"forward"} | OF_CALLS
 OF_FILES = frozenset({"_name_or_path", "_original_object_hash", "architectures", "dtype", "transformers_version"})
 """Names of a configuration's fields that loading and saving write, but modules do not read."""
 TABLES = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
-MOST_ENTRIES = 256
-"""Maximum number of entries of a setting that is a container or object; larger ones are data."""
+MOST_ENTRIES = 1024
+"""Maximum number of entries of a container or object whose entries are looked into."""
+LARGEST, LARGEST_ARRAY = 2**16, 2**22
+"""Maximum number of entries of a container, and of bytes of an array. Larger ones are data: their size counts."""
 DEEPEST = 4
 """Maximum nesting depth of containers and objects."""
 MOST_FUNCTIONS = 200
@@ -55,27 +69,34 @@ class Settings:
         self._owners = [vars(module) for module in modules]
         self._types = [type(module) for module in modules]
         self._slots: list[Slot] = [(of, name) for of in self._owners for name in of if name not in OF_MODULES]
-        functions = list(self._note_code())
+        self._num_attributes = len(self._slots)
+        objects = [type(one) for one in _containers_in(of[name] for of, name in self._slots) if _is_users(type(one))]
+        functions = list(self._note_code([*self._types, *objects]))
         self._cells: list[CellType] = []
         self._slots += _read_by(functions, self._cells)
-        attributes = (of.get(name) for of, name in self._slots[: self._num_attributes])
-        self.tensors = [value for value in attributes if type(value) is torch.Tensor]
-        """Tensors that are plain attributes, not buffers."""
+        used = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in modules}
+        self._slots += [(ALL_ATTENTION_FUNCTIONS, name) for name in sorted(filter(None, used))]
         self._noted = self._now()
-        self._containers = [(one, list(_entries(one))) for one in _containers_in(self._noted[1])]
+        containers = _containers_in(self._noted[1])
+        self._containers = [(one, list(_entries(one))) for one in containers]
+        values = [*self._noted[1], *chain.from_iterable(map(_entries, containers))]
+        self.tensors = [v for v in values if getattr(v, "plain_class", type(v)) in (torch.Tensor, nn.Parameter)]
+        """Tensors among the settings: they are neither weights nor buffers of the modules."""
 
-    def _note_code(self) -> Iterator[FunctionType]:
-        """Note the locations of the functions of the modules' classes. Yield functions outside the known libraries."""
-        self._num_attributes = len(self._slots)
-        for base in dict.fromkeys(base for cls in dict.fromkeys(self._types) for base in _bases(cls)):
-            if "forward" not in vars(base):
+    def _note_code(self, classes: Sequence[type]) -> Iterator[FunctionType]:
+        """Note the locations of the functions of classes, and of users' classes' other attributes.
+
+        Yield functions outside the known libraries.
+        """
+        for base in dict.fromkeys(base for cls in dict.fromkeys(classes) for base in _bases(cls)):
+            if "forward" not in vars(base) and issubclass(base, nn.Module):
                 self._slots.append((vars(base), "forward"))  # `forward` may be added later
             for name, value in vars(base).items():
-                function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-                if isinstance(function, FunctionType):
+                function = _function_in(value)
+                if isinstance(function, FunctionType) or (_is_users(base) and not name.startswith("__")):
                     self._slots.append((vars(base), name))
-                    if not is_known(function):
-                        yield function
+                if isinstance(function, FunctionType) and not is_known(function):
+                    yield function
         yield from (f for of in self._owners if isinstance(f := _own_forward(of), FunctionType) and not is_known(f))
 
     def are_same(self) -> bool:
@@ -104,7 +125,8 @@ class Settings:
         code = [*chain.from_iterable(tables), *chain.from_iterable([table.values() for table in tables])]
         hooks = [of[table] for of in self._owners for table in TABLES[2:] if of[table]]
         code += [hook for table in hooks for hook in table.values() if not _is_libraries_function(hook)]
-        code += [type(module) for module in self._modules]
+        code += [hook for table in OF_ALL for hook in table.values() if not is_known(hook)]
+        code += [*map(type, self._modules), *vars(functional).values()]
         code += [own for of in self._owners if "forward" in of and (own := _own_forward(of)) is not None]
         values = [of.get(name) for of, name in self._slots]
         return sizes, [*values, *map(_content, self._cells)], code
@@ -128,7 +150,22 @@ def _content(cell: CellType) -> Any:
 
 
 def _bases(cls: type) -> Iterable[type]:
-    return cls.__mro__[: cls.__mro__.index(nn.Module)]
+    """The classes that a module's class is made of, without torch's own; of another class, those of the user's."""
+    if issubclass(cls, nn.Module):
+        return cls.__mro__[: cls.__mro__.index(nn.Module)]
+    return filter(_is_users, cls.__mro__)
+
+
+def _is_users(cls: type) -> bool:
+    """Whether a class is neither of Python's nor of a known library's."""
+    return not is_known(cls) and cls.__module__.partition(".")[0] not in PYTHONS
+
+
+def _function_in(value: Any) -> Any:
+    """The function of a property, a static method or a class method; other values as they are."""
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
 
 
 def _own_forward(of: Mapping[str, Any]) -> Any:
@@ -146,24 +183,32 @@ def _read_by(functions: Sequence[FunctionType], cells: list[CellType]) -> Iterat
         functions: the functions.
         cells: receives the functions' closures.
     """
-    waiting, seen = list(functions), set[int]()
-    while waiting and len(seen) < MOST_FUNCTIONS:
-        function = waiting.pop()
-        if id(function) in seen:
+    waiting, done = list(functions), set[int]()
+    while waiting and len(done) < MOST_FUNCTIONS:
+        function = waiting.pop(0)  # the modules' own functions first
+        if id(function) in done:
             continue
-        seen.add(id(function))
-        names = set(_names_in(function.__code__))
-        for name in names & function.__globals__.keys():
-            value = function.__globals__[name]
-            yield function.__globals__, name
-            if isinstance(value, ModuleType):
-                yield from ((vars(value), inside) for inside in names & vars(value).keys())
-            elif isinstance(value, FunctionType) and not is_known(value):
-                waiting.append(value)
-        for cell in function.__closure__ or ():
-            cells.append(cell)
-            if isinstance(value := _content(cell), FunctionType) and not is_known(value):
-                waiting.append(value)
+        done.add(id(function))
+        names, own = set(_names_in(function.__code__)), function.__closure__ or ()
+        cells += own
+        values, spaces = list(map(_content, own)), list[Mapping[str, Any]]([function.__globals__])
+        seen = set[int]()  # modules, and objects of users' classes
+        for _ in range(DEEPEST):  # `config.model.scale` is read of a variable, of a module or class in it, and so on
+            slots = [(of, name) for of in spaces for name in sorted(names & of.keys())]
+            yield from slots
+            values += [_function_in(of[name]) for of, name in slots]
+            waiting += [value for value in values if isinstance(value, FunctionType) and not is_known(value)]
+            inside = {id(value): _namespaces(value) for value in values if id(value) not in seen}
+            seen.update(inside)
+            values, spaces = [], list(chain.from_iterable(inside.values()))
+
+
+def _namespaces(value: Any) -> list[Mapping[str, Any]]:
+    """The namespaces of a module, of a user's class, and of the class of a user's object."""
+    if isinstance(value, ModuleType):
+        return [vars(value)]
+    cls = value if isinstance(value, type) else type(value)
+    return [vars(base) for base in _bases(cls)] if _is_users(cls) else []
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -175,16 +220,17 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 def _told(value: Any, depth: int = DEEPEST) -> str:
     """Return a value in words: functions by their code, containers and objects by their contents."""
+    value = _function_in(value)
     if isinstance(value, (*PLAIN, float)):
         return repr(value)
     if isinstance(value, MethodOverride):
         return _told(value.earlier, depth)
     if isinstance(value, functools.partial):
         return repr([_told(part, depth - 1) for part in (value.func, value.args, value.keywords)]) if depth else ""
-    if isinstance(value, (FunctionType, MethodType)) and not is_known(value):
-        code, defaults = getattr(value, "__code__", None), getattr(value, "__defaults__", None)
-        return (_code_told(code) if code else "") + repr([_told(given, 1) for given in defaults or ()])
-    if isinstance(value, (type, ModuleType)) or callable(value):
+    if isinstance(value, FunctionType) and not is_known(value):
+        code, *given = _entries(value)
+        return _code_told(code) + (repr([_told(one, min(depth - 1, 1)) for one in given]) if depth else "")
+    if not _has_inside(value) and (isinstance(value, (type, ModuleType)) or callable(value)):
         of = value if hasattr(value, "__name__") else type(value)
         return f"{getattr(of, '__module__', '')} {getattr(of, '__qualname__', of.__name__)}"
     if not _has_inside(value) or not depth:
@@ -203,9 +249,13 @@ def _code_told(code: CodeType) -> str:
 
 def _has_inside(value: Any) -> bool:
     """Whether a value may change its contents while it stays the same object."""
-    if isinstance(value, (*PLAIN, float, torch.Tensor, nn.Module, type, ModuleType)) or callable(value):
+    if isinstance(value, (*PLAIN, float, torch.Tensor, nn.Module, type, ModuleType)):
         return False
-    return isinstance(value, (Mapping, list, tuple, set, frozenset, np.ndarray)) or hasattr(value, "__dict__")
+    if isinstance(value, (*CONTAINERS, ContextVar)):
+        return True
+    if isinstance(value, FunctionType):
+        return not is_known(value)
+    return _is_users(type(value)) or (not callable(value) and hasattr(value, "__dict__"))
 
 
 def _containers_in(values: Iterable[Any]) -> list[Any]:
@@ -216,25 +266,41 @@ def _containers_in(values: Iterable[Any]) -> list[Any]:
         level = [value for value in level if id(value) not in found and _has_inside(value)]
         level = list({id(value): value for value in level}.values())
         found |= {id(value): value for value in level}
-        level = [entry for value in level for entry in _entries(value)]
+        inside = map(_entries, level)
+        level = [entry for entries in inside if len(entries) <= MOST_ENTRIES for entry in entries]
     return list(found.values())
 
 
 def _entries(container: Any) -> list[Any]:
-    """Return the contents of a container or object; its length or bytes instead, if it is data."""
-    kind = type(container)
-    if kind is dict and len(container) <= MOST_ENTRIES:
-        return [*container, *container.values()]
-    if kind in (tuple, list) and len(container) <= MOST_ENTRIES:
-        return container
+    """Return the contents of a container, object or function; its size instead, if it is data."""
     if isinstance(container, np.ndarray):
-        return [container.tobytes()] if container.size <= MOST_ENTRIES else []
-    entries = container if isinstance(container, (Mapping, list, tuple, set, frozenset)) else vars(container)
+        is_data = container.nbytes > LARGEST_ARRAY
+        values = container.nbytes if is_data else xxhash.xxh3_128_hexdigest(container.tobytes())
+        return [values, repr(container.dtype), container.shape]
+    if isinstance(container, ContextVar):
+        return [container.get(None)]
+    if isinstance(container, FunctionType):
+        given = (*(container.__defaults__ or ()), *(container.__kwdefaults__ or {}).values())
+        return [container.__code__, *given, *vars(container).values()]
     if isinstance(container, (PreTrainedConfig, GenerationConfig)):
-        entries = {name: value for name, value in vars(container).items() if name not in OF_FILES}
-    if len(entries) > MOST_ENTRIES:
-        return [len(entries)]
-    return [*entries, *entries.values()] if isinstance(entries, Mapping) else list(entries)
+        container = {name: value for name, value in vars(container).items() if name not in OF_FILES}
+    elif not isinstance(container, CONTAINERS):
+        container = _attributes_of(container)
+    if len(container) > LARGEST:
+        return [len(container)]
+    if isinstance(container, Mapping):
+        return [*container, *container.values()]
+    return container if type(container) in (tuple, list) else list(container)
+
+
+def _attributes_of(value: Any) -> Mapping[str, Any]:
+    """Return an object's attributes; of users' classes also those in slots."""
+    attributes = getattr(value, "__dict__", {})
+    if not hasattr(type(value), "__slots__"):
+        return attributes
+    slots = chain.from_iterable(vars(base).get("__slots__", ()) for base in _bases(type(value)))
+    own = [name for name in slots if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+    return {**attributes, **{name: getattr(value, name) for name in own}}
 
 
 def _is_same_inside(container: tuple[Any, list[Any]]) -> bool:

@@ -11,7 +11,8 @@ import xxhash
 from torch import nn
 
 from ....model.placeholders import is_wrapper, values_of
-from .guards import accesses, guard, unguard, unnoticed
+from .batch_entries import bytes_of
+from .guards import accesses, are_lent, guard, unguard, unnoticed
 from .settings import Settings, are_identical
 
 OFTEN, MOST_OF_TIME = 10, 0.03
@@ -22,8 +23,8 @@ class WatchedWeights:
     """A snapshot of the weights, buffers, modes and settings of frozen modules.
 
     PyTorch counts writes into a tensor, but not writes through its memory (`.data`, NumPy). A guarded tensor notes
-    accesses to its memory, and all of its values are compared before the next use. One number of each tensor is always
-    compared, because its memory may have been accessed earlier.
+    accesses to its memory, and all of its values are compared before the next use, and before each one as long as
+    something else holds its memory, which may have got it earlier. One number of each tensor is always compared.
 
     Args:
         modules: the modules. Their submodules are not included.
@@ -48,6 +49,7 @@ class WatchedWeights:
         self._digests: dict[int, str] = {}  # id of a guarded tensor -> digest of all values
         self._is_guarding = False
         self._accesses: list[int] = []  # number of accesses to each tensor's memory
+        self._is_lent: list[bool] = []  # whether something else holds a tensor's memory
         self._checksums: dict[int, tuple[int, str]] = {}  # id of a buffer -> number of writes, digest
         self._noted_modes = self._modes()
         self._noted_buffers, self._noted_values = self._held_buffers(), self._values()
@@ -69,12 +71,17 @@ class WatchedWeights:
         guard(self._tensors)
         self._is_guarding = True
         self._accesses = accesses(self._tensors)
+        self._count_views(1)
+        with unnoticed():
+            self._is_lent = are_lent(self._tensors)
 
     def release(self) -> None:
         """Remove the guards from the tensors."""
         if self._is_guarding:
+            self._count_views(-1)
             unguard(self._tensors)
         self._digests, self._is_guarding = {}, False
+        self._where, self._middles = [], []
 
     def digest(self) -> str:
         """Return a digest of all values and of the modes."""
@@ -114,7 +121,8 @@ class WatchedWeights:
         if number < OFTEN or seconds < MOST_OF_TIME * (time.perf_counter() - first):
             return None
         share = f"{seconds / (time.perf_counter() - first):.0%} of the time"
-        return f"its weights are accessed again and again (.{self._access}), and comparing them takes {share}"
+        how = f"accessed again and again (.{self._access})" if self._access else "held by a view or an array as well"
+        return f"its weights are {how}, and comparing them takes {share}"
 
     def take_rewritten(self, digest: str) -> bool:
         """Accept rewritten values as the noted ones, if all are equal. Returns True if they are.
@@ -131,23 +139,31 @@ class WatchedWeights:
             self._digests = noted_digests
         self._accesses = accesses(self._tensors)
         with unnoticed():
+            self._is_lent = are_lent(self._tensors)
             noted, self._noted_values = self._noted_values, self._values()
         return bool(self._noted_values[0] == noted[0])  # False if parameters are trained again
 
     def _are_given_out_same(self) -> bool:
         """Whether tensors with accessed memory still have their noted values."""
         now = accesses(self._tensors)
-        if not self._digests or now == self._accesses:
+        if not self._digests or (now == self._accesses and not any(self._is_lent)):
             return True
-        pairs = zip(now, self._accesses, strict=True)
-        touched = [tensor for tensor, (one, other) in zip(self._tensors, pairs, strict=True) if one != other]
+        of_each = zip(self._tensors, now, self._accesses, self._is_lent, strict=True)
+        touched = [tensor for tensor, one, other, is_lent in of_each if one != other or is_lent]
         began, (number, first, seconds) = time.perf_counter(), self._compared
         are_same = all(digest_of(tensor) == self._digests.get(id(tensor)) for tensor in touched)
         self._compared = number + 1, first or began, seconds + time.perf_counter() - began
-        self._access = str(getattr(touched[0], "access", ""))
+        self._access = next((str(access) for t in touched if (access := getattr(t, "access", ""))), "")
         if are_same:
             self._accesses = now
+            self._is_lent = are_lent(self._tensors)
         return are_same
+
+    def _count_views(self, number: int) -> None:
+        """Add to the number of known views of each guarded tensor's memory: there is one of its middle."""
+        for tensor in self._tensors:
+            if _has_middle(tensor) and hasattr(tensor, "num_views"):
+                tensor.num_views += number
 
     def _modes(self) -> list[bool]:
         return [of["training"] for of in self._owners]
@@ -180,18 +196,25 @@ class WatchedWeights:
     def _views_of_middles(self) -> list[list[torch.Tensor]]:
         by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in self._tensors:
-            for value in values_of(tensor)[:1]:
-                if value.numel() and not value.is_complex():
-                    middle = value.detach()[tuple(size // 2 for size in value.shape)]
-                    by_type.setdefault((value.dtype, value.device), []).append(middle.view(1))
+            for value in values_of(tensor)[:1] if _has_middle(tensor) else ():
+                pairs = zip(value.shape, value.stride(), strict=True)
+                offset = value.storage_offset() + sum(size // 2 * stride for size, stride in pairs)
+                view = value.new_empty(0).set_(
+                    value.untyped_storage(), offset, (1,), (1,)
+                )  # has no other view as base
+                by_type.setdefault((value.dtype, value.device), []).append(view)
         return list(by_type.values())
+
+
+def _has_middle(tensor: torch.Tensor) -> bool:
+    return any(v.numel() and not v.is_complex() and v.layout is torch.strided for v in values_of(tensor)[:1])
 
 
 def digest_of(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's dtype, shape and all bits."""
     content = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     for value in values_of(tensor):
-        content.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        content.update(bytes_of(value))
     return content.hexdigest()
 
 

@@ -6,15 +6,15 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from .activation_files import FileWriter
 from .background import BackgroundThread
-from .content_keys import RowKey
-from .entry_format import EntryFormat, bytes_of
+from .batch_entries import BatchEntries, bytes_of
+from .entry_format import EntryFormat
 from .file_store import FileStore
 from .side_stream import Copied, SideStream
 
@@ -50,8 +50,8 @@ class StoreWriting:
     def __init__(self, store: FileStore, copies: SideStream, unused_since: float) -> None:
         self.failure: OSError | None = None
         """The error that stopped writing, if any. Reset it to None to resume."""
-        self.last: tuple[Sequence[RowKey], int | None] | None = None
-        """Keys and padded length (None: no mask) of the last batch written to the open generation."""
+        self.last: BatchEntries | None = None
+        """The last batch written to the open generation."""
         self._store, self._copies, self._unused_since = store, copies, unused_since
         self._thread = BackgroundThread("activation-cache-writer")
         self._room = threading.Semaphore(PENDING_BATCHES)
@@ -61,27 +61,25 @@ class StoreWriting:
     def put(
         self,
         generation: tuple[int, str],
-        keys: Sequence[RowKey],
+        entries: BatchEntries,
         state: torch.Tensor,
         stored_dtype: torch.dtype,
-        has_mask: bool,
         done: Callable[[int, int], None],
     ) -> bool:
         """Write states. Returns False if the disk is too slow: they are then not stored.
 
         Args:
             generation: number of units, and fingerprint.
-            keys: one key per sample.
+            entries: the samples' entries.
             state: the samples' states on the device.
             stored_dtype: data type of the stored states.
-            has_mask: as for `EntryFormat`.
             done: called with the number of stored samples, and of samples that were already in the store.
         """
         if not self._wait_for_room():
             return False
         copied = self._copies.to_host(state, stored_dtype)
-        layout = EntryFormat.of(copied.tensor, state.dtype, has_mask)
-        self._thread.run(partial(self._work, partial(self._write, generation, keys, copied, layout, done)))
+        layout = EntryFormat.of(copied.tensor, state.dtype, entries.width > 0)
+        self._thread.run(partial(self._work, partial(self._write, generation, entries, copied, layout, done)))
         return True
 
     def flush(self) -> None:
@@ -136,7 +134,7 @@ class StoreWriting:
     def _write(
         self,
         generation: tuple[int, str],
-        keys: Sequence[RowKey],
+        entries: BatchEntries,
         copied: Copied,
         layout: EntryFormat,
         done: Callable[[int, int], None],
@@ -150,6 +148,6 @@ class StoreWriting:
         if EntryFormat.from_facts(writer.facts) != layout:
             return  # this batch has another format (for example no mask); a generation has a single format
         present = writer.num_present
-        rows = [bytes_of(state[key.span]) for state, key in zip(states, keys, strict=True)]
-        done(writer.put([key.digest for key in keys], rows), writer.num_present - present)
-        self.last = keys, states.shape[1] if layout.has_mask else None
+        rows = [bytes_of(state[span]) for state, span in zip(states, entries.spans, strict=True)]
+        done(writer.put(entries.digests, rows), writer.num_present - present)
+        self.last = entries
