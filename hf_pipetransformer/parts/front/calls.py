@@ -201,7 +201,7 @@ class FrontCall:
     @property
     def is_here(self) -> bool:
         """Whether the call runs on this thread."""
-        return self.thread == threading.get_ident()
+        return not torch.compiler.is_compiling() and self.thread == threading.get_ident()
 
 
 def of_missing(

@@ -96,8 +96,10 @@ class Rows:
         """
         if not self.patches or tensor.dim() != 1 or tensor.is_floating_point() or tensor.dtype is torch.bool:
             return None
+        if not len(tensor) or int(tensor[0]) != 0 or int(tensor[-1]) != sum(self.patches):
+            return None
         ends, values = list(accumulate(self.patches)), tensor.tolist()
-        if values[:1] != [0] or values[-1] != ends[-1] or values != sorted(values) or not set(ends) <= set(values):
+        if values != sorted(values) or not set(ends) <= set(values):
             return None
         counts = [bisect_right(values, end) - 1 for end in ends]
         return tensor.diff().split([count - before for count, before in zip(counts, [0, *counts], strict=False)])

@@ -151,7 +151,7 @@ class FrontEntries:
             return 0
         parts: list[list[torch.Tensor]] = [[] for _ in entries.digests]
         for tensor, leaf in zip(tensors, leaves, strict=True):
-            for row, values in enumerate(rows.split(tensor.detach().cpu())):
+            for row, values in enumerate(tensor.detach().cpu().split(rows.sizes(len(tensor)))):
                 own = values[:, : entries.lengths[row]] if leaf.has_columns and not keeps_padding else values
                 parts[row].append(own.contiguous().view(-1).view(torch.uint8))
         try:

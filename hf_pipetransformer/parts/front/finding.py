@@ -239,7 +239,7 @@ def find_front(
 
     def watched(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if origins.is_inside or threading.get_ident() != thread:
+            if origins.is_inside or torch.compiler.is_compiling() or threading.get_ident() != thread:
                 return forward(*args, **kwargs)
             origins.is_inside = origins.is_paused = True
             origins.inside_of = name

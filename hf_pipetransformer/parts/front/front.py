@@ -374,7 +374,7 @@ class FrozenFront:
         if self.trial.keeps_padding and not self._padding.is_same(inputs, reads, tokens):
             return None
         leaves = list(leaves_of({name: inputs[name] for name in reads}))
-        entries = entries_of(leaves, rows, tokens, f"{plain} {tokens.width > 0}")
+        entries = entries_of(leaves, rows, tokens, f"{plain} {tokens.width > 0} {autocast} {adapters}")
         if entries is None:
             return None
         given = [(k, n, t, is_wide(n, t, tokens)) for k, (n, t) in enumerate(leaves) if isinstance(t, torch.Tensor)]

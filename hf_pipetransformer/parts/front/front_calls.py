@@ -54,7 +54,7 @@ MOST_OPENED = 3
 """Maximum number of searches inside modules that cannot be stored as a whole."""
 NOTHING_FOUND = "it is not called on what comes from the batch alone, or nothing else reads what it returns"
 """Why a frozen module is computed in every epoch if no other reason was found."""
-ENTRIES_VERSION = 7
+ENTRIES_VERSION = 8
 """Version of the contents of an entry in the store."""
 OTHER_INPUTS = "none of the samples was found: their inputs change from epoch to epoch, or their padding"
 """Why a front is closed if no stored sample was found where one could have been."""
@@ -129,6 +129,8 @@ class FrontCalls:
     def begin_step(self) -> None:
         """A step begins. Other parameters may be trained than in the last step."""
         self._has_looked = False
+        if self._weights is not None:
+            self._weights.look_for_holders()  # not in a call, as the loss may have made a graph before
         if self._hint is not None:
             self._hint.begin_step()
 
@@ -288,6 +290,7 @@ class FrontCalls:
             if self._is_training and job.args.activation_cache == "on" and not self.why_not_read:
                 self.why_not_read = dict.fromkeys(frozen_modules(self._model, self._first_opened), NOTHING_FOUND)
             return output
+        everything.release()
         self._weights = self._watched(map(self._model.get_submodule, found.needed))
         self._weights.guard()
         self._entries = self._entries_of(found)

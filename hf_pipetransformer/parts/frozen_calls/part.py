@@ -147,6 +147,7 @@ class FrozenCalls(RunPart):
             yield
         if watch is not None:
             self._learn(watch, batch)
+        self._foreign = {}  # which must not keep modules alive
         has_unknown = any(root.has_unknown for root in self._roots.values())
         self._must_watch = bool(called) or (watch is None and has_unknown)
         for root in self._roots.values():
@@ -185,7 +186,7 @@ class FrozenCalls(RunPart):
 
         Of others, to which no name has ever led, those that were not called in the last epoch.
         """
-        if not self._roots:
+        if not self._roots and not self._surrounding:
             return
         held = reachable(self._job.trainer)
         for of, root in list(self._roots.items()):

@@ -191,7 +191,11 @@ class FrozenRoot:
         return {".".join([self.name, *names[:count]]) for count in range(len(names) + 1)}
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._thread != threading.get_ident() or getattr(_state, "is_inside", None):
+        if (
+            torch.compiler.is_compiling()
+            or self._thread != threading.get_ident()
+            or getattr(_state, "is_inside", None)
+        ):
             return forward(*args, **kwargs)
         if not isinstance(vars(self.module).get("forward"), MethodOverride):
             return forward(*args, **kwargs)  # of the user's, who has replaced it and calls it

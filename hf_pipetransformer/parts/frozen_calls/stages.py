@@ -238,11 +238,13 @@ class Stages:
     def _what_changed(self, stage: StageModule, module: nn.Module) -> str | None:
         """What has changed on this stage since outputs are stored. The first time, begin to watch."""
         if self._watched is not None:
+            self._watched.look_for_holders()
             return self._watched.what_changed() or self._watched.why_too_slow()
         here = [stage.stack.table[name] for name in stage.names]
         parameters = [parameter for parameter in here if id(parameter) not in self._trained]
         self._watched = WatchedWeights(list(module.modules()), parameters)
         self._watched.guard()
+        self._watched.look_for_holders()
         described = f"{self._watched.digest()} {self._watched.described()}"
         self._digest = xxhash.xxh3_128_hexdigest(described.encode())
         return None

@@ -148,7 +148,7 @@ class LossWatch:
 
     def _is_seen(self) -> bool:
         """Whether calls are looked at now: not on other threads, nor as a part of a compiled function."""
-        return threading.get_ident() == self._thread and not torch.compiler.is_compiling()
+        return not torch.compiler.is_compiling() and threading.get_ident() == self._thread
 
     def _begins(self, module: nn.Module, args: Any) -> None:
         if not self._is_seen():

@@ -92,6 +92,7 @@ class FrozenFunction:
         table = self._pipeline.stack.table
         self._watched = self._watch()
         self._watched.guard({id(table[name]): digest for name, digest in self._digests.items()})
+        self._watched.look_for_holders()
 
     def release(self) -> None:
         """Remove the guards from the weights."""

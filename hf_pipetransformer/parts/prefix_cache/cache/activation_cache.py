@@ -118,6 +118,7 @@ class ActivationCache:
         self.flush()
         if not self._stack.runner.takes_batch:  # a loss may change settings between its calls
             self._noted = WatchedWeights.of(list(frozen_modules(self._stack.model).values()))
+            self._noted.release()  # its settings are compared, not its values, which it must not hold
         counts = self.counts  # no sample has been counted at the new boundary yet
         counts.older_hits, counts.hits = counts.found, 0
         counts.older_stored, counts.stored, counts.present = counts.older_stored + counts.stored, 0, 0

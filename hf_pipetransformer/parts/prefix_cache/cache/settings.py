@@ -126,7 +126,8 @@ class Settings:
         hooks = [of[table] for of in self._owners for table in TABLES[2:] if of[table]]
         code += [hook for table in hooks for hook in table.values() if not _is_libraries_function(hook)]
         code += [hook for table in OF_ALL for hook in table.values() if not is_known(hook)]
-        code += [*map(type, self._modules), *vars(functional).values()]
+        code += map(type, self._modules)
+        code += [value for name, value in vars(functional).items() if not name.startswith("__")]  # warnings are noted
         code += [own for of in self._owners if "forward" in of and (own := _own_forward(of)) is not None]
         values = [of.get(name) for of, name in self._slots]
         return sizes, [*values, *map(_content, self._cells)], code

@@ -49,7 +49,8 @@ class WatchedWeights:
         self._digests: dict[int, str] = {}  # id of a guarded tensor -> digest of all values
         self._is_guarding = False
         self._accesses: list[int] = []  # number of accesses to each tensor's memory
-        self._is_lent: list[bool] = []  # whether something else holds a tensor's memory
+        self._is_lent: list[bool] = []  # whether something else holds a tensor's memory, or may hold it
+        self._may_be_lent = False  # whether holders are to be looked for
         self._checksums: dict[int, tuple[int, str]] = {}  # id of a buffer -> number of writes, digest
         self._noted_modes = self._modes()
         self._noted_buffers, self._noted_values = self._held_buffers(), self._values()
@@ -70,10 +71,16 @@ class WatchedWeights:
             self._digests = {id(tensor): known.get(id(tensor)) or digest_of(tensor) for tensor in self._tensors}
         guard(self._tensors)
         self._is_guarding = True
-        self._accesses = accesses(self._tensors)
         self._count_views(1)
-        with unnoticed():
-            self._is_lent = are_lent(self._tensors)
+        self._accesses, self._is_lent = accesses(self._tensors), [False] * len(self._tensors)
+        self._may_be_lent = True
+
+    def look_for_holders(self) -> None:
+        """Find tensors whose memory something else holds. No graph of autograd may be alive: it holds weights, too."""
+        if self._may_be_lent and self._is_guarding:
+            with unnoticed():
+                self._is_lent = are_lent(self._tensors)
+            self._may_be_lent = any(self._is_lent)
 
     def release(self) -> None:
         """Remove the guards from the tensors."""
@@ -137,9 +144,8 @@ class WatchedWeights:
                 return False
         finally:
             self._digests = noted_digests
-        self._accesses = accesses(self._tensors)
+        self._accesses, self._may_be_lent = accesses(self._tensors), True
         with unnoticed():
-            self._is_lent = are_lent(self._tensors)
             noted, self._noted_values = self._noted_values, self._values()
         return bool(self._noted_values[0] == noted[0])  # False if parameters are trained again
 
@@ -154,16 +160,18 @@ class WatchedWeights:
         are_same = all(digest_of(tensor) == self._digests.get(id(tensor)) for tensor in touched)
         self._compared = number + 1, first or began, seconds + time.perf_counter() - began
         self._access = next((str(access) for t in touched if (access := getattr(t, "access", ""))), "")
-        if are_same:
-            self._accesses = now
-            self._is_lent = are_lent(self._tensors)
+        if are_same:  # what was accessed may be held until holders are looked for
+            changed = [one != other for one, other in zip(now, self._accesses, strict=True)]
+            self._is_lent = [one or other for one, other in zip(self._is_lent, changed, strict=True)]
+            self._accesses, self._may_be_lent = now, True
         return are_same
 
     def _count_views(self, number: int) -> None:
         """Add to the number of known views of each guarded tensor's memory: there is one of its middle."""
-        for tensor in self._tensors:
-            if _has_middle(tensor) and hasattr(tensor, "num_views"):
-                tensor.num_views += number
+        with unnoticed():
+            for tensor in self._tensors:
+                if _has_middle(tensor) and hasattr(tensor, "num_views"):
+                    tensor.num_views += number
 
     def _modes(self) -> list[bool]:
         return [of["training"] for of in self._owners]
