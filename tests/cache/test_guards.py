@@ -79,6 +79,7 @@ def test_a_view_that_is_kept_is_compared_before_each_use() -> None:
     watched, other = WatchedWeights.of([layer]), WatchedWeights.of([layer])
     watched.guard()
     other.guard()
+    watched.look_for_holders()
     assert watched.what_changed() is None
     row = before[0].clone()
     before[0] += 1
@@ -94,6 +95,7 @@ def test_a_view_that_is_kept_is_compared_before_each_use() -> None:
     after[0] = number
     del after
     assert watched.what_changed() is None
+    watched.look_for_holders()
     comparisons = watched._compared[0]
     assert watched.what_changed() is None
     assert watched._compared[0] == comparisons, "nothing holds the memory any more"

@@ -129,7 +129,7 @@ class Trained:
         before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         trainer.train(resume_from_checkpoint=resume_from_checkpoint)
         self.history = trainer.state.log_history
-        self.weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        self.weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         assert any(not torch.equal(before[name], weight) for name, weight in self.weights.items())
 
     def assert_same(self, other: Trained) -> None:

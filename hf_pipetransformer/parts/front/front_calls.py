@@ -233,6 +233,8 @@ class FrontCalls:
             is_useful = self.writes and not all(flags) and self._num_searches < MOST_SEARCHES
             return self._look_for_front(inputs, run, run_on) if is_useful else run()
         assert self._front is not None and self._weights is not None
+        if not self._is_training:  # there is no graph, and there are no steps
+            self._weights.look_for_holders()
         changed = self._weights.what_changed()
         if changed is not None and self._may_be_rewritten and self._weights.take_rewritten(self._digest):
             changed = None

@@ -184,7 +184,8 @@ class WatchedWeights:
         where = [torch.Tensor.data_ptr(tensor) for tensor in self._held]  # works for guarded tensors, too
         where += [values_of(tensor)[0].data_ptr() for tensor in self._wrappers]
         if where != self._where:  # weights may have moved to other memory
-            self._where, self._middles = where, self._views_of_middles()
+            with unnoticed():
+                self._where, self._middles = where, self._views_of_middles()
         numbers = [torch.cat(views) for views in self._middles]
         return (
             [p.requires_grad for p in self._parameters],
