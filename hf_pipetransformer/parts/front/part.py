@@ -35,6 +35,7 @@ class Front(RunPart):
         self._run, self._job = run, run.job
         self._cache: FrontCache | None = None
         self._loss: Loss | None = None
+        self._parameters: list[nn.Parameter] = []
 
     def found(self, found: Findings) -> None:
         self._loss = found.loss
@@ -69,7 +70,9 @@ class Front(RunPart):
         mesh = self._job.mesh
         if self._cache is not None or (self._run.is_within_epoch and mesh.world_size > 1):
             return
-        if mesh.any(any(not parameter.requires_grad for parameter in self._job.model.parameters())):
+        if not self._run.is_within_epoch:  # to walk through the modules costs a small model's step several percent
+            self._parameters = list(self._job.model.parameters())
+        if mesh.any(any(not parameter.requires_grad for parameter in self._parameters)):
             front, sharing = find_part("front.front_cache"), find_part("prefix_cache.cache.sharing")
             assert front is not None and sharing is not None, "make() has asked for them"
             assert self._loss is not None
