@@ -28,7 +28,7 @@ RUN = Run(epochs=1, accumulation=1, per_device=2).with_options(
 
 
 class NanLoss:
-    """Of a user's Trainer whose loss of the marked sample is NaN."""
+    """A mixin for a user's Trainer: the loss of the marked sample is NaN."""
 
     factor = float("nan")
 
@@ -63,7 +63,7 @@ class Case:
 
 
 class BadData(TrainingData):
-    """Samples of which one is marked, cannot be read, or is too long."""
+    """Samples; one of them is marked, cannot be read, or is too long."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(RUN.kind, case.samples)

@@ -14,7 +14,7 @@ SCRIPTS = sorted(path for path in (ROOT / "benchmarks").rglob("*.py") if "def ma
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_benchmark_says_how_it_is_started(path: Path) -> None:
-    """And can be imported, so that the names of the library that it uses exist."""
+    """Each benchmark can also be imported: the names that it uses exist in the library."""
     is_study = path.parent.name == "studies"
     if path.stem == "half_frozen":
         pytest.importorskip("sentence_transformers")

@@ -1,4 +1,4 @@
-"""One test for each fault that was found and mended, so that it stays mended."""
+"""One test for each fault that was found and mended."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def collate_with_types(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]
 
 
 def predictions(rank: int, stages: int, cache: str, folder: str) -> list[Any]:
-    """What a model predicts for samples without labels, in each epoch."""
+    """The predictions of a model for samples without labels, in each epoch."""
     found: list[Any] = []
 
     class Predicts(TrainerCallback):
@@ -153,7 +153,7 @@ def test_a_router_loss_is_averaged_over_accumulated_batches(tmp_path: Path) -> N
         run = Run("causal-lm", "mixtral-router-loss", 8, per_device=8 // accumulation, accumulation=accumulation)
         trainer = pipeline_trainer(run, 1, str(tmp_path / str(accumulation)), use_cpu=True)
         losses.append(outcome_of(trainer).losses[0])
-    assert losses[1] == pytest.approx(losses[0], rel=0.01)  # the term of halves is not quite that of the whole
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)  # the term of the halves differs slightly from the whole's
 
 
 # ------------------------------------------------------------------------------------------ resuming

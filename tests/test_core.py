@@ -1,4 +1,4 @@
-"""To train needs nothing but what the package itself depends on: no `datasets`, nor anything else of an extra."""
+"""To train needs only the dependencies of the package itself: no `datasets`, nor anything else of an extra."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def output_of(command: list[str], environment: dict[str, str], folder: Path) -> str:
-    """Returns what a command printed, which must succeed."""
+    """Returns the output of a command. The command must succeed."""
     done = subprocess.run(
         command,
         env=environment,
@@ -63,13 +63,13 @@ def test_each_module_but_the_reports_figures_is_imported_without_the_extras(
 def test_the_readmes_example_needs_no_extra_and_prints_what_is_shown(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """Started by `accelerate launch`; but for measured numbers, and for what follows from them."""
+    """Started by `accelerate launch`. Measured numbers, and text that follows from them, may differ."""
     page = (ROOT / "README.md").read_text()
     code, output = (re.search(rf"^```{kind}\n(.*?)^```", page, re.M | re.S)[1] for kind in ("python", "console"))
     (tmp_path / "train.py").write_text(code)
     config = f"--config_file={ROOT / 'accelerate_configs' / 'cpu_2.yaml'}"
     command = [sys.executable, "-m", "accelerate.commands.launch", config, "train.py"]
     printed = output_of(command, {**environment, "TRANSFORMERS_VERBOSITY": "warning"}, tmp_path)
-    for line in output.splitlines():  # up to what is measured
+    for line in output.splitlines():  # up to the measured numbers
         fixed = re.split(r", \d of them cached| in \d+\.\d", line)[0]
         assert printed.count(fixed) == 1, fixed  # rank 0 alone prints it

@@ -84,7 +84,7 @@ def test_functions_that_are_named_exist(page):
 
 @cache
 def texts_in_the_source() -> tuple[str, ...]:
-    """All strings of the package but docstrings, with `…` in place of what is put in."""
+    """All strings of the package except docstrings, with `…` in place of inserted values."""
     texts = []
     for path in PACKAGE.rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))

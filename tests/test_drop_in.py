@@ -44,7 +44,7 @@ OF_ITS_OWN = replace(RUN, per_device=4, epochs=4).with_options(remove_unused_col
 
 
 def with_a_loader_of_its_own(rank: int, world_size: int, folder: str) -> list[Outcome]:
-    """The stock Trainer's outcome, which is DDP's on several processes, and that of each process with all of K = 1."""
+    """Outcomes of the stock Trainer (DDP on several processes), and of this one with one stage, freezing and cache."""
     run = replace(OF_ITS_OWN, trainer=ShardsItself).with_options(average_tokens_across_devices=False)
     outcomes = []
     for make in (reference_trainer, lambda run: pipeline_trainer(run, 1, folder, use_cpu=True, activation_cache="on")):

@@ -1,4 +1,4 @@
-"""What the interpreter shows of an error that ends the program."""
+"""The interpreter's output for an error that ends the program."""
 
 from __future__ import annotations
 

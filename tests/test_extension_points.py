@@ -114,7 +114,7 @@ def test_layers_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def train_with_stage_norms(rank: int, world_size: int, run: Run) -> tuple[list[list[float]], list[float], list[str]]:
-    """The norms of the stages in each step, those of the whole gradient, and the sentences about the largest one."""
+    """The norms of the stages in each step, the norms of the whole gradient, and the sentences about the largest."""
     sentences: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: sentences.append(record.getMessage())  # type: ignore[method-assign]
@@ -141,7 +141,7 @@ def train_with_stage_norms(rank: int, world_size: int, run: Run) -> tuple[list[l
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_part(num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = Run(samples=33, epochs=1, accumulation=1, options={"max_grad_norm": 1e6})  # nothing is clipped
+    run = Run(samples=33, epochs=1, accumulation=1, options={"max_grad_norm": 1e6})  # no gradient is clipped
     run = replace(run, per_device=run.per_device * WORLD // num_stages)
     outcomes = run_ranks(train_with_stage_norms, num_stages, run)
     assert "stage_norms" not in {entry.name for entry in ENTRIES}

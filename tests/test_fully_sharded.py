@@ -24,7 +24,7 @@ STEPS_OF_TWO_EPOCHS = 12
 
 
 def on_the_cpu(self: PartialState, *args: Any, **kwargs: Any) -> None:
-    """Accelerate shards models on accelerators only; on the CPU it takes DDP instead, and says nothing."""
+    """Accelerate shards models on accelerators only; on the CPU it takes DDP instead, without a warning."""
     prepare_state(self, *args, **kwargs)
     if self.distributed_type == DistributedType.MULTI_CPU:
         self.distributed_type = DistributedType.MULTI_GPU

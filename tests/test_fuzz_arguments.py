@@ -26,7 +26,7 @@ PACKAGE = Path(training_args.__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """What a field may be given.
+    """Values that a field may get.
 
     Attributes:
         sensible: values that are accepted, in some company at least.
@@ -199,7 +199,7 @@ def drawn(seed: int, processes: int) -> tuple[Run, dict[str, Any]]:
     slices = own.get("token_slices", "off") != "off"
     kind: Kind = "causal-lm" if slices or draw.random() < 0.3 else "text-classification"
     rows, accumulation = stock.pop("per_device_train_batch_size", 2), stock.pop("gradient_accumulation_steps", 1)
-    if stock.get("dataloader_drop_last"):  # of batches, whose sizes then differ from the reference's
+    if stock.get("dataloader_drop_last"):  # drops whole batches: with accumulation the reference's are larger
         accumulation = 1
     # six samples to evaluate are the same batches in every layout
     return Run(kind, None, draw.randint(3, 14), rows, accumulation, evaluated=6, options=stock), own
@@ -222,7 +222,7 @@ def verdict_on(run: Run, own: dict[str, Any], processes: int) -> str:
     """
     outcomes = launch_ranks(train, processes, run, own, timeout=60)
     if any(outcome.error is not None for outcome in outcomes):
-        for outcome in outcomes:  # alike on all, by the package itself and not by what it calls, and by a field's name
+        for outcome in outcomes:  # alike on all, raised by the package itself, not by a library, and by a field's name
             assert isinstance(outcome.error, ValueError), (
                 f"{outcome.error!r} {outcome.error and outcome.error.__cause__}"
             )

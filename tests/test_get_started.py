@@ -1,4 +1,4 @@
-"""What a newcomer types: the commands of docs/get_started.md, the README's example, the files in launchers/."""
+"""Commands of a newcomer: docs/get_started.md, the README's example, the files in launchers/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log lines of the package appear where those of transformers do, once."""
+"""Log lines of the package appear once, in the same places as transformers' lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Closed:
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
-    """The package's logger without a level of its own, in a script that has not touched that of transformers."""
+    """The package's logger without a level of its own, in a script that has not touched transformers' logger."""
     follow_transformers()
     own = logging.getLogger("hf_pipetransformer")
     monkeypatch.setattr(own, "level", logging.NOTSET)

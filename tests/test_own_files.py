@@ -1,4 +1,4 @@
-"""The one place that renames and deletes does so in marked folders only, and nothing else in the package does it."""
+"""`OwnFolder` renames and deletes in marked folders only, and no other code of the package renames or deletes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is published: the wheel, built and installed without a network; the oldest versions; accelerate_configs/."""
+"""The published package: the wheel, built and installed offline; the oldest versions; accelerate_configs/."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def run(code: str, *arguments: str, cwd: Path, path: Path | None = None) -> str:
-    """The output of a new process: what `path` holds is found first, and nothing of this checkout."""
+    """The output of a new process. It imports from `path` first, and not from this checkout."""
     others = [entry for entry in sys.path if entry and not Path(entry).is_relative_to(ROOT)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*([str(path)] if path else []), *others])}
     done = subprocess.run(

@@ -51,7 +51,7 @@ CASES: list[tuple[str, dict[int, int], int]] = [
 
 
 def gradual_trainings(rank: int, world_size: int) -> list[Outcome]:
-    """The user's AdamW over all parameters, of which the head alone is trained at first."""
+    """The user's AdamW over all parameters; at first only the head is trained."""
     found = []
     for event, first_trained, stages in CASES:
         model = RUN.build_model()

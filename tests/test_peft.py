@@ -29,7 +29,7 @@ WORLD = 2
 LORA = {
     "bert": (Run(epochs=3), {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]}),
     "llama": (Run("causal-lm", model="llama", epochs=3), {"task_type": "CAUSAL_LM"}),
-    # nothing to train in the first stage
+    # the first stage has no trained parameter
     "upper-layers": (Run(epochs=3), {"task_type": "SEQ_CLS", "target_modules": ["query"], "layers_to_transform": [3]}),
 }
 FREEZE_AT = {3: 1, 6: 2}  # steps done -> frozen layers
@@ -63,7 +63,7 @@ def in_pipeline(rank: int, world_size: int, name: str, folder: str) -> Outcome:
 
 
 def test_equals_one_process_and_saves_an_adapter_that_peft_loads(tmp_path: Path) -> None:
-    """The adapter's weights and nothing else are in the file; on the base model they are the trained model."""
+    """The file has only the adapter's weights; on the base model they give the trained model."""
     name = "llama"
     outcomes = run_ranks(in_pipeline, WORLD, name, str(tmp_path))
     assert_same_training(outcomes, expected(name))
@@ -93,7 +93,7 @@ def test_resumes_from_an_adapter_checkpoint_in_another_layout(tmp_path: Path) ->
 
 
 def best_of_upper_layers(rank: int, world_size: int, folder: str) -> tuple[Outcome, Any]:
-    """The worst model is loaded, so that it is not the last one."""
+    """The worst model is loaded, as the best one may be the last."""
     each: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
     trainer = pipeline_trainer(LORA["upper-layers"][0], 2, folder, model=build("upper-layers"), **each, **best)

@@ -1,4 +1,4 @@
-"""What is used of other libraries although they do not promise it. A failure here names what a new version changed."""
+"""Guards for private names of other libraries. A failure here names the change in a new version."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TRAINER_METHODS: dict[str, str] = {
     "_push_from_checkpoint": "self checkpoint_folder",
     "_load_best_model": "self",
     "_prepare_inputs": "self inputs",
-    # public, and still what the overrides rest on
+    # public; the overrides rest on them as well
     "create_accelerator_and_postprocess": "self",
     "create_optimizer": "self model",
     "get_train_dataloader": "self",
@@ -82,7 +82,7 @@ SOURCES: list[tuple[Any, str]] = [
     # `BatchesInEpoch` is the last but one of the numbers that the loop is given.
     (Trainer._run_epoch, r"or \(step \+ 1\) == steps_in_epoch"),
     (Trainer.set_initial_training_values, r"steps_in_epoch,\s+max_steps,\s+\)$"),
-    # `TrainingJob.generates` decides likewise, and the pair gathers in another way.
+    # `TrainingJob.generates` decides in the same way, and the pair gathers in another way.
     (Seq2SeqTrainer.prediction_step, "if not self.args.predict_with_generate or prediction_loss_only:"),
     (Trainer.evaluation_loop, "prediction_loss_only is not None else args.prediction_loss_only"),
     (Trainer.evaluate, "prediction_loss_only=True if self.compute_metrics is None else None"),
@@ -90,7 +90,7 @@ SOURCES: list[tuple[Any, str]] = [
         (m, r"self\.gather_function = self\.accelerator\.gather\n")
         for m in (Seq2SeqTrainer.evaluate, Seq2SeqTrainer.predict)
     ),
-    # `Loss.is_scaled_for_accumulation` decides likewise; older versions have no `loss_is_scaled_for_ga`.
+    # `Loss.is_scaled_for_accumulation` decides in the same way; older versions have no `loss_is_scaled_for_ga`.
     (
         Trainer.training_step,
         r"model_accepts_loss_kwargs and num_items_in_batch is not None\s*\)? or self.compute_loss_func is not None"
@@ -380,7 +380,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
 
 
 def test_every_private_name_of_another_object_has_a_guard() -> None:
-    """So that nothing of this package's own is read across files, and nothing of another library without a guard."""
+    """A file reads no private name of another file of this package, nor of another library without a guard."""
     known = {*GUARDS, *OF_PYTHON, *(name for name in vars(Trainer) if name in TRAINER_METHODS)}
     files = Path(hf_pipetransformer.__file__).parent.rglob("*.py")
     unknown = {

@@ -43,7 +43,7 @@ def build(base: Base) -> nn.Module:
 
 @cache
 def expected(base: Base) -> Outcome:
-    """In this process: the stock Trainer's DDP, also that of one process, cannot send torchao's weights."""
+    """In this process: the stock Trainer's DDP cannot send torchao's weights, not even in one process."""
     return outcome_of(reference_trainer(replace(RUN, per_device=4), model=build(base)))
 
 
@@ -92,7 +92,7 @@ def test_frozen_layers_and_their_cache(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------ bitsandbytes' kind
 class Int8Params(nn.Parameter):
-    """A weight whose scales are an attribute."""
+    """A weight with its scales in an attribute."""
 
     scale: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""What is looked at before the first step draws nothing from the user's generators."""
+"""Probes before the first step draw no numbers from the user's generators."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def run(rank: int, world_size: int, folder: str, *more: str) -> dict[str, float]
 
 
 def test_packed_blocks_from_end_to_end_whole_and_in_slices(tmp_path: Path) -> None:
-    """Batches and blocks are all full, so the perplexity is that of the mean loss."""
+    """Batches and blocks are all full, so the perplexity follows from the mean loss."""
     results: dict[str, dict[str, float]] = {}
     for token_slices in ("off", "3"):
         folder = tmp_path / token_slices

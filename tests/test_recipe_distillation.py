@@ -1,4 +1,4 @@
-"""Distillation: what is wrong is refused, and the recipe reads its teacher's logits from the second epoch on."""
+"""Distillation: wrong arguments are refused, and the teacher's logits are read from the second epoch on."""
 
 from __future__ import annotations
 

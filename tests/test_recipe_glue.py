@@ -24,7 +24,7 @@ def dataset(**columns):
 
 
 def three_labels():
-    """In MNLI's order; those of the test data are not known."""
+    """Data with labels in MNLI's order; the test data has no known labels."""
     names = ("entailment", "neutral", "contradiction")
     splits = DatasetDict(train=dataset(sentence=["a", "b", "c"], label=[0, 1, 2]), test=dataset(sentence=["d"]))
     return run_glue.TaskData(splits, ("sentence",), names)
@@ -90,7 +90,7 @@ def predictions_of(folder, name="out", split="test"):
 
 
 def test_classes_from_end_to_end(tmp_path):
-    """The test data is the validation data without labels, so what is predicted has the accuracy that is reported."""
+    """The test data is the validation data without labels, so the predictions have the reported accuracy."""
     results, _ = run_ranks(run, 2, str(tmp_path))
     references = [("bad", "good")[label] for label in SENTENCES["validation"]["label"]]
     predictions = predictions_of(tmp_path)

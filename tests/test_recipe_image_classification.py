@@ -75,4 +75,4 @@ def test_fixed_transforms_hit_the_cache_and_random_ones_turn_it_off(
     assert max(rates) < 0.1
     (reason,) = reasons_off(tmp_path / "random")
     assert "of 64 samples 0 were found; the inputs of a sample probably change from epoch to epoch" in reason
-    assert f"The activation cache is off: {reason}." in capsys.readouterr().out  # what the processes print, too
+    assert f"The activation cache is off: {reason}." in capsys.readouterr().out  # the processes' output, too

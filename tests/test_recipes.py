@@ -138,7 +138,7 @@ def test_an_error_is_written_where_the_launcher_reads_it(recipe, tmp_path, monke
 
 @pytest.mark.parametrize("kind", ["head", *slow("speech", "image-text", "captioning")])
 def test_what_is_frozen_is_read(kind, tmp_path, caplog):
-    """The recipe for what is frozen already: 24 samples in batches of 8, of which one is compared in each epoch."""
+    """The recipe for modules that are frozen already: 24 samples, batches of 8; each epoch compares one batch."""
     caplog.set_level("INFO", "hf_pipetransformer")
     options = f"--kind {kind} --generated_data 24 --output_dir {tmp_path} --num_train_epochs 3 --do_train --use_cpu"
     caching = "--eval_frozen_modules True --activation_cache on --report_to none --save_strategy no --log_level info"

@@ -117,7 +117,7 @@ def test_a_replica_holds_its_part_only() -> None:
 def scaled(rank: int, world_size: int, stages: int) -> tuple[list[bool], list[float], dict[str, torch.Tensor]]:
     """fp16's scaler on the CPU; in the second step an element that the last replica, or stage, updates overflows.
 
-    With two stages, the first one has nothing to train, and no gradient at all.
+    With two stages, the first one has no trained parameter, and no gradient at all.
     """
     run = Run(epochs=1, accumulation=1)
     model = run.build_model()

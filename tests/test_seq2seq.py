@@ -33,7 +33,7 @@ KIND_OF: dict[str, Kind] = {"t5": "seq2seq", "llama": "causal-lm"}
 
 
 class Metrics:
-    """Notes the generated tokens, and gives the share of the labels' tokens that are among those of their sample."""
+    """Notes the generated tokens; the metric is the share of the labels' tokens that their sample's output has."""
 
     def __init__(self) -> None:
         self.generated: list[list[list[int]]] = []
@@ -61,14 +61,14 @@ class PadLeft(PadCollator):
             name: torch.stack([row.roll(shift) for row, shift in zip(rows, shifts, strict=True)])
             for name, rows in batch.items()
         }
-        # padding, of which each replica has its own, would be trained to predict the first token
+        # padding differs between replicas, and would be trained to predict the first token
         for row, shift in enumerate(shifts):
             batch["labels"][row, shift] = -100
         return batch
 
 
 def build(name: str) -> nn.Module:
-    """In float64, so that rounding cannot decide which of two tokens is the likelier one."""
+    """In float64: rounding must not decide which of two tokens is likelier."""
     return without_dropout(MODELS[name].build()).double()
 
 
@@ -152,7 +152,7 @@ BEST = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": Tru
 
 
 def test_best_model_by_what_it_generates(tmp_path: Path) -> None:
-    options = {**BEST, "greater_is_better": False}  # the one that is not the last
+    options = {**BEST, "greater_is_better": False}  # a checkpoint before the last
     wanted = expected("t5", 1, str(tmp_path / "stock"), **options)
     assert wanted.notes["best"] == "checkpoint-2"
     outcomes = run_ranks(trained, WORLD, "t5", 2, str(tmp_path), generation_num_beams=1, **options)
@@ -183,7 +183,7 @@ def test_predictions_of_a_model_that_is_not_trained() -> None:
 
 # ---------------------------------------------------------------------------------------- freezing and the cache
 FREEZING = {
-    "max_steps": 20,  # four epochs: the third and fourth read what the second has stored
+    "max_steps": 20,  # four epochs: the third and fourth read the outputs stored in the second
     "eval_steps": 9,
     "freeze_policy": "schedule",
     "freeze_schedule": {1: 3},

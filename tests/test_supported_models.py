@@ -1,4 +1,4 @@
-"""The script behind docs/supported_models.md finds what it should, on an architecture of each outcome."""
+"""The script behind docs/supported_models.md gives the right result for an architecture of each outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Trainer offers around training: evaluation, prediction, saving, resuming, callbacks, memory."""
+"""The Trainer around training: evaluation, prediction, saving, resuming, callbacks, memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def counts(prediction: Any) -> dict[str, float]:
 
 
 def predicted(rank: int, world_size: int) -> dict[str, Any]:
-    """Before training (nothing was placed yet) and after; 29 rows in batches of 3, of any length."""
+    """Predictions before training (no stage was placed yet) and after; 29 rows in batches of 3, of any length."""
     run = Run("seq2seq", keywords={"compute_metrics": counts})
     trainer: Any = reference_trainer(run) if world_size == 1 else pipeline_trainer(run, 2)
     data = TrainingData(run.kind, 29, seed=9)
@@ -186,7 +186,7 @@ def test_resuming_is_bit_exact_with_dropout_and_goes_on_with_the_plan(tmp_path: 
 # ------------------------------------------------------------------------------------------ best model, early stopping
 def train_for_the_best(rank: int, world_size: int, run: Run, stages: int, folder: str) -> dict[str, Any]:
     each_step: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    # so that an early checkpoint is the best, and has to be loaded
+    # an early checkpoint must be the best one: it has to be loaded
     best = {"metric_for_best_model": "eval_loss", "greater_is_better": True, "learning_rate": 1e-2, "warmup_steps": 0}
     trainer = pipeline_trainer(run, stages, folder, load_best_model_at_end=True, **each_step, **best)
     trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
@@ -230,7 +230,7 @@ def test_a_process_holds_its_stage_only() -> None:
 
 # ------------------------------------------------------------------------------------------ around the Trainer
 def different_on_each_rank(rank: int, world_size: int) -> Outcome:
-    """The head; and in four stages the first one has nothing to train."""
+    """The upper layers and the head are trained; the first of four stages has no trained parameter."""
     model = Run().build_model()
     for part in (model.bert.embeddings, *model.bert.encoder.layer[:2]):
         part.requires_grad_(False)
@@ -256,7 +256,7 @@ def trained_with_defaults(rank: int, world_size: int, folder: str, slower: bool)
         freeze_policy="schedule", freeze_schedule={1: 1, 3: 3}, learning_rate=1e-3
     )
     trainer = pipeline_trainer(run, 2, folder, with_dropout(run), activation_cache="on")
-    # of different lengths, and each twice: what the cache finds must not depend on how fast it was written
+    # of different lengths, and each twice: the hits must not depend on how fast the cache was written
     trainer.train_dataset = [trainer.train_dataset[index // 2] for index in range(48)]
     outcome = outcome_of(trainer)
     keys = ("num_frozen_layers", "pipeline_parallel_size", "num_microbatches", "cache_layers_skipped")

@@ -51,7 +51,7 @@ def test_equals_one_process(name: str, world_size: int, stages: int, schedule: s
 
 
 class OwnComputeLoss:
-    """As users write it: calls the model, reads its outputs, knows nothing of pipelines."""
+    """As users write it: calls the model, reads its outputs, does not know of pipelines."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):  # type: ignore[no-untyped-def]
         labels = inputs.pop("labels")
@@ -76,7 +76,7 @@ VARIANTS = {
     ),
     "three-micro-steps": Run(accumulation=3, samples=100),
     "iterable": Run(streamed=True, epochs=1).with_options(max_steps=4),
-    # one batch for each step: what is dropped is a batch, and with accumulation one process has fewer, larger ones
+    # one batch for each step: whole batches are dropped, and with accumulation one process has fewer, larger ones
     "drop-last": Run(accumulation=1).with_options(dataloader_drop_last=True, train_sampling_strategy="sequential"),
     "workers": Run().with_options(dataloader_num_workers=2),
     "albert": Run(model="albert"),

@@ -1,4 +1,4 @@
-"""The arguments: from where they come, and what they refuse; values of single fields: `test_fuzz_arguments.py`."""
+"""The arguments: sources and refusals. `test_fuzz_arguments.py` has the values of single fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user has on disk stays as it is, whatever it is called, and what a file says is checked before it is used."""
+"""A user's files stay as they are, with any name, and the contents of a file are checked before they are used."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def filling(rank: int, world_size: int, folder: str, epochs: int, resume: bool) 
 
 
 def test_a_training_with_a_full_store_leaves_the_users_folders(tmp_path: Path) -> None:
-    """Which is the folder of the cache, of the checkpoints (of which one is kept), and of other things."""
+    """The cache, the checkpoints (one is kept) and the user's files are in the same folder."""
     have_folders(tmp_path)
     for name in (EVENTS, METRICS):
         (tmp_path / name).symlink_to(tmp_path / "2024-05-01" / "notes.txt")

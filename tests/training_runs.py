@@ -175,7 +175,7 @@ def with_stages(trainer: Trainer, choose: Callable[[Layout, int], int]) -> None:
 
 
 def nothing(run: PipelineRun) -> None:
-    """Does nothing."""
+    """An empty action."""
 
 
 def at_each_step(

@@ -4,13 +4,13 @@
     fake_device.register(library)                       in a rank that has not used a device yet
     torch.ones(2, device="fake") + torch.ones(2)        RuntimeError: Expected all tensors to be on the same device
 
-A rank chooses it as its device if `ACCELERATE_TORCH_DEVICE` is "fake:0" (`ENVIRONMENT`). What would make the program
-wait for an accelerator is counted, with the line that asked for it:
+A rank chooses it as its device if `ACCELERATE_TORCH_DEVICE` is "fake:0" (`ENVIRONMENT`). Operations that would
+make the program wait for an accelerator are counted, with the line that asked for each:
 
     item                  a value is read on the CPU: `.item()`, `bool(tensor)`, `float(tensor)`
     to_device             a blocking copy from the CPU
     from_device           a blocking copy to the CPU
-    wait                  an operation whose result has a size that only the values tell: `nonzero`, `equal`, a mask
+    wait                  the size of a result depends on values: `nonzero`, `equal`, a mask
     mismatch              tensors of several devices in one operation, which is an error
     race                  a stream uses memory without having waited for the stream that used it last
     freed_in_use          memory is freed that another stream has used, without `record_stream`
@@ -173,7 +173,7 @@ def _note(what: str) -> None:
 
 
 def site() -> str:
-    """The innermost line of the packages, and of this package's the one that led to it."""
+    """The innermost line in `PACKAGES`, and the line of this package that led to it."""
     frame, innermost = sys._getframe(2), None
     while frame is not None:
         file = frame.f_code.co_filename

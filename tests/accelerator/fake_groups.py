@@ -27,7 +27,7 @@ log: list[tuple[str, int]] = []
 """Each call on a group that would be NCCL's: its name, and the group's id; all processes together are 0."""
 wrong: Counter[str] = Counter()
 
-_gloo: dict[int, Any] = {}  # groups made for gloo, by id; kept, so that no id is used twice
+_gloo: dict[int, Any] = {}  # groups made for gloo, by id; kept, as Python uses the id of a deleted one again
 _is_inside = False  # of another call of these
 
 

@@ -3,12 +3,12 @@
 NCCL refuses two processes on one device, and gloo sends and receives the CPU's tensors only. So for a trial of a
 pipeline on one device two things are needed:
 
-1. `ddp_backend="gloo"` in the training arguments; Accelerate then gives all processes the one device that they see.
+1. `ddp_backend="gloo"` in the training arguments; Accelerate then gives all processes the same device.
 2. `use_host_copies()` in each process, before the trainer is made: the functions of `torch.distributed` below take
    tensors of the device, too.
 
-Everything waits for the device, so that times mean nothing. Not done are DDP's reductions, which are made in C++: of
-each stage there must be one process only.
+Each copy waits for the device, so measured times are useless. DDP's reductions are made in C++ and are not copied:
+each stage must have a single process.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ FREEZING = {"freeze_policy": "schedule", "freeze_schedule": {1: 1}}
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train, and what a steady step waits for on each rank."""
+    """A way to train, and the counted waits of a steady step on each rank."""
 
     stages: int
     waits: tuple[Mapping[str, int], ...]
@@ -58,7 +58,7 @@ STOCK = {**MASKS, **BATCH}
 
 
 def forwards(number: int, **others: int) -> dict[str, int]:
-    """What a step with so many forwards waits for, with what else is named."""
+    """The counted waits of a step with this number of forwards, and the `others`."""
     each = {name: number * most for name, most in MASKS.items()} | BATCH
     return {name: each.get(name, 0) + others.get(name, 0) for name in {**each, **others}}
 
@@ -132,7 +132,7 @@ def prepare(world_size: int, library: Path) -> None:
 
 
 def on_the_device(calls: Mapping[str, Any], world_size: int, library: Path) -> dict[str, list[Any]]:
-    """What each rank returns of each call, whose function takes the library, too."""
+    """The results of each call on each rank. The functions get the library as an argument, too."""
     given = {name: (function, library, *arguments) for name, (function, *arguments) in calls.items()}
     return run_calls(world_size, given, env=fake_device.ENVIRONMENT, timeout=300)
 
@@ -190,10 +190,10 @@ COMPARED = ("cached", "two-stages-cached", "two-stages-zbv", "two-replicas-cache
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_steady_step_waits_as_noted(world_size: int, library: Path) -> None:
-    """As the stock Trainer's on one process. And what is compared trains as on the CPU.
+    """In one process a step waits as often as the stock Trainer's. The ways in `COMPARED` train as on the CPU.
 
-    Weights of cached layers are on the host. To see at an epoch's begin whether they have changed nobody waits for
-    copies of each.
+    Weights of cached layers are on the host. When an epoch begins, changes of them are found without waiting for a
+    copy of each.
     """
     ways = {name: way for name, way in WAYS.items() if way.stages * way.replicas == world_size}
     calls = {"stock": (stock, WAYS["plain"].run)} if world_size == 1 else {}
@@ -259,7 +259,7 @@ def test_two_processes(library: Path, tmp_path: Path) -> None:
     for outcome in found["shrinking"]:
         assert largest_difference(outcome.weights, expected.weights)[0] < 1e-5
         counts, sites = outcome.notes["last"]
-        # as one process each, but for the number of items in the prepared batch: nothing of the pipeline is left
+        # as in one process each, except for the number of items in the prepared batch: the pipeline has gone
         assert counts == forwards(1, from_device=1), sites
 
 
@@ -272,7 +272,7 @@ def frozen_below(rank: int, world_size: int, library: Path, run: Run) -> Seen:
 
 
 def test_every_group_is_connected_by_all_its_members_first(library: Path) -> None:
-    """A first stage that trains nothing does not call all that the others call, and NCCL waits in the first call."""
+    """A frozen first stage makes fewer calls than the other stages, and NCCL waits in the first call of a group."""
     run = Run(samples=48, epochs=1, accumulation=1)
     for seen in on_the_device({"": (frozen_below, run)}, 3, library)[""]:
         first = {group: name for name, group in reversed(seen.calls)}

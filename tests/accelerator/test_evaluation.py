@@ -1,4 +1,4 @@
-"""What a step of an evaluation over several stages waits for, on a device that behaves like an accelerator."""
+"""The waits in a step of an evaluation over several stages, on a device that behaves like an accelerator."""
 
 from __future__ import annotations
 

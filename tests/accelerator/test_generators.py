@@ -1,4 +1,4 @@
-"""The random numbers of a device are those of the training, whatever was probed before or beside it."""
+"""Probes before and during a training do not change the random numbers that the training draws on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a CUDA device: what the other tests show on the CPU, and how often a step waits for the device.
+"""The claims of the CPU's tests on a CUDA device, and how often a step waits for the device.
 
 `pytest -m gpu` runs them; without such a device they are skipped. `benchmarks/first_contact.py` does more.
 """
@@ -27,7 +27,7 @@ ONE_DEVICE = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"
 
 
 def trained(rank: int, world_size: int, *trainings: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is measured of trainings one after the other, of one process without a launcher."""
+    """The figures of several trainings, one after the other, in one process without a launcher."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     return [train(OPTIONS, **training) for training in trainings]

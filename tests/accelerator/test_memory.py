@@ -1,4 +1,4 @@
-"""What a transformation and a checkpoint need of a device's memory, by the allocator of the tests' device."""
+"""The device memory that a transformation and a checkpoint take, by the allocator of the tests' device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Memory:
 
 
 class OnTheDevice:
-    """A model on as many fake devices as processes, without DDP, whose reductions gloo refuses for this device."""
+    """A model on one fake device for each process, without DDP: gloo refuses DDP's reductions for this device."""
 
     def __init__(self, library: Path, world_size: int) -> None:
         fake_device.register(library)

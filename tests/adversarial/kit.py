@@ -149,7 +149,7 @@ def classified(logits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
 
 
 class Network(Backbone):
-    """A classifier of the user's own, all of which is trained."""
+    """A classifier of the user's own. All parameters are trained."""
 
     def __init__(self, layers: int = 3, layer: type[nn.Module] = Layer) -> None:
         super().__init__(layers, layer)
@@ -237,7 +237,7 @@ Loss = Callable[[Any, Any, Inputs], LossAndOutputs]
 
 
 def own_loss(loss: Loss, *bases: type) -> type:
-    """A mixin for a Trainer whose `compute_loss` is the given function."""
+    """A mixin for a Trainer, with the given function as `compute_loss`."""
 
     class OwnLoss(*bases):  # type: ignore[misc]
         def compute_loss(

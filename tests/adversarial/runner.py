@@ -2,7 +2,7 @@
 
 Each of the two is a launch of `tests/distributed.py`: its processes are forks of one server that has imported torch
 and transformers, so no case inherits state of another one, and a case that hangs is killed with all its children.
-`user_code.verdicts` compares losses, weights and steps, and what the script returns.
+`user_code.verdicts` compares losses, weights and steps, and the results of the script.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from .kit import CASES, LAYOUTS, FrozenBackbone, Script, pad, samples
 DEADLINE_S = 12.0
 """Seconds of a quiet machine for one training of a case, after which it counts as hanging."""
 GRACE_S = 6.0
-"""Likewise, for the other processes once one has failed."""
+"""Seconds of a quiet machine for the other processes, once one has failed."""
 
 
 class WrongOutcomeError(AssertionError):
-    """The product does not do what the case expects. The marks name this error, so that a case's own faults show."""
+    """The product does not meet the case's expectation. The `xfail` marks name this error: other errors still fail."""
 
 
 class _Failed(Exception):
-    """Carries the outcome of a process that failed, so that the others are not waited for."""
+    """Carries the outcome of a process that failed: the launch ends without waiting for the others."""
 
 
 def check(name: str, layout: str, folder: Path) -> Finding:
-    """Train a case both ways, and return what was found.
+    """Train a case both ways, and return the finding.
 
     Raises:
-        WrongOutcomeError: The product does not do what the case expects.
+        WrongOutcomeError: The product does not meet the case's expectation.
         RuntimeError: The stock Trainer fails although the case does not expect an error: the case is wrong.
     """
     case = CASES[name]
@@ -84,7 +84,7 @@ def train(rank: int, world_size: int, name: str, layout: str, folder: str, is_re
         script.wire(trainer)
         returned = script.drive(trainer)
         outcome.observed = script.observe(trainer)
-        if not hasattr(returned, "training_loss"):  # that of train() has times
+        if not hasattr(returned, "training_loss"):  # the result of train() has times
             outcome.observed["returned"] = returned
         outcome.losses = [e[key] for key in ("loss", "eval_loss") for e in trainer.state.log_history if key in e]
         tensors = (*trainer.model.named_parameters(), *trainer.model.named_buffers())

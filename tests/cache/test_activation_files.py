@@ -1,4 +1,4 @@
-"""Whatever has happened to the files: a hit is what was put, anything else is a miss, and writing repairs it."""
+"""Damaged files: a hit returns the stored values, all else is a miss, and writing repairs the files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SEEDS = 100
 
 
 def damage(folder: Path, rng: random.Random) -> str:
-    """Do something bad to one of the files but the marker, without which the store is refused; return what it was."""
+    """Damage one of the files, and return the kind of damage. The marker stays: without it the store is refused."""
     path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARKER))
     content = bytearray(path.read_bytes())
     kind = rng.choice(["flip", "truncate", "extend", "delete", "swap", "zero", "replace"])

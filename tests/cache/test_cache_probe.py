@@ -64,7 +64,7 @@ def padding(side: str = "right") -> Collate:
 
 @dataclasses.dataclass
 class Case:
-    """What is probed; `change` is done to the layers when they have been found."""
+    """A model and samples to probe; `change` alters the layers after they have been found."""
 
     model: nn.Module
     samples: list[Sample] = dataclasses.field(default_factory=text)
@@ -98,7 +98,7 @@ def accepted(verdicts: Sequence[CacheVerdict]) -> list[int]:
     return [verdict.num_frozen for verdict in verdicts if verdict.reason is None]
 
 
-# ------------------------------------------------------------------------------------ What is accepted
+# ------------------------------------------------------------------------------------ Accepted models
 
 MODELS_THAT_ARE_SOUND = (
     "roberta",
@@ -150,7 +150,7 @@ def test_of_an_encoder_decoder_the_encoder_is_accepted_where_one_tensor_leaves_i
     assert LABELS in (verdicts[5].reason or "")
 
 
-# ------------------------------------------------------------------------------------ What is refused
+# ------------------------------------------------------------------------------------ Refused models
 
 
 def drop_always(hidden: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def drop_always(hidden: Tensor) -> Tensor:
 
 
 def third(change: Callable[[Tensor], Tensor]) -> Case:
-    """The third of four layers does what it should not."""
+    """A model with four layers; `change` is applied to an output in the third one."""
 
     def hook(stack: LayerStack) -> None:
         output = stack.units[2].module.attention.output
@@ -193,7 +193,7 @@ ACCEPTED_BELOW = ("multiplies by the length", "other samples")
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
-    """For every number of layers, unless only those of the third layer are refused."""
+    """Every number of frozen layers is refused, or, for `ACCEPTED_BELOW`, three and more."""
     build, reason = REFUSED[name]
     verdicts = build().probe()
     if name in ACCEPTED_BELOW:
@@ -203,11 +203,11 @@ def test_refused(name: str) -> None:
             assert verdict.reason and re.search(reason, verdict.reason), f"{verdict.num_frozen}: {verdict.reason}"
 
 
-# ------------------------------------------------------------------------------------ What is in the key
+# ------------------------------------------------------------------------------------ The contents of the key
 
 
 def test_images_beside_text_are_kept_by_the_images_alone() -> None:
-    """Which image belongs to which text only the model knows, but the vision tower reads no text."""
+    """Only the model knows the image of each text, but the vision tower reads no text."""
     batch = MODELS["clip"].batch(rows=4)
     samples = [{name: batch[name][row] for name in ("input_ids", "pixel_values")} for row in range(4)]
     trial = zoo("clip", samples=samples).trial()

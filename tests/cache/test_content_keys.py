@@ -57,7 +57,7 @@ def popped(batch) -> list[bytes]:
 
 
 class FixedCollator:
-    """Returns what it was given."""
+    """Returns always the same batch."""
 
     def __init__(self, batch):
         self.batch = batch
@@ -91,7 +91,7 @@ Rows = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1,
 @settings(max_examples=100, deadline=None)
 @given(Rows, Rows, st.integers(0, 6), st.integers(0, 6), st.integers(0, 3), st.sampled_from(["left", "right"]))
 def test_keys_are_equal_exactly_if_tokens_are(rows, others, length, other_length, pad, side):
-    """Whatever stands beside a row, however far, with what and on which side it is padded: also with a real token."""
+    """A row has one key beside any other rows, with any length, side and token of padding, also a real token."""
     ours = keys_of(padded(rows, length=length))
     theirs = keys_of(padded(others, length=other_length, pad=pad, side=side))
     assert all(len(key) == 16 for key in ours + theirs)

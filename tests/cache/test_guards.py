@@ -26,7 +26,7 @@ ARGUMENTS: tuple[tuple[Any, ...], ...] = (
 
 
 def results(tensor: torch.Tensor, name: str) -> Iterator[Any]:
-    """What a method returns for the arguments that it takes, or the value of a property."""
+    """The results of a method for the `ARGUMENTS` that it accepts, or the value of a property."""
     member = getattr(torch.Tensor, name)
     if not callable(member):
         yield getattr(tensor, name)
@@ -47,7 +47,7 @@ def shares_memory(result: Any, tensor: torch.Tensor) -> bool:
 
 
 def members() -> list[str]:
-    """Names of the methods and properties of tensors that write nothing themselves."""
+    """Names of the methods and properties of tensors that do not write themselves."""
     names = [name for name in dir(torch.Tensor) if not name.startswith("_") and not name.endswith("_")]
     return [*names, "__getitem__", "__iter__"]
 

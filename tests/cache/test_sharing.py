@@ -1,4 +1,4 @@
-"""How trainings and nodes find what others have stored."""
+"""How trainings and nodes find the outputs that other ones have stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that others may write to: nothing of theirs is read, written through, or waited for."""
+"""A store that others may write to: their files are not read, written through, or waited for."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_symbolic_link_in_the_place_of_a_file_is_not_followed(store: FileStore
 @pytest.mark.parametrize("where", [".", "../003-abc", "facts", "segment-*"])
 @pytest.mark.parametrize("whose", ["anybody's", "another user's"])
 def test_what_others_may_write_to_is_not_believed(store: FileStore, where: str, whose: str) -> None:
-    """A folder is refused, and what is in a segment is computed and stored again."""
+    """A folder is refused, and the outputs in a segment are computed and stored again."""
     path = file_of(store, where)
     if whose == "anybody's":
         path.chmod(0o777)

@@ -1,4 +1,4 @@
-"""What goes wrong with the store of cached layers costs time, and is said once: never a wrong number."""
+"""Trouble with the store of cached layers costs time and causes one warning, never a wrong number."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def warned(
     table: dict[int, int] = EPOCH_START,
     change: Callable[[PipeTransformerTrainer], None] = lambda trainer: None,
 ) -> Found:
-    """With what the cache has warned of on this process."""
+    """A training, and the cache's warnings on this process."""
     messages = warnings_of_the_cache()
     trainer = trainer_of(run, TWO, table, **options)
     change(trainer)
@@ -134,7 +134,7 @@ LIMITED = Run(epochs=7), {3: 1, 9: 2}
 
 
 def limited(rank: int, world_size: int) -> tuple[float, Found]:
-    """With room for what a layer gives, and a little more."""
+    """A training with room for a layer's outputs, and a little more."""
     _, epochs, _ = warned(rank, world_size, {}, on_two(Run(epochs=3)), {3: 1})
     gib = torch.tensor(1.3 * float(epochs[-1]["cache_bytes"]) / 2**30, dtype=torch.float64)
     dist.broadcast(gib, 0)
@@ -144,7 +144,7 @@ def limited(rank: int, world_size: int) -> tuple[float, Found]:
 
 @pytest.mark.slow
 def test_a_store_for_one_generation_holds_the_latest() -> None:
-    """While two layers fill it, there is no room beside what one layer gave: that makes way, and they fill it anew."""
+    """The outputs of two layers do not fit beside those of one: these are deleted, and the store is filled anew."""
     results = run_ranks(limited, 2)
     gib, (_, epochs, _) = results[0]
     assert_same_training([outcome for _, (outcome, *_) in results], expected_of(*LIMITED))
@@ -155,7 +155,7 @@ def test_a_store_for_one_generation_holds_the_latest() -> None:
 
 # ------------------------------------------------------------------------------------ what may not be kept
 class LeftPadded:
-    """A Trainer's mixin whose rows all get padding on the left once the model has been examined."""
+    """A Trainer's mixin: all rows get padding on the left after the model has been examined."""
 
     def create_scheduler(self, *positional: Any, **keywords: Any) -> Any:
         batches = self._pipeline_run.data  # type: ignore[attr-defined]
@@ -242,7 +242,7 @@ def test_what_happens_to_the_store_costs_time_only(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_jobs_on_one_folder(tmp_path: Path) -> None:
-    """At the same time, with the same weights: they share what they find, and neither deletes what the other reads."""
+    """Both run at once with the same weights. They share the entries, and delete none that the other job reads."""
     run = RUNS["bert"].with_options(activation_cache_dir=str(tmp_path / "cache"))
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(run_ranks, cached, 2, on_two(run), TWO, EPOCH_START) for _ in range(2)]

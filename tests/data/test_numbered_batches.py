@@ -118,7 +118,7 @@ def shuffled_order(size: int, epoch: int) -> list[int]:
 
 @pytest.mark.parametrize("dataset", [Numbers, Stream])
 def test_every_sample_once_in_the_order_of_the_sampler(dataset):
-    """Also in an epoch of which some batches are skipped, as on resuming."""
+    """Also in an epoch in the middle, with skipped batches, as in a resumed training."""
     for size, drop_last in itertools.product(SIZES, (False, True)):
         loaders = [make_loader(dataset(size), drop_last=drop_last) for _ in range(WORLD)]
         for epoch, skip in ((0, 0), (1, 0), (5, 2 if size > 64 else 0), (6, 0)):
@@ -129,7 +129,7 @@ def test_every_sample_once_in_the_order_of_the_sampler(dataset):
 
 
 def test_an_epoch_that_was_begun_on_two_nodes_ends_in_their_order() -> None:
-    """Whatever the nodes and the batches are now; the next epoch has the order of its own nodes."""
+    """With other nodes and batches, the begun epoch ends in the old order; the next epoch has the new order."""
 
     def batches(shares: tuple[int, ...], rows: int) -> NumberedBatches:
         sampler = SeedableRandomSampler(Numbers(64), data_seed=3)
@@ -148,7 +148,7 @@ def test_an_epoch_that_was_begun_on_two_nodes_ends_in_their_order() -> None:
 
 
 def test_workers():
-    """A new slice starts the workers over; what they had fetched ahead is fetched again."""
+    """A new slice starts the workers again; they fetch the same batches again."""
     options = {"shuffle": False, "num_workers": 2, "persistent_workers": True}
     loaders = [make_loader(Numbers(83), **options) for _ in range(WORLD)]
     for epoch in range(2):
@@ -172,7 +172,7 @@ def test_passes_whose_epoch_nobody_sets():
         found = []
         for _ in range(3):
             read = []
-            for seed, loader in enumerate(loaders):  # two processes, whose own random states say nothing
+            for seed, loader in enumerate(loaders):  # two processes; their own random states do not matter
                 torch.manual_seed(seed)
                 read.append(list(itertools.chain(*loader)))
             assert read[0] == read[1] and sorted(read[0]) == list(range(83))

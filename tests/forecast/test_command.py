@@ -1,4 +1,4 @@
-"""The command `plan`: what it prints, and what it refuses."""
+"""The command `plan`: its output, and the refused arguments."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_plan_prints_tables() -> None:
 
 
 def test_the_comparison_says_which_training_is_faster(tiny: str) -> None:
-    """A pipeline of four stages, most of whose devices wait: faster than nothing here."""
+    """Most devices of a pipeline of four stages wait: plain DDP is faster here."""
     arguments = (tiny, *TRAINING, "--no-freeze", "--pipeline-parallel-size", "4")
     plain = values(*arguments)["compared_with"]
     assert plain["plain_DDP"]["seconds"] < plain["static_pipeline"]["seconds"]
@@ -81,7 +81,7 @@ def test_only_the_main_assumptions_without_verbose(tiny: str) -> None:
 
 
 def test_memory_is_counted_in_the_precision_of_the_weights(tmp_path: Path) -> None:
-    """As the trainer trains them: it leaves weights in the dtype of the configuration, in which they are loaded."""
+    """As in a training: weights are loaded in the dtype of the configuration, and stay in it."""
     largest = {}
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         config = AutoConfig.for_model("llama", **TINY, num_key_value_heads=2, num_hidden_layers=4, dtype=dtype)
@@ -205,7 +205,7 @@ def test_lora_on_the_upper_layers_is_advised_where_it_pays(tiny: str) -> None:
     "options",
     [
         (*ADAPTED, "--no-cache"),
-        (*ADAPTED, "--epochs", "1"),  # nothing is read in the first epoch
+        (*ADAPTED, "--epochs", "1"),  # the first epoch reads no outputs
         (*ADAPTED, "--disk-gib", "0.001"),
         ("--lora-r", "2", "--no-freeze"),  # a layer of 32 numbers is computed as fast as it is read
         (*ADAPTED, "--task", "base"),  # all of it is the new head

@@ -43,7 +43,7 @@ def workload(cacheable: bool = True, activation_bytes: int = 0) -> Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Machine(Device):
-    """Takes a second for each unit and sample, whatever it computes."""
+    """Every unit takes a second for each sample."""
 
     memory_budget_bytes: int | None = None  # type: ignore[assignment]
     reduce: float = 0.0
@@ -80,12 +80,12 @@ def plain(result: Values, name: str) -> Any:
 
 
 def test_one_device_takes_what_its_layers_take() -> None:
-    """Layers that are frozen and cached cost nothing, frozen ones a third: 16 samples, 2 steps an epoch."""
+    """A frozen and cached layer is free, a frozen one costs a third: 16 samples, 2 steps an epoch."""
     result = made(1, 4, SchedulePolicy({1: 4, 3: 8}))
     active, frozen = 3 * 16, 16
     assert each(result, "num_frozen_layers") == [0, 4, 4, 8]
     assert each(result, "num_cached_layers") == [0, 0, 4, 4]
-    assert each(result, "puts") == [0, 4, 0, 0]  # nobody would read what the last epoch puts
+    assert each(result, "puts") == [0, 4, 0, 0]  # no later epoch would read outputs stored in the last one
     steps = [12 * active, 8 * active + 4 * frozen, 8 * active, 4 * active + 4 * frozen]
     assert each(result, "step_seconds") == pytest.approx(steps)
     assert result["seconds"] == pytest.approx(2 * sum(steps))
@@ -97,7 +97,7 @@ def test_one_device_takes_what_its_layers_take() -> None:
 
 
 def test_static_pipeline_has_the_bubble_of_equal_stages() -> None:
-    """(M + K - 1) / M times plain DDP, where nothing but layers costs anything."""
+    """(M + K - 1) / M times plain DDP, if only layers take time."""
     result = made(4, pipeline_parallel_size=4, num_microbatches=4)
     ddp = plain(result, DDP)
     assert plain(result, PIPELINE)["step_seconds"] == pytest.approx(ddp["step_seconds"] * (4 + 3) / 4)
@@ -200,7 +200,7 @@ def fitting(k: int) -> int:
 def test_layouts_are_those_of_the_trainer(
     stages: Any, is_elastic: bool, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The forecast's steps and those of the `Planner` that the trainer asks, given the same f and c."""
+    """The forecast has the layouts of the trainer's `Planner`, given the same f and c."""
     budget = fitting(4)
     monkeypatch.setattr("hf_pipetransformer.run.setup.cutting.memory_budget", lambda device, processes: budget)
     args = PipeTransformerTrainingArguments(

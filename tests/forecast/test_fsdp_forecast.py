@@ -62,7 +62,7 @@ def test_autocast_keeps_copies_of_each_forward() -> None:
 @pytest.mark.parametrize(
     ("per_byte", "seconds"),
     [
-        # all transfers hide behind computing but those of the embeddings and the first gather, at half of a reduction
+        # all transfers hide behind computing, except the embeddings' and the first gather, at half of a reduction
         (0.004, 4 * 3 * 2 + 0.5 * 0.004 * (50 + 100 + 50)),
         # a gather before each pass and a reduction after the backward; the last layer stays for its backward
         (2.0, (50 + 100 + 50) + 800 + (2 * 700 + 100)),

@@ -38,12 +38,12 @@ class FakeHub(BaseHTTPRequestHandler):
         self.wfile.write(CONFIGURATION)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing."""
+        """Stay silent."""
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
-    """A Hub on this machine, which is asked although the tests run in offline mode."""
+    """A Hub on this machine. It is called although the tests run in offline mode."""
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as hub:
         endpoint = f"http://127.0.0.1:{hub.server_port}"
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -86,7 +86,7 @@ def test_a_hub_that_answers_and_its_cache(server: ThreadingHTTPServer, waits: li
 def test_a_hub_that_cannot_be_reached(
     command: str, name: str, remedy: str, server: ThreadingHTTPServer, waits: list[float]
 ) -> None:
-    """It is asked once, without pauses and further attempts."""
+    """There is one request, without pauses and further attempts."""
     server.server_close()
     training = ["--devices", "4", "--batch", "64", "--epochs", "2"] if command == "plan" else []
     result = CliRunner().invoke(app, [command, name, *training])

@@ -1,4 +1,4 @@
-"""What a frozen teacher is predicted to cost, beside what a training stores and computes."""
+"""The predicted cost of a frozen teacher, beside the bytes and FLOPs of a training."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_epochs_with_a_teacher(names: tuple[str, str]) -> None:
         assert epoch["student_seconds"] == step["seconds"]
         assert epoch["computed_seconds"] == first["computed_seconds"]
     assert all(epoch["student_seconds"] < epoch["read_seconds"] < epoch["computed_seconds"] for epoch in others)
-    # reading takes next to nothing on this device: 14 in the first epoch, 6 in three others
+    # reading is nearly free on this device: 14 in the first epoch, 6 in three others
     assert taught["speed_up"] == pytest.approx(4 * 14 / (14 + 3 * 6), rel=0.02)
     assert taught["computed_seconds"] == pytest.approx(sum(epoch["computed_seconds"] for epoch in taught["epochs"]))
     alone = plan(student, *TRAINING, *SLOW, "--json")

@@ -75,7 +75,7 @@ class Recorder(TrainerCallback):
 
 
 class FreezeByHand(TrainerCallback):
-    """What a user would write for Bert: at the begin of epoch e, `{e: layers}`."""
+    """A user's own freezing of a BERT: at the begin of epoch e, `{e: layers}`."""
 
     def __init__(self, layers: dict[int, int]) -> None:
         self.layers = layers
@@ -127,7 +127,7 @@ def test_freezes_as_by_hand(options: dict[str, Any]) -> None:
 
 # ------------------------------------------------------------------------------------ decisions
 class Asked(FreezePolicy):
-    """Notes what it is asked, and freezes one layer at each decision but the first."""
+    """Notes the decisions that it gets, and freezes one layer at each but the first."""
 
     def __init__(self) -> None:
         self.decisions: list[FreezeDecision] = []
@@ -167,7 +167,7 @@ def test_decisions(strategy: str, asked_at: list[int]) -> None:
         assert d.gradient_norms == pytest.approx(expected, rel=1e-5)
 
 
-# ------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------ refusals
 class AddsLate(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.add_callback(LayerFreezeCallback(SCHEDULE))

@@ -165,7 +165,7 @@ def test_monotone_and_bounded(
 
 
 class Whatever(FreezePolicy):
-    """A user's policy that answers what it is told to."""
+    """A user's policy with a given answer."""
 
     def __init__(self, answer: object) -> None:
         self.answer = answer

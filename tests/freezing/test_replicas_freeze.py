@@ -1,4 +1,4 @@
-"""`LayerFreezeCallback` under DDP: replicas stay equal, and what is frozen is not sent."""
+"""`LayerFreezeCallback` under DDP: replicas stay equal, and gradients of frozen layers are not sent."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def of_an_early_layer(model: Layers, x: Tensor) -> Tensor:
 
 
 def by_a_choice(model: Layers, x: Tensor) -> Tensor:
-    """As RT-DETR does: a head's scores, without a gradient, choose what the next layers get."""
+    """As RT-DETR does: a head's scores, without a gradient, choose the next layers' inputs."""
     x = model.layers[0](x)
     scores = model.chooses(x)
     x = model.layers[1](x.gather(-1, scores.argsort(-1)))
@@ -185,7 +185,7 @@ class Pair(NamedTuple):
 
 
 def through(take: Callable[[Any], Tensor]) -> Callable[[Layers, Tensor], Tensor]:
-    """Each layer's result is taken out of what it gives."""
+    """A forward that takes each layer's result out of the structure that the layer returns."""
 
     def read(model: Layers, x: Tensor) -> Tensor:
         x = model.chooses(x)

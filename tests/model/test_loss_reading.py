@@ -58,7 +58,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_sums_and_means(name: str) -> None:
-    """What is read holds for parts of 1 and 3 samples with unequal numbers of labels, in which a wrong one shows."""
+    """The reduction holds for parts of 1 and 3 samples with unequal numbers of labels: a wrong one would show."""
     model, batch = MODELS[name].build().eval(), MODELS[name].batch(4)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     reading = read(model, batch, name in SHIFTS)

@@ -14,7 +14,7 @@ from hf_pipetransformer.model.micro_batch import Batch, naming_long_rows
 
 
 class Model(nn.Module):
-    """What is asked about positions."""
+    """A model with tables of positions."""
 
     def __init__(self, config: PreTrainedConfig, *tables: nn.Embedding) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """sentence-transformers' trainers with our two classes put in, and `LayerFreezeCallback` in the stock ones.
 
-Losses equal the stock trainer's under the same launcher; with freezing, those of a stock run whose layers are frozen
-by hand.
+Losses equal the stock trainer's under the same launcher; with freezing, a stock run with layers that are frozen by
+hand.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def data_for(kind: str) -> Any:
     draw = random.Random(0)
     names = ["anchor", "positive", "negative"] if kind == "triplet" else ["anchor", "positive"]
     columns: dict[str, list[Any]] = {
-        # "cached": padding is part of what is stored, as the loss may read it
+        # "cached": padding is stored as well, as the loss may read it
         name: [
             " ".join(draw.choices(WORDS, k=5 if kind == "cached" else draw.randrange(3, 8))) for _ in range(SAMPLES)
         ]
@@ -193,7 +193,7 @@ def values_of(trainer: Any, name: str) -> list[float]:
 
 def equal_in_each_way(rank: int, world_size: int, models: str, folder: str, kind: str) -> None:
     """The losses of each way to train, and the cache hits of the last one."""
-    writing.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine
+    writing.PENDING_BATCHES = 1000  # a busy machine drops no batches either
     found = {}
     for way in ("stock", "ours", "by hand", "callback", "frozen"):
         trainer = make_trainer(kind, way, models, f"{folder}/{kind}/{rank}", world_size)
@@ -266,7 +266,7 @@ def test_an_interrupted_training_resumes(models: str, tmp_path: Path) -> None:
     assert saved.encode(["w1 w2"]).shape == (1, 16)
 
 
-# ------------------------------------------------------------------------------------------ what is relied on
+# ------------------------------------------------------------------------------------------ names of that library
 def test_what_of_the_library_is_relied_on() -> None:
     import sentence_transformers as library
     from sentence_transformers.sentence_transformer.training_args import BatchSamplers

@@ -67,7 +67,7 @@ def pairs() -> Rows:
 
 
 def even_pairs() -> Rows:
-    """Of one length, so that a sample is found in any batch."""
+    """Samples of one length: each one is found in any batch."""
     draw = torch.Generator().manual_seed(4)
     names = ("chosen", "rejected")
     return [{name: torch.randint(2, WORDS, (WIDTH,), generator=draw) for name in names} for _ in range(SAMPLES)]
@@ -133,7 +133,7 @@ class Closure:
 
 
 class OnOneOfTwoInputs(Distills):
-    """Perceptual losses: one module is called on the target, and on what is trained, with gradients and without."""
+    """Perceptual losses: one module is called on the target and on trained values, with gradients and without."""
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         outputs = model(**inputs)
@@ -162,7 +162,7 @@ class OnDrawn(OnOther):
 
 
 class OnSampled(OnOther):
-    """What the student would say."""
+    """The teacher is called on tokens that the student's weights choose."""
 
     def changed(self, ids: torch.Tensor) -> torch.Tensor:
         scores = self.model.bert.embeddings.word_embeddings.weight.detach()[ids].mean(-1)  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ class OnSampled(OnOther):
 
 
 class ReadsMoreLater(Distills):
-    """From the second epoch on, something else is read of what the teacher returns."""
+    """From the second epoch on, the loss reads another output of the teacher as well."""
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         outputs, theirs = model(**inputs), self.taught(inputs)
@@ -193,7 +193,7 @@ class Follows(TrainerCallback):
 
 
 class Pair(nn.Module):
-    """CLIP with a locked image tower, whose loss calls the towers."""
+    """CLIP with a locked image tower; the loss calls the towers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class SetsWithoutAdapters(PrefersWithoutAdapters):
 
 
 class FollowsItself(PrefersWithoutAdapters):
-    """The reference is the trained model itself, whose flags the loss clears."""
+    """The reference is the trained model itself; the loss clears its flags."""
 
     @contextmanager
     def reference(self, model: Any) -> Any:
@@ -315,7 +315,7 @@ class ChangesBase(TrainerCallback):
 
 
 class Result:
-    """What a training has ended with, and what the log says of its cache."""
+    """Losses and final weights of a training, and the log lines about its cache."""
 
     def __init__(self, trainer: Trainer, lines: list[str]) -> None:
         self.lines = lines
@@ -329,9 +329,9 @@ class Result:
 
     @property
     def num_read(self) -> int:
-        """Number of rows whose outputs were read, of modules that the loss calls, as the log says.
+        """Number of rows that were read for modules called by the loss, according to the log.
 
-        Not those of the model's own frozen layers: whether these are read depends on what it saves here and now.
+        Rows of the model's own frozen layers do not count: they are read only if that is faster here and now.
         """
         return sum(int(n) for n in re.findall(r"called by the loss: [^ ]+, (\d+) of \d+ samples read", self.text))
 
@@ -344,12 +344,12 @@ class Result:
 
 @dataclass
 class Case:
-    """A training whose loss calls frozen modules.
+    """A training with a loss that calls frozen modules.
 
     Attributes:
-        mixin: what a trainer is made of besides the stock one or ours.
+        mixin: the user's overrides of the trainer, stock or ours.
         student: makes the model.
-        teacher: makes what becomes the trainer's attribute `teacher`; None if there is none.
+        teacher: makes the trainer's attribute `teacher`; None if there is none.
         rows: makes the data set.
         callback: makes a callback.
         prepare: does something to the trainer before it trains.

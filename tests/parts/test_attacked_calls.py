@@ -1,6 +1,6 @@
 """Losses that call frozen modules in ways that are hard to read from a cache: as the stock Trainer, or not read.
 
-What a training leaves for its user to see is compared as well: how often hooks ran, and what they were given.
+The effects that a user can see are compared as well: how often hooks ran, and their arguments.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def handles() -> Iterator[list[Any]]:
         handle.remove()
 
 
-# ------------------------------------------------------------------------------------------ what it returns
+# ------------------------------------------------------------------------------------------ the outputs
 class SameTensor(Loss):
     """The last hidden state is also the last of the hidden states; a write into one is a write into both."""
 
@@ -154,7 +154,7 @@ class SameTensor(Loss):
 
 
 class KindOfCache(Loss):
-    """Asks of which class an object is that it does not read."""
+    """Asks for the class of an output that it does not read."""
 
     def further(self, outputs: Any, inputs: Any) -> Any:
         theirs = self.taught(inputs)

@@ -1,4 +1,4 @@
-"""Frozen modules that the loss calls are computed once for each sample; weights are those of the stock Trainer."""
+"""Frozen modules that the loss calls are computed once for each sample; weights equal the stock Trainer's."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_what_is_read_later_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_another_training_reads_in_its_first_epoch(tmp_path: Path) -> None:
-    """The first step shows what is called, the second what it is worth, the third begins to read."""
+    """The first step finds the calls, the second one measures their gain, the third one reads."""
     case, options = CASES["a language model"], {"activation_cache_dir": str(tmp_path / "store")}
     expected = trained(tmp_path / "stock", case, is_ours=False, num_train_epochs=2)
     trained(tmp_path / "first", case, **options)
@@ -230,7 +230,7 @@ SPLIT = {
 
 @dataclass
 class Split:
-    """What a training in stages has ended with, and the number of ordered calls in each of its steps, here."""
+    """The result of a training in stages, and the number of calls that this process has ordered in each step."""
 
     result: Result
     num_calls: list[int]
@@ -271,7 +271,7 @@ LAYOUTS = [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (2, 2)]
 
 @pytest.mark.parametrize(("stages", "replicas"), LAYOUTS)
 def test_without_adapters_in_stages(stages: int, replicas: int, tmp_path: Path) -> None:
-    """A step whose samples are all stored orders one call of the two."""
+    """If all samples of a step are stored, one of the two calls is ordered."""
     rows = BATCH // (stages * replicas)
     batch = rows * stages * replicas
     steps = math.ceil(SAMPLES / batch)
@@ -323,7 +323,7 @@ def test_another_base_below_is_another_reference(tmp_path: Path) -> None:
 
 
 def test_a_call_with_trained_adapters_is_not_read_in_stages(tmp_path: Path) -> None:
-    """All of them are on the stage below. The last stage does not see what that one computes with."""
+    """All adapters are on the stage below; the last stage does not see them."""
     options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2}
     splits = run_ranks(in_stages, 2, str(tmp_path), "itself", options, timeout=200)
     assert_equal_to_stock(splits, "itself", tmp_path)
@@ -369,7 +369,7 @@ class Own(nn.Module):
 
 @pytest.mark.parametrize("declared", [None, ["trainer.teacher"]])
 def test_code_of_ones_own_is_declared(declared: list[str] | None, tmp_path: Path) -> None:
-    """Of a module that is not declared, those of known libraries inside are read."""
+    """In a module that is not declared, the modules of known libraries are read."""
     case = Case(Distills, lambda: classifier(2), lambda: frozen(Own()))
     expected = trained(tmp_path / "stock", case, is_ours=False)
     ours = trained(tmp_path / "ours", case, cached_modules=declared)

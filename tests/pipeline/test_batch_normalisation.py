@@ -42,7 +42,7 @@ def freeze(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.__class__ = StaysInEval
-            module.running_var.fill_(30.0)  # about what the weights of the zoo make of an image
+            module.running_var.fill_(30.0)  # about the variance that the weights of the zoo produce from an image
 
 
 def trained(trainer: Trainer, checkpoint: str | None = None, is_frozen: bool = False) -> Outcome:
@@ -68,7 +68,7 @@ def in_stages(rank: int, world_size: int, folder: str, half: int) -> tuple[Outco
 
 
 def test_equals_one_process_also_when_resumed(tmp_path: Path) -> None:
-    """The stem's statistics are the first stage's, those of the layers their stages'; a checkpoint has them all."""
+    """The first stage has the stem's statistics, each stage its layers' ones; a checkpoint has them all."""
     ((expected, expected_frozen),) = run_ranks(one_process, 1)
     everyone = run_ranks(in_stages, STAGES, str(tmp_path), expected.steps // 2)
     for whole, frozen, resumed in everyone:

@@ -176,6 +176,6 @@ def frozen_by(rank: int, world_size: int, policy: str) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_policies_decide_alike_in_every_layout() -> None:
-    """Gradient norms are those of the whole model whatever holds its layers: stages with replicas, or replicas."""
+    """Gradient norms are of the whole model, with stages and replicas, and with replicas alone."""
     decisions = [frozen for found in run_ranks(frozen_by, WORLD, "adaptive") for frozen in found]
     assert decisions[0] and all(frozen == decisions[0] for frozen in decisions)

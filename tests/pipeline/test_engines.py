@@ -31,7 +31,7 @@ class Callback(TrainerCallback):
 
 
 def remove_parts() -> None:
-    """From here on, nothing in these packages can be imported."""
+    """From here on, these packages cannot be imported."""
     for part in PARTS:
         package = str(Path(hf_pipetransformer.__file__).parent.joinpath(*part.split(".")))
         for module in iter_modules([package]):

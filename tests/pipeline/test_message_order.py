@@ -1,8 +1,8 @@
 """The messages of a training, as NCCL would run them: in one queue for each process, and on one communicator.
 
-gloo delivers a message whenever both ends have asked for it. NCCL runs what a process asks of a communicator in this
-order, a batch at once, and has a communicator of two ranks for messages that are in no batch. So each message must be
-in a batch at both ends or at neither, and no process may wait for one that is behind another process's queue.
+gloo delivers a message whenever both ends have asked for it. NCCL runs a process's requests to a communicator in their
+order, a batch at once, and has a communicator of two ranks for messages outside of batches. So each message must be
+in a batch at both ends or at neither, and no process may wait for a message that is behind another process's queue.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VOTE_BYTES = 8
 
 
 def frozen(layers: int, **options: Any) -> dict[str, Any]:
-    """Options of a training in which so many layers are frozen from the start, on as many stages as before."""
+    """Options of a training with this number of frozen layers from the start. The number of stages stays."""
     freezing = {"freeze_policy": "schedule", "freeze_schedule": {"0": layers}, "activation_cache": "off"}
     return {**freezing, "elastic": False, **options}
 
@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Seen:
-    """What one process has seen of a training and of its evaluation.
+    """The messages and figures of one process in a training and in its evaluation.
 
     Attributes:
         training: its messages in the training.
@@ -169,7 +169,7 @@ def run_out(logs: Sequence[Log]) -> list[int]:
 
 
 def by_pair(logs: Sequence[Log]) -> dict[tuple[int, int], list[list[tuple[bool, int]]]]:
-    """For each pair of ranks, what the first one sends to the second, as each of both has asked for it."""
+    """For each pair (sender, receiver) of ranks, the messages in the sender's and in the receiver's order."""
     found: dict[tuple[int, int], list[list[tuple[bool, int]]]] = defaultdict(lambda: [[], []])
     for rank, log in enumerate(logs):
         for is_batch, messages in log:
@@ -194,9 +194,9 @@ FROZEN: dict[str, tuple[list[int], dict[tuple[int, int], int]]] = {
     "1f1b": ([], UP | DOWN),
     "1f1b, 4 frozen": ([0], {**UP, (2, 1): 1}),
     "gpipe, 5 frozen": ([0, 1], UP),
-    # a ring, 0 1 2 0 1 2, in which the last layers, those of stages 1 and 2, train
+    # a ring, 0 1 2 0 1 2: the last layers, on stages 1 and 2, train
     "interleaved1f1b, 4 frozen": ([0], {(0, 1): 2, (1, 2): 2, (2, 0): 1, (2, 1): 1}),
-    # a V, 0 1 2 2 1 0, in which the last layers, those of stages 1 and 0, train
+    # a V, 0 1 2 2 1 0: the last layers, on stages 1 and 0, train
     "zbv, 4 frozen": ([2], {(0, 1): 2, (1, 2): 1, (2, 1): 1, (1, 0): 1}),
 }
 """Stages in which nothing trains, and what `sent_to` returns: no gradient where none is needed."""

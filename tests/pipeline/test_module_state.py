@@ -1,4 +1,4 @@
-"""What has changed in modules is found, can be set elsewhere and undone; what is not here cannot be read."""
+"""Changes in modules are found, can be made elsewhere and undone; state of other processes cannot be read."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ STAGES, VIRTUAL = 2, 2
 
 
 def orders(rank: int, world_size: int) -> None:
-    """Compares the order of work of each step, in which each batch is as long as its longest row."""
+    """Compares the order of work in each step. Each batch is padded to its longest row."""
     step = PipelineScheduleMulti.step
     for name, kept_bytes in (("interleaved1f1b", schedule.KEPT_BYTES), ("zbv", 0)):
         planned, seen = schedule_named(name), weakref.WeakSet[Any]()

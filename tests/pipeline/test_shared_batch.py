@@ -22,9 +22,9 @@ Batches = list[dict[str, torch.Tensor]]
 
 
 class PreparingInputs:
-    """Exchanges the labels of some rows, by a generator of its own; in evaluation, what must not be applied twice.
+    """Shuffles labels by a generator of its own; in evaluation, makes a change that must not be made twice.
 
-    What this process has prepared is noted, and what it feeds the model.
+    The batches that this process has prepared are noted, and the batches that it feeds the model.
     """
 
     rng: Any = None
@@ -77,7 +77,7 @@ def train(rank: int, world_size: int, folder: str) -> tuple[Batches, Batches, li
 
 
 def stock(batches: Batches, folder: str) -> list[float]:
-    """The stock Trainer in one process on exactly these batches, whatever samples it is given."""
+    """The stock Trainer in one process on exactly these batches; its own samples are ignored."""
     trainer: Any = reference_trainer(RUN.with_options(remove_unused_columns=False), folder)
     trainer.train_dataset = [{"number": number} for number in range(STEPS) for _ in range(ROWS)]
     trainer.data_collator = lambda rows: dict(batches[rows[0]["number"]])

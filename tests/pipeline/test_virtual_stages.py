@@ -40,7 +40,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class DeepRun(Run):
-    """A run of a model with more layers than those of the zoo."""
+    """A run of a model with more layers than the zoo's."""
 
     def build_model(self) -> nn.Module:
         shallow = MODELS[self.model or ZOO_MODEL[self.kind]].build()
@@ -56,7 +56,7 @@ RUNS: dict[str, Run] = {
 
 
 def predicted(trainer: Trainer, run: Run) -> torch.Tensor:
-    """The sums of each sample's logits, those of padding left out."""
+    """The sum of each sample's logits, without padding."""
     output = trainer.predict(TrainingData(run.kind, ROWS, seed=9))
     logits = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
     values, labels = torch.as_tensor(logits).double(), torch.as_tensor(output.label_ids)
@@ -126,7 +126,7 @@ def test_freezing_and_caching_equal_one_process(tmp_path: Path) -> None:
     run = DeepRun(epochs=6)
     results = run_ranks(cached_in_parts, WORLD, run, str(tmp_path))
     assert_same_training([outcome for outcome, _ in results], expected_of(run, TABLE))
-    # each of the last epochs has more frozen layers, and reads what the one before has stored for fewer
+    # each of the last epochs has more frozen layers, and reads the outputs stored for fewer layers in the epoch before
     assert all(hit_rates(epochs) == [(0, 0), (0, 1), (0, 1), (0, 1)] for _, epochs in results)
     events = [json.loads(line) for line in (tmp_path / "pipeline_events.jsonl").read_text().splitlines()]
     layouts = [(e["num_frozen_layers"], e["pipeline_parallel_size"], e["num_virtual_stages"]) for e in events]

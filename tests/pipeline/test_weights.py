@@ -68,7 +68,7 @@ WITH_OWN = replace(RUN, trainer=WithOwn, accumulation=1).with_options(save_strat
 
 
 def in_one_process(rank: int, world_size: int, folder: str, of_stages: str) -> tuple[Outcome, Outcome]:
-    """Saved and resumed by the stock Trainer; resumed by it from what the stages have saved.
+    """Saved and resumed by the stock Trainer; resumed by it from the stages' checkpoint.
 
     These parameters begin at their first values again, as no model holds them; the optimizer's state goes on.
     """
@@ -102,7 +102,7 @@ def equalised(rank: int, world_size: int) -> tuple[tuple[int, ...], torch.Tensor
 
 
 def test_weights_keep_their_strides_when_they_become_those_of_rank_0() -> None:
-    """Replicas average gradients in the order in which weights lie in memory."""
+    """Replicas average gradients in the order of the weights in memory."""
     (strides, values), (others, theirs) = run_ranks(equalised, 2)
     assert strides == others == torch.empty(4, 3, 2, 2).to(memory_format=torch.channels_last).stride()
     assert torch.equal(values, theirs)

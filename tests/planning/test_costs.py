@@ -1,4 +1,4 @@
-"""What is counted is what can be counted by hand."""
+"""The counted costs equal costs counted by hand."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def toy_costs(model: nn.Module | None = None, rows: int = ROWS) -> tuple[UnitCos
 def test_what_can_be_counted_by_hand() -> None:
     """A product of [1, n] and [n, m] takes n x m multiplications and additions. A linear layer keeps its input.
 
-    That of the first block is what the stem returned. Costs are those of one row.
+    The first block's input is the stem's output. Costs are for one row.
     """
     first, middle, last = toy_costs()
     block = 2 * (WIDTH * INNER + INNER * WIDTH)
@@ -67,7 +67,7 @@ def test_what_can_be_counted_by_hand() -> None:
 
 
 def test_copies_that_autocast_would_keep() -> None:
-    """Of the matrices that the backward reads; a stem that nothing precedes needs no gradient of its input."""
+    """Copies of the matrices that the backward reads. The stem is first, so its input needs no gradient."""
     model = Toy()
     model.blocks[1].requires_grad_(False)
     first, frozen, _ = toy_costs(model)
@@ -113,7 +113,7 @@ def test_a_shared_parameter_counts_with_each_unit_that_needs_it() -> None:
 
 
 def test_sparse_tensors_may_be_kept_for_the_backward():
-    """As a sparse adapter (SHiRA) keeps them, whose indices and values are in no storage of their own."""
+    """As a sparse adapter (SHiRA) keeps them: their indices and values have no storage of their own."""
 
     class Sparse(Block):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ def test_more_micro_batches_where_only_that_makes_the_stages_fit() -> None:
         fitting = planner_of(2, **options, memory_budget_bytes=needed)
         assert fitting.first.num_microbatches == m and largest(fitting) == needed
     too_small = layout_of(2, **options, memory_budget_bytes=needed - 1)
-    assert too_small.num_microbatches == 4  # nothing fits
+    assert too_small.num_microbatches == 4  # no number fits
 
 
 # ------------------------------------------------------------------------------------------ after a freeze
@@ -89,7 +89,7 @@ def choosing(budget: int | None, k: Any = "auto") -> Planner:
 
 
 def test_shardings_considered() -> None:
-    """Two stages need 1,600 bytes without sharding and 1,200 with that of the optimizer's state; one replica 800."""
+    """Two stages need 1,600 bytes without sharding, 1,200 with a sharded optimizer state, and 800 in one replica."""
     planner = choosing(1300)
     assert [sharding(each) for each in planner.considered] == [(1, "optimizer"), (2, "optimizer"), (4, "none")]
     assert [planner.fits(each) for each in planner.considered] == [False, True, True]

@@ -13,7 +13,7 @@ from hf_pipetransformer.planning.schedules import SCHEDULES, Schedule, schedule_
 
 
 def drawn(name: str, stage: int, num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> str:
-    """F and B: the passes of the stage's first virtual stage; f and b: those of its second one."""
+    """F and B: passes of the process's first virtual stage; f and b: passes of its second one."""
     schedule = schedule_of_step(name, num_stages, num_microbatches, num_virtual_stages)
     order = schedule.order(stage, num_stages, num_microbatches, num_virtual_stages)
     return " ".join(f"{kind[0].lower() if part else kind[0].upper()}{i}" for kind, part, i in order)

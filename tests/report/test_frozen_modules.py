@@ -1,4 +1,4 @@
-"""Modules that the user has frozen: what the log, the records, the report, the comparison and the card say of them."""
+"""Modules that the user has frozen, in the log, the records, the report, the comparison and the model card."""
 
 from __future__ import annotations
 

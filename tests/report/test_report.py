@@ -1,4 +1,4 @@
-"""The report: its numbers are those of the records, whatever is missing, and a browser draws it."""
+"""The report: its numbers equal the records', also if some records are missing, and a browser draws it."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def page_of(folder: Path) -> Page:
     return Page(report.write_report(folder).read_text(encoding="utf-8"))
 
 
-# ------------------------------------------------------------------------------------------ what is said
+# ------------------------------------------------------------------------------------------ text
 def test_the_verdict_compares_with_the_first_layout_and_each_change_has_a_reason(tmp_path: Path) -> None:
     """50 steps of 16 rows in 11.25 s, then 50 in 6.25 s; without freezing all 100 would have taken 22.5 s."""
     elastic_run(tmp_path).line("log", 100, values={"eval_accuracy": 0.91})
@@ -185,7 +185,7 @@ def test_only_changes_of_k_r_and_cuts_count_as_changes_of_the_layout(tmp_path: P
     assert events == ["start", "transform", "freeze", "cache", "transform"]
 
 
-# ------------------------------------------------------------------------------------------ what is read
+# ------------------------------------------------------------------------------------------ records
 def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
     Run(tmp_path).event("start", 0, 4).steps(0, 80, 0.2).event("transform", 80, 2, 2).steps(80, 90, 0.1).end(90, False)
     Run(tmp_path, SECOND).event("resume", 50, 4).steps(50, 100, 0.3).usage(100, 4).end(100)
@@ -210,7 +210,7 @@ def test_the_trainers_own_state_stands_in(tmp_path: Path) -> None:
     assert "time and memory are not known" in page.text and "layouts and frozen layers are not known" in page.text
 
 
-# ------------------------------------------------------------------------------------------ what is drawn
+# ------------------------------------------------------------------------------------------ charts
 def test_each_figure_shows_the_recorded_numbers(tmp_path: Path) -> None:
     elastic_run(tmp_path).line("log", 100, values={"eval_accuracy": 0.9, "eval_loss": 0.4, "eval_runtime": 3.0})
     drawn = page_of(tmp_path).figures
@@ -296,7 +296,7 @@ def test_the_command_prints_the_path_or_what_to_pass(tmp_path: Path) -> None:
 
 
 def test_two_trainings_are_compared(tmp_path: Path) -> None:
-    """17.5 s of ours and 30 s of a stock Trainer's, whose steps have no times."""
+    """17.5 s of ours and 30 s of the stock Trainer's. The stock Trainer's steps have no times."""
     elastic_run(tmp_path / "ours").line("log", 100, values={"eval_accuracy": 0.9})
     history = [
         *({"step": step, "loss": 1.0} for step in (50, 100)),

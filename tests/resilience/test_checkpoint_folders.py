@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, and a damaged one is told from a whole one."""
+"""Checkpoints are written as a whole or not at all, and damaged ones are recognised."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_one_of_the_stock_trainer_counts_once_its_last_file_is_there(tmp_path: P
 
 @pytest.mark.parametrize(("saved_at", "is_half"), [(8, True), (4, False)])
 def test_a_half_that_had_a_manifest_is_none_of_the_stock_trainer(saved_at: int, is_half: bool, tmp_path: Path) -> None:
-    """Which hands on what it was resumed from, with the step at which that was written."""
+    """The stock Trainer copies the state that it was resumed from, with the step of that checkpoint."""
     checkpoint = tmp_path / "checkpoint-8"
     checkpoint.mkdir()
     kept = {KEPT: {"args": {}, "attributes": {"memory": {"step": saved_at}}}}

@@ -1,4 +1,4 @@
-"""What a process that ends does about its process groups."""
+"""How a process that ends treats its process groups."""
 
 from __future__ import annotations
 

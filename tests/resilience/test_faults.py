@@ -1,5 +1,5 @@
-"""A process dies, stops, hangs or fails in any phase of a training: the others say so, and the next attempt ends as if
-nothing had happened. A SIGTERM in any phase: all save at the same step, and the next attempt loses none.
+"""A process dies, stops, hangs or fails in any phase of a training: the others say so, and the next attempt ends as an
+undisturbed training does. A SIGTERM in any phase: all save at the same step, and the next attempt loses none.
 
 A few of these run with all tests; `make test-faults` runs them all, prints a table, and asks how long it took
 (`conftest.py`).
@@ -60,7 +60,7 @@ FAULTS = [
     Fault("corrupt", 0, "step", 4),
     Fault("kill", 2, "move", 8, caches=True),
     Fault("stop", 3, "step", 7, caches=True),
-    Fault("kill", 2, "update", 4, entry=2, sharding="optimizer"),  # while replicas exchange what they have updated
+    Fault("kill", 2, "update", 4, entry=2, sharding="optimizer"),  # while replicas exchange updated parameters
 ]
 WHO = (2, EVERYONE, 0)
 TERMS = [
@@ -246,7 +246,7 @@ def test_sigterm_loses_no_step(fault: Fault, tmp_path: Path, record_property: Re
 def test_a_training_that_has_ended_is_not_gone_on_with(
     kind: Any, rank: int, options: dict[str, int], tmp_path: Path, record_property: Recorder
 ) -> None:
-    """Whatever happens behind the last step, another start of the job does nothing more."""
+    """After a fault behind the last step, another start of the job trains no further step."""
     wanted = expected(**options)
     fault = Fault(kind, rank, "end", wanted.steps - 1)
     outcomes = launch_ranks(train, WORLD, str(tmp_path), fault, timeout=90, **options)
@@ -263,7 +263,7 @@ def test_a_training_that_has_ended_is_not_gone_on_with(
 
 
 def assert_signal_delivered(outcomes: Sequence[RankOutcome], rank: int) -> None:
-    """With nothing left to save, whoever got it ends by it, and the others end as ever; or all leave together."""
+    """After the last save, the signal ends its receiver and the others end as usual; or all leave together."""
     if all(isinstance(outcome.error, SystemExit) for outcome in outcomes):
         assert {outcome.error.code for outcome in outcomes} == {PREEMPTED}  # type: ignore[union-attr]
         return

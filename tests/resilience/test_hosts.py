@@ -59,7 +59,7 @@ class Hosts:
         subprocess.run(["ip", "netns", "exec", self.names[host], *command], check=True, capture_output=True)
 
     def torchrun(self, processes: int) -> list[list[str]]:
-        """A command for each host, which starts so many processes on it."""
+        """A `torchrun` command for each host. It starts this number of processes."""
         return [
             [
                 *self._inside(host),
@@ -72,7 +72,7 @@ class Hosts:
         ]
 
     def accelerate(self, processes: int) -> list[list[str]]:
-        """Likewise, as `docs/multi_node.md` has it."""
+        """An `accelerate launch` command for each host, as in `docs/multi_node.md`."""
         return [
             [
                 *self._inside(host),
@@ -146,7 +146,7 @@ def test_two_hosts_restart_once(
 
 
 def in_the_order_of_two_hosts(rank: int, world_size: int, folder: str) -> Outcome:
-    """Each host meets its own samples again. (Here nothing is stored.)"""
+    """Each host gets its own samples again. (No outputs are stored here.)"""
     StoreWriting.put = lambda *_: False  # type: ignore[method-assign]
     os.environ.update(LOCAL_WORLD_SIZE="2", GROUP_RANK=str(rank // 2))
     return train(rank, world_size, folder).outcome

@@ -47,7 +47,7 @@ def launch(launcher: str, port: int, folder: Path, *arguments: object) -> subpro
 
 
 def interrupt(job: subprocess.Popen[str], folder: Path, after: int) -> tuple[str, float]:
-    """Press Ctrl-C after so many steps. Returns what was printed, and the seconds until the launcher had ended."""
+    """Press Ctrl-C after some steps. Returns the output, and the seconds until the launcher had ended."""
     deadline = time.monotonic() + patient(200)
     file = folder / "steps"
     while not file.exists() or len(file.read_text().splitlines()) < after:

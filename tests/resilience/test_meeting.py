@@ -100,6 +100,6 @@ def trains_and_waits(rank: int, world_size: int, case: str, folder: str) -> None
     ],
 )
 def test_alone_amid_what_all_do(case: str, said: str, tmp_path: Path) -> None:
-    """The others have begun nothing else, but nobody goes on: known after `watchdog_timeout`."""
+    """The other processes have begun no other operation, and no process goes on: found after `watchdog_timeout`."""
     for outcome in launch_ranks(trains_and_waits, 2, case, str(tmp_path), timeout=SECONDS):
         assert said in f"{outcome.log}{outcome.error}"

@@ -39,7 +39,7 @@ FAULTS = {
 
 
 def environment() -> dict[str, str]:
-    """Without what the launcher of these tests may have set, and with warnings, which the tests hide."""
+    """The environment without variables of these tests' launcher. Warnings are on; the tests hide them."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "ACCELERATE"))}
     mine["TRANSFORMERS_VERBOSITY"] = "warning"
     return {**mine, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -56,7 +56,7 @@ def command(launcher: str, port: int, processes: int = PROCESSES, restarts: int 
 
 
 def run_job(commands: Sequence[list[str]], folder: Path, fault: Fault, timeout: float, succeeds: bool = True) -> str:
-    """Run launchers side by side, one for each host, all of which succeed, or none; returns what they printed."""
+    """Run launchers side by side, one for each host. All must succeed, or all must fail. Returns their output."""
     logs = folder / f"log{len(list(folder.glob('log*')))}"
     logs.mkdir()
     job = [str(TESTS / "fault_job.py"), str(folder), fault.kind, str(fault.rank), fault.phase, str(fault.step)]
@@ -92,10 +92,10 @@ def final_report(folder: Path) -> Report:
 def check(
     folder: Path, output: str, fault: Fault, record_property: Recorder, how: str, wanted: Outcome | None = None
 ) -> None:
-    """One restart, nothing lost; a row for the table.
+    """Expect one restart and no lost step; write a row of the table.
 
     Args:
-        wanted: what all of it must end as; None: as one process.
+        wanted: the expected outcome; None: as one process.
     """
     attempts, report = attempts_of(folder), final_report(folder)
     # (where one host restarts because the other one does, its launcher does not count it)

@@ -1,10 +1,10 @@
-"""A long training that changes its layout, saves and evaluates again and again: as one process, and nothing piles up.
+"""A long training that changes its layout, saves and evaluates again and again: as one process, without leaks.
 
     steps     0 ...... 300 ....... 600 ...... 1000 ............ 1600 ...... 2000
               warm-up              early window                 late window
 
-Losses and weights must be those of one process that trains undisturbed. What a process holds of the system must be in
-the late window what it was in the early one. The last freeze comes before both, so that nothing is let go in between.
+Losses and weights must equal an undisturbed training in one process. A process must hold as much memory, descriptors
+and threads in the late window as in the early one. The last freeze comes before both: a freeze releases memory.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ MOST_GROWTH = 5 * 2**18
 About half of it is seen. 1.7 MiB or more would be, if 1 KiB were kept in each step, or the weights and the optimizer
 state of this model (116 KiB) in each change.
 """
-# With this learning rate the loss falls over the whole run; with a larger one it would soon be so small that nothing
-# could make it differ.
+# With this learning rate the loss falls over the whole run; with a larger one it would soon be too small to differ.
 RUN = Run(samples=SAMPLES, accumulation=1).with_options(max_steps=STEPS, learning_rate=1e-4)
 
 LOSS_TOLERANCE = 1e-5
@@ -73,13 +72,13 @@ WEIGHT_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a process holds of the system at one moment.
+    """Memory, descriptors and other resources of a process at one moment.
 
     Attributes:
         step: number of steps done.
         stages: of the layout in force.
         resident_bytes: of memory.
-        descriptors: open, but for those of `/proc`: the watchdog opens its peers' entries for an instant.
+        descriptors: open, without `/proc`: the watchdog opens its peers' entries there for an instant.
         threads: of the process.
         groups: of processes, that torch knows.
         shared: mappings of shared memory.
@@ -122,7 +121,7 @@ def _open_descriptors() -> int:
 
 
 class Lookout(TrainerCallback):
-    """Notes now and then what the process holds.
+    """Notes the process's resources now and then.
 
     Also behind the first step of each layout: more tensors come when batches of other shapes do.
     """
@@ -140,11 +139,11 @@ class Lookout(TrainerCallback):
 
 @dataclass
 class Soaked:
-    """What one process leaves behind.
+    """The results of one process.
 
     Attributes:
         outcome: of the training, with the loss of every step.
-        seen: what it held, in the order of steps.
+        seen: its resources, in the order of steps.
         layouts: (steps done, stages, frozen layers) of every transformation.
         evaluations: how many there were.
     """
@@ -164,7 +163,7 @@ def alternate(trainer: PipeTransformerTrainer) -> None:
         return 1 if layout.pipeline_parallel_size > 1 else RANKS
 
     def change(run: PipelineRun) -> None:
-        if trainer.state.global_step in to_come:  # nothing has changed by itself
+        if trainer.state.global_step in to_come:  # no freeze has changed the layout
             run.change_layout(run.pipeline.current_layout.num_frozen_layers, 0)
 
     with_stages(trainer, other_stages)

@@ -1,4 +1,4 @@
-"""The watchdog alone, without a training: what the peers of a dead, stopped or stuck process say and do."""
+"""The watchdog alone, without a training: messages and exits of the peers of a dead, stopped or stuck process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_stuck_process_is_found_among_those_that_wait(kind: str, where: str) -
 
 
 def computes_on(rank: int, world_size: int) -> None:
-    """One process computes for ever where nothing is known of how long it may; the others' collective times out."""
+    """One process computes for ever in a phase without a limit; the others' collective times out."""
     with watch(rank, limit=60):
         group = dist.new_group(timeout=timedelta(seconds=5))
         PROGRESS.enter("callbacks", 1)

@@ -24,5 +24,5 @@ def resume(rank: int, world_size: int, folder: str, stages: int, wanted: str | b
 
 @cache
 def undisturbed() -> Outcome:
-    """One process that nothing interrupts."""
+    """One process, without an interruption."""
     return reference(0, 1, RUN)

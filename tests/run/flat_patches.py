@@ -1,4 +1,4 @@
-"""Tiny models whose images' patches stand in one dimension, with 0 to 3 images of several sizes in each sample."""
+"""Tiny models with the patches of all images in one dimension; a sample has 0 to 3 images of several sizes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def tiny(name: str, depth: int = 2) -> nn.Module:
 
 
 def with_images(numbers: list[int]) -> Columns:
-    """What a sample consists of, for samples with these numbers of images."""
+    """The columns of samples with these numbers of images."""
     generator = torch.Generator().manual_seed(1)
     columns: dict[str, Any] = {"input_ids": [], "pixel_values": [], "image_grid_thw": []}
     for row, number in enumerate(numbers):
@@ -83,7 +83,7 @@ def with_images(numbers: list[int]) -> Columns:
 
 
 def vlm(name: str, numbers: tuple[int, ...] = tuple(row % 4 for row in range(SAMPLES)), depth: int = 2) -> Build:
-    """A model whose vision tower is frozen, and its samples."""
+    """A model with a frozen vision tower, and its samples."""
 
     def build() -> tuple[nn.Module, Columns]:
         model = tiny(name, depth)
@@ -94,7 +94,7 @@ def vlm(name: str, numbers: tuple[int, ...] = tuple(row % 4 for row in range(SAM
 
 
 def vlm_with_trained_merger(name: str) -> Build:
-    """A model whose vision tower is frozen but for the modules that join its patches."""
+    """A model with a frozen vision tower, except for the modules that join its patches."""
 
     def build() -> tuple[nn.Module, Columns]:
         model, columns = vlm(name)()

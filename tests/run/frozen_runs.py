@@ -1,4 +1,4 @@
-"""Models of which the user has frozen a part, and trainings of them with the stock Trainer and with ours."""
+"""Models with parts that the user has frozen, and trainings of them with the stock Trainer and with ours."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def noise(*shape: int, seed: int = 1) -> torch.Tensor:
 
 
 def frozen(name: str, *parts: str) -> tuple[nn.Module, Columns]:
-    """A model of the zoo of which some parts are frozen."""
+    """A model of the zoo with some frozen parts."""
     model = MODELS[name].build()
     for part in parts:
         model.get_submodule(part).requires_grad_(False)
@@ -83,7 +83,7 @@ def cut_left(rows: list[Columns]) -> dict[str, Any]:
 
 
 class Trained:
-    """A training with the stock Trainer, or with ours, and what the log says of its cache."""
+    """A training with the stock Trainer, or with ours, and the log lines about its cache."""
 
     def __init__(
         self,

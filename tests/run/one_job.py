@@ -1,4 +1,4 @@
-"""Several trainings one after the other on the same processes, whose start takes longer than a short training."""
+"""Several trainings one after the other on the same processes: their start takes longer than a short training."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from distributed import run_ranks
 
 
 def run_calls(world_size: int, calls: Mapping[str, Sequence[Any]], **options: Any) -> dict[str, list[Any]]:
-    """What every rank returned of `fn(rank, world_size, *arguments)`, of each call's function and arguments.
+    """The results of `fn(rank, world_size, *arguments)` on every rank, for the function and arguments of each call.
 
-    `options` are those of `run_ranks`.
+    `options` go to `run_ranks`.
     """
     results = run_ranks(_call, world_size, calls, **options)
     return {name: [found[name] for found in results] for name in calls}

@@ -1,4 +1,4 @@
-"""What the scenarios of `test_stock_behaviour.py` share: a tiny model and its data; a script run with both classes."""
+"""A tiny model, its data and a runner of scripts with both classes, for `test_stock_behaviour.py`."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Classes:
         return self.arguments(**{"output_dir": str(self.folder), "save_strategy": "no", **common, **options})
 
     def make(self, model: nn.Module | None = None, mixin: type | None = None, **given: Any) -> Any:
-        """A trainer. What is no field of the arguments goes to the trainer."""
+        """A trainer. Fields of the arguments class go to the arguments, all other keywords to the trainer."""
         options = {name: given.pop(name) for name in FIELDS & set(given)}
         if model is None and "model_init" not in given:
             model = Line()
@@ -140,7 +140,7 @@ def rounded(value: Any) -> Any:
 
 
 def outcome(trainer: Any, *more: Any, **options: Any) -> Any:
-    """What a training leaves behind."""
+    """The log history, weights and epoch after a training."""
     trainer.train(**options)
     weights = {name: value.float() for name, value in trainer.model.state_dict().items()}
     return [rounded(trainer.state.log_history), rounded(weights), trainer.state.epoch, *more]

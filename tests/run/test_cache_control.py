@@ -49,7 +49,7 @@ CASES: dict[str, tuple[Run, dict[int, int], dict[int, int]]] = {
     "streamed": (RUNS["streamed"], SHRINK, EPOCH_START),
     # half of an epoch is in the store when the next begins: rows are found at several places, or not at all
     "frozen in the middle of an epoch": (RUNS["bert"], SHRINK, MID_EPOCH),
-    # all four layers are frozen: alone on its process the head goes on from what the last layer gave
+    # all four layers are frozen: alone on its process, the head computes from the last layer's stored output
     "only the head is left": (Run(epochs=5), {0: 2, 4: 2}, {3: 4}),
     # T5's layers hand on a position bias beside the hidden state: it trains without a cache
     "refused": (Run("seq2seq", epochs=4), {0: 2, 1: 2, 2: 1, 3: 1}, EPOCH_START),
@@ -127,7 +127,7 @@ def test_storage_of_another_precision_costs_digits_and_is_not_believed(tmp_path:
 
 
 def slow_to_load(rank: int, world_size: int) -> tuple[Outcome, list[dict[str, Any]], list[str | None]]:
-    """What the first layer takes is so little that loading cannot be quicker; the second takes long."""
+    """The first layer is so fast that loading cannot be faster; the second one is slow."""
     trainer = trainer_of(Run(epochs=7, per_device=8), {0: 2, 1: 1, 2: 1}, {3: 1, 12: 2}, activation_cache="auto")
     reasons: list[str | None] = []
     with_cache_changed(trainer, lambda cache: setattr(cache, "_seconds_per_row", [1e-9, 1e3, 1e3, 1e3]))
@@ -154,7 +154,7 @@ def on_two_nodes(rank: int, world_size: int, options: dict[str, Any]) -> tuple[O
 
 @pytest.mark.slow
 def test_nodes_have_stores_and_samples_of_their_own(tmp_path: Path) -> None:
-    """The order is another than on one node, so it is compared with a training whose store cannot be made."""
+    """The order differs from one node's, so the training is compared with one that cannot make its store."""
     (tmp_path / "file").write_text("not a folder")
     kept, impossible = {"activation_cache_dir": str(tmp_path / "cache")}, str(tmp_path / "file" / "cache")
     cases: dict[str, list[dict[str, Any]]] = {
@@ -203,7 +203,7 @@ def evaluating(
 
     trainer.add_callback(Looking())
     trainer.train()
-    trainer.evaluate()  # of a loader whose workers may have begun while there was a cache
+    trainer.evaluate()  # the loader's workers may have begun while there was a cache
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     left = (Path(folder) / "_hf_pipetransformer_run_cache").exists()
     return losses, [entry for entry in trainer.state.log_history if "cache_hit_rate" in entry], counts[-1], left
@@ -211,7 +211,7 @@ def evaluating(
 
 @pytest.mark.slow
 def test_evaluation_sets_are_cached_too(tmp_path: Path) -> None:
-    """Also by replicas whose loaders' workers began before there was a cache."""
+    """Also by replicas with loaders whose workers began before there was a cache."""
     workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     layouts = {"pipeline": ({0: 2, 1: 2}, {}), "replicas": ({0: 1, 1: 1}, workers)}
     cases = {f"{name} {m}": (m, str(tmp_path / name / m), *layouts[name]) for name in layouts for m in ("on", "off")}

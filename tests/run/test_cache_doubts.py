@@ -1,4 +1,4 @@
-"""The cache goes off, and nothing wrong is read, where inputs, frozen weights or the function of the model change."""
+"""If inputs, frozen weights or the model's function change, the cache goes off before it returns wrong outputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ AT_EPOCH = {3: 1}
 
 # ------------------------------------------------------------------------------------ augmentation
 class NoisyImages(TrainingData):
-    """Other pixels each time they are read, drawn from what the loader has seeded."""
+    """Other pixels at each access, drawn from the generators that the loader has seeded."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = super().__getitem__(index)
@@ -65,7 +65,7 @@ def augmented(
 
 
 def ended(trainer: PipeTransformerTrainer) -> tuple[Outcome, list[dict[str, Any]], str | None]:
-    """What a training logs of its cache, and why that was off in the end."""
+    """The outcome of a training, the cache's metrics, and the reason why the cache was off in the end."""
     reasons: list[str | None] = []
     when_it_ends(trainer, lambda cache: reasons.append(cache and cache.reason_off))
     outcome = outcome_of(trainer)
@@ -90,9 +90,9 @@ def flipped(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 class MirroredNowAndThen:
-    """A Trainer's mixin whose loss is of other inputs than the collator gave.
+    """A Trainer's mixin: the loss is computed on other inputs than the collator's.
 
-    In training alone: the examination, which builds no graph, sees nothing of it.
+    In training alone: the examination builds no graph, and does not see the other inputs.
     """
 
     calls = 0
@@ -141,7 +141,7 @@ Change = Callable[[nn.Module], None]
 
 
 class Changes(TrainerCallback):
-    """Changes the model once: in the middle of epoch 3, in which the cache is read, or at its end."""
+    """Changes the model once: in the middle of epoch 3, or at its end. The cache is read in this epoch."""
 
     def __init__(self, event: str, change: Change, step: int = 7) -> None:
         self._change, self._step, self._is_done = change, step, False
@@ -193,7 +193,7 @@ class Hook(TrainerCallback):
 
 @dataclass(frozen=True)
 class Doubt:
-    """What a training does, in how many stages, and why the cache is off in the end."""
+    """A training that changes something, its stages, and the reason why the cache is off in the end."""
 
     reason: str
     stages: int = 1
@@ -223,11 +223,11 @@ DOUBTS = {
     "inputs in place": OF_INPUTS(mixin=PreparedInTraining, stages=2),
     "inputs of a part": Doubt("", mixin=CallsAPart, kind="text-classification"),  # computed; the cache goes on
     "weights": Doubt(OTHER_WEIGHTS, callback=partial(Changes, "on_step_end", negate)),
-    # which the second stage cannot see: of text each batch has another shape, so that stages tell one another anyway
+    # the second stage cannot see these; not text, as its batches differ in shape, and stages then exchange messages
     "weights of the first stage": Doubt(
         OTHER_WEIGHTS, 2, "image-classification", callback=partial(Changes, "on_step_end", negate)
     ),
-    # in one epoch: at its end they would be taken for what they were all the time
+    # in one epoch: at its end they would pass for the first weights
     "weights before more layers freeze": Doubt(
         OTHER_WEIGHTS, callback=partial(Changes, "on_step_end", negate, 4), table={3: 1, 5: 2}
     ),
@@ -267,7 +267,7 @@ def test_in_a_pipeline_other_inputs_are_refused() -> None:
         assert "on other inputs than the batch's" in str(error) and "forward pre-hook" in str(error)
 
 
-# ------------------------------------------------------------------------------------ what is put back
+# ------------------------------------------------------------------------------------ weights that are put back
 class Averaged(TrainerCallback):
     """Evaluates with other weights, as an exponential average does, and puts the trained ones back."""
 
@@ -304,7 +304,7 @@ def test_other_weights_are_not_evaluated_from_the_cache() -> None:
 
 # ------------------------------------------------------------------------------------ a shared folder
 def sharing(rank: int, world_size: int, store: str | None, change: Change | None) -> tuple[Outcome, float]:
-    """Two epochs of a model whose frozen weights are as they were made; the share of samples that the first found."""
+    """Two epochs of a model with its first frozen weights, and the share of samples found in the first cached one."""
     shared = {} if store is None else {"activation_cache_dir": store}
     mode = "off" if store is None else "on"
     trainer = trainer_of(replace(RUN, epochs=2), {0: 1, 1: 1}, {1: 1}, activation_cache=mode, **shared)
@@ -317,7 +317,7 @@ def sharing(rank: int, world_size: int, store: str | None, change: Change | None
 
 
 def all_sharing(rank: int, world_size: int, store: str) -> list[tuple[Outcome, float]]:
-    """A run that fills the folder, one that finds it full, and one that is to find nothing there, as without it."""
+    """A run that fills the folder, one that finds it full, and one that must not find its outputs, as without it."""
     runs = ((store, None), (store, None), (store, another_activation), (None, another_activation))
     return [sharing(rank, world_size, *run) for run in runs]
 

@@ -1,4 +1,4 @@
-"""Inputs of other shapes than [samples, tokens], or whose padding the loss reads, in trainings with the cache."""
+"""Trainings with the cache: inputs of other shapes than [samples, tokens], and losses that read padding."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ RUNS = {
 
 
 def train(rank: int, world_size: int, name: str, cache: str, folder: str) -> tuple[Outcome, list[float]]:
-    writing.PENDING_BATCHES = 1000  # nothing is dropped on a busy machine
+    writing.PENDING_BATCHES = 1000  # a busy machine drops no batches either
     options = {"freeze_policy": "schedule", "freeze_schedule": {1: 2}, "elastic": False}
     trainer = pipeline_trainer(RUNS[name], world_size, folder, activation_cache=cache, **options)
     if name == "multiple choice":

@@ -83,7 +83,7 @@ CALLERS = {"1F1B": (0,), "frozen": (0, 1, 1), "driven": (1,)}
 
 @pytest.mark.slow
 def test_a_call_equals_one_process(tmp_path: Path) -> None:
-    """Of rank 0, of the last one, and of all, each of which calls it another number of times."""
+    """A call on rank 0, on the last rank, and on all ranks, on each another number of times."""
     cases = {layout: (str(tmp_path), layout, CALLERS[layout]) for layout in LAYOUTS}
     everything = run_each(train, 2, cases, timeout=180)
     for layout, callers in CALLERS.items():

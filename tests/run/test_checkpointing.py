@@ -63,7 +63,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(trained: Path, capfd: 
 
 
 class Planted:
-    """What a pickle can do to whoever loads it."""
+    """A pickle that runs code when it is loaded."""
 
     def __init__(self, trace: str) -> None:
         self._trace = trace
@@ -159,7 +159,7 @@ def train_on_a_full_disk(rank: int, world_size: int, folder: str, what: str) -> 
 
 
 def test_a_full_disk_ends_all_processes_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    """All say that the second checkpoint is not there, also behind the last collective of a save; nothing is left."""
+    """All processes say that the second checkpoint failed, also behind a save's last collective. No file is left."""
     found = run_each(train_on_a_full_disk, 2, {what: (str(tmp_path / what), what) for what in FULL})
     for what, errors in found.items():
         for error in errors:
@@ -172,7 +172,7 @@ def test_a_full_disk_ends_all_processes_and_leaves_the_checkpoint_before(tmp_pat
 
 
 class SavesMore:
-    """A user's trainer whose own file cannot be written by the process that writes."""
+    """A user's trainer; the process that saves cannot write the trainer's own file."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]

@@ -21,7 +21,7 @@ DIFFERENCES = {
     "precision": "different models",
     "dataset length": "different datasets: process 0 has 32 samples, process 1 has 31 samples",
     "dataset content": "different datasets: process 0 has first samples .*content",
-    "noise": None,  # what a collator draws from a generator of its own is no difference
+    "noise": None,  # a collator's own generator is no difference
 }
 
 

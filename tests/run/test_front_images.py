@@ -1,4 +1,4 @@
-"""Vision towers whose images' patches stand in one dimension: each image has an entry of its own."""
+"""Vision towers with the patches of all images in one dimension: each image has an entry of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user has frozen is computed once for each sample: the weights are those of the stock Trainer."""
+"""Modules that the user has frozen run once for each sample, and the weights equal the stock Trainer's."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_equals_the_stock_trainer(name: str, tmp_path: Path, said: pytest.LogCap
 
 # ------------------------------------------------------------------------------------------ padding
 class ReadsPadding(nn.Module):
-    """What follows the frozen part reads the padding, or does not; so do losses outside of the model."""
+    """The head above the frozen part reads the padding, or does not; so do losses outside of the model."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def reads_padding(how: str) -> Build:
 
 
 class LossOutside:
-    """A loss that reads what the model returns, in the padding too."""
+    """A loss that reads the model's logits, also for padding."""
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         outputs = model(**inputs)
@@ -124,7 +124,7 @@ def many_lengths() -> tuple[nn.Module, Columns]:
 def test_padding_that_a_loss_reads_is_found_in_wider_batches(
     tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samples are computed as wide as the widest batch so far, but for those of the first two batches."""
+    """From the third batch on, samples are computed as wide as the widest batch so far."""
     monkeypatch.setattr("frozen_runs.SAMPLES", MANY)
     options: dict[str, Any] = {"mixin": LossOutside, "collator": cut, "cached_modules": ["bert"]}
     expected = Trained(tmp_path / "stock", many_lengths, is_ours=False, mixin=LossOutside, collator=cut)
@@ -163,7 +163,7 @@ def freeze(model: nn.Module) -> None:
 
 
 def not_frozen() -> tuple[nn.Module, Columns]:
-    """What is frozen is not at the bottom alone: the last layer is trained."""
+    """The backbone's last layer is trained; the layers below it are frozen."""
     model, columns = head_on_bert()
     model.bert.encoder.layer[3].requires_grad_(True)
     return model, columns
@@ -244,7 +244,7 @@ class AgainstItselfWithGradients(AgainstItself):
 def test_a_loss_that_turns_adapters_off(
     mixin: type, is_trained: bool, tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
-    """Without them nothing is given back that was computed with them; calls without gradients are looked at apart."""
+    """Outputs computed with adapters are never read without them; calls without gradients are watched apart."""
     columns = {"values": noise(SAMPLES, SIZE), "labels": torch.arange(SAMPLES) % 2}
     build: Build = lambda: (UnderAHead(is_trained), columns)  # noqa: E731
     expected = Trained(tmp_path / "stock", build, is_ours=False, mixin=mixin)
@@ -262,7 +262,7 @@ def test_a_loss_that_calls_the_model_twice(tmp_path: Path, said: pytest.LogCaptu
 
 # ------------------------------------------------------------------------------------------ models
 class OnValues(nn.Module):
-    """Two linear layers that are frozen, and a head; `how` says what is made of them."""
+    """Two frozen linear layers and a head; `how` names their use."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class OnValues(nn.Module):
         if self.how == "writes into an output":
             hidden = self.first(values)
             hidden += 1
-            return hidden + self.second(values * self.head.bias.detach()[0])  # of what is trained
+            return hidden + self.second(values * self.head.bias.detach()[0])  # from a trained weight
         if self.how == "looks at other samples":
             return self.first(values - values.mean(0))
         if self.how == "follows the head":  # as a teacher does, where PyTorch does not count it
@@ -335,7 +335,7 @@ def test_dropout_in_what_is_frozen(tmp_path: Path, said: pytest.LogCaptureFixtur
     assert rows_read(said) == (EPOCHS - 1) * READ
 
 
-# ------------------------------------------------------------------------------------------ what has rows
+# ------------------------------------------------------------------------------------------ rows
 def test_rows_of_those_samples_that_find_space(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     expected = Trained(tmp_path / "stock", lower_layers, is_ours=False)
     Trained(tmp_path / "ours", lower_layers, activation_cache_max_gib=4_000 / 2**30).assert_same(expected)
@@ -343,7 +343,7 @@ def test_rows_of_those_samples_that_find_space(tmp_path: Path, said: pytest.LogC
 
 
 def mean_of_all(predicted: Any) -> dict[str, float]:
-    """Also of what a model predicts for padding."""
+    """The mean of the predictions, also for padding."""
     first = predicted.predictions[0] if isinstance(predicted.predictions, tuple) else predicted.predictions
     return {"mean": float(first.mean())}
 
@@ -369,14 +369,14 @@ def test_another_training_reads_what_one_has_stored(tmp_path: Path, said: pytest
     for number in range(2):
         folder = tmp_path / f"ours-{number}"
         Trained(folder, head_on_bert, activation_cache_dir=str(tmp_path / "store")).assert_same(expected)
-    in_first = READ - 2 * BATCH  # the first calls show what it is, and is worth
+    in_first = READ - 2 * BATCH  # the first two calls find the front, and measure its gain
     assert rows_read(said) == 2 * (EPOCHS - 1) * READ + in_first
     assert "was stored by another training" in said.text
 
 
 # ------------------------------------------------------------------------------------------ two processes
 def llava_below_the_last() -> tuple[nn.Module, Columns]:
-    """As published models are: only the tower's pooled output, which nothing reads, is of its last layer."""
+    """As published models are: the last layer yields only the tower's pooled output, and no module reads it."""
     model, columns = llava()
     model.config.vision_feature_layer = -2
     return model, columns
@@ -421,7 +421,7 @@ def test_outputs_that_are_not_contiguous(tmp_path: Path, said: pytest.LogCapture
 
 STAGED: dict[str, tuple[Build, type | Callable[[], TrainerCallback] | None, int]] = {
     "a vision tower but for its last layer": (llava_below_the_last, None, 3),
-    # convolutions and transformer layers are stacks, of which only the second is read above
+    # convolutions and transformer layers are stacks; only the second stack is read above
     "a head on wav2vec2": (head_on_wav2vec2, None, 5),
     "thawed later": (lower_layers, lambda: Acts(thaw, epoch=2), 2),
 }
@@ -436,7 +436,7 @@ def callbacks_of(name: str) -> tuple[TrainerCallback, ...]:
 
 
 def in_two_processes(rank: int, world_size: int, folder: str) -> dict[str, tuple[dict[str, torch.Tensor], list[int]]]:
-    """Each of `STAGED` in two stages; replicas that compute what is frozen, and that read what each has stored."""
+    """Each of `STAGED` in two stages; replicas that compute the frozen modules, and replicas that read them."""
     options: dict[str, Any] = {"per_device_train_batch_size": BATCH // 2}
     found = {}
     for cache in ("off", "on"):

@@ -1,4 +1,4 @@
-"""Evaluations after a training read what those in it have stored, and nothing is left of it afterwards."""
+"""Evaluations after a training read the outputs that its own evaluations have stored. No file is left afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stores_in(folder: Path) -> list[str]:
 
 
 def train_again(trained: Trained) -> None:
-    """With other weights in what is frozen."""
+    """Train with other frozen weights."""
     scale(trained.model)
     trained.trainer.train()
 
@@ -42,7 +42,7 @@ def train_again(trained: Trained) -> None:
 def test_evaluations_after_the_training_read_what_those_in_it_have_stored(
     how: str, tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
-    """The model can be pickled between them, and what they read goes with the trainer."""
+    """The model can be pickled in between, and the stored outputs are deleted with the trainer."""
     options = dict(EVALUATES)
     if how == "the best model is loaded":
         options |= {"load_best_model_at_end": True, "save_strategy": "epoch"}

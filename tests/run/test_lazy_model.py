@@ -166,7 +166,7 @@ def interrupted(rank: int, world_size: int, folder: Path, stop: int, resume: boo
 
 
 def test_resuming(tmp_path: Path) -> None:
-    """From a checkpoint in several files, whose weights and optimizer state were collected in a file."""
+    """From a checkpoint in several files. Weights and optimizer state were collected in a file."""
     for name in ("lazy", "eager"):
         (tmp_path / name).mkdir()
         tied_llama(tmp_path / name / "checkpoint")
@@ -188,7 +188,7 @@ def test_resuming(tmp_path: Path) -> None:
 
 
 class Looks(TrainerCallback):
-    """What a process has in its memory of the checkpoint's files: after any layer's forward, and in the first step."""
+    """The mapped pages of the checkpoint's files in a process: after any layer's forward, and in the first step."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
@@ -224,7 +224,7 @@ def test_the_examination_before_the_first_step_takes_the_memory_of_a_layer(tmp_p
     first, second = run_ranks(examined, WORLD, tmp_path)
     assert len(first[0]) > config.num_hidden_layers and 0 < max(first[0]) < layer
     assert not second[0] or max(second[0]) < layer
-    assert first[1] == second[1] == [0]  # nothing is mapped any more
+    assert first[1] == second[1] == [0]  # no file is mapped any more
 
 
 class LogsOverAll(PipeTransformerTrainer):
@@ -250,7 +250,7 @@ def test_the_loss_of_one_stage_may_contain_collectives(tmp_path: Path) -> None:
 
 
 def misused(rank: int, world_size: int, folder: Path) -> list[str]:
-    """What is missing here at the end."""
+    """Names of the parameters that this process does not have at the end. Wrong uses are refused before."""
     trainer = prepare(rank, arguments(folder / "run", max_steps=1), "llama-tied", folder, lazily=True)
     # changed alike on all processes: kept
     trainer.model.model.layers[0].mlp.up_proj.weight.data.zero_()
@@ -282,7 +282,7 @@ def test_a_distributed_model_is_trained_again_when_it_is_whole_and_not_used_by_o
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What is refused, on all processes
+# Refusals, on all processes
 # ---------------------------------------------------------------------------------------------------------
 
 

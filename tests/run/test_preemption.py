@@ -1,4 +1,4 @@
-"""A run that a scheduler ends saves one whole checkpoint first, and goes on from it as if nothing had happened."""
+"""A run that a scheduler ends saves one whole checkpoint first; resumed from it, it equals an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training leaves behind for the report: complete, also when it is interrupted, and never in its way."""
+"""The records of a training for the report: complete, also after an interruption, and never in the training's way."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_all_steps_rows_and_logged_numbers_are_there(tmp_path: Path) -> None:
     assert logged == history
     lines = lines_of(tmp_path)
     assert lines[-1]["kind"] == "end" and lines[-1]["has_ended"]
-    # nothing is counted twice, and nothing is left out: it adds up to what the clock says
+    # each second is counted once: the sum is the clock's
     by_the_clock = lines[-1]["time"] - times[0]["time"] + sum(times[0]["seconds"].values())
     assert sum(sum(line["seconds"].values()) for line in times) == pytest.approx(by_the_clock, abs=0.05)
 

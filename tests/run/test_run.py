@@ -1,4 +1,4 @@
-"""What lives for one `train()`, and what a trainer does before, between and after them."""
+"""Objects that live for one `train()`, and a trainer before, between and after its trainings."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_loader_that_does_not_read_our_batches_does_in_one_process_unless_laye
 
 
 def test_what_a_training_leaves_to_the_user(tmp_path: Path) -> None:
-    """Handler and callbacks are as before; what is logged later is recorded; a save by hand is atomic."""
+    """Handler and callbacks are as before; later log entries are recorded; a save by hand is atomic."""
     trainer = pipeline_trainer(RUN.with_options(max_steps=1), 1, str(tmp_path), use_cpu=True)
     handler: Any = trainer.callback_handler
     calls: list[str] = []

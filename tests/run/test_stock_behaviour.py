@@ -1,8 +1,7 @@
-"""In one process, without stages and frozen layers, a script does what it does with the stock Trainer.
+"""In one process, without stages and frozen layers, a script behaves as with the stock Trainer.
 
-Each scenario is a script in which the two classes are left open. It runs with the stock classes and with ours, and
-what it returns must be equal: logs, weights, events, names of files, errors. Where it is not, the documentation says
-so.
+Each scenario is a script that takes the two classes as arguments. It runs with the stock classes and with ours, and
+its results must be equal: logs, weights, events, names of files, errors. The documentation lists the differences.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def adapted(
 
 @pytest.mark.parametrize("train", [sharing, adapted], ids=["head", "adapters"])
 def test_a_second_trial_reads_from_its_first_step(train: Any, tmp_path: Path) -> None:
-    """Though the first one had one epoch, of which nothing would be read again; seed, rate and dropout are others."""
+    """Seed, rate and dropout differ. The first trial stores outputs, although it has a single epoch."""
     shared = {"activation_cache_dir": str(tmp_path / "cache"), "activation_cache": "on"}
     other = RUN.with_options(seed=3, learning_rate=1e-3)
     cases = {
@@ -81,12 +81,12 @@ def test_a_second_trial_reads_from_its_first_step(train: Any, tmp_path: Path) ->
     _, [(of_first_stage, cached)] = second[-1]
     assert of_first_stage.rows > 0 and of_first_stage.hits == of_first_stage.rows
     assert sum(counts.stored for _, [(counts, _)] in second) == 0
-    assert cached == 2  # they count as cached, so that the stages are balanced without them
+    assert cached == 2  # they count as cached: the stages are balanced without them
     assert_same_training([outcome for outcome, _ in second], uncached[0][0])
 
 
 class Trials:
-    """A search that tries what it is given. It has the name of a backend whose trials are dictionaries."""
+    """A search over given trials. It has the name of a backend with dictionaries as trials."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[dict[str, Any], float, int]] = []
@@ -103,7 +103,7 @@ class Trials:
 
 
 def searching(folder: str, **options: Any) -> tuple[PipeTransformerTrainer, Trials]:
-    """A trainer whose search runs the trials that it is given."""
+    """A trainer with a search over given trials."""
     search = Trials()
     hyperparameter_search.ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.WANDB] = lambda: search
     integrations.hp_params = dict  # the stock one knows a dictionary only where its backend is installed

@@ -1,4 +1,4 @@
-"""What a training says: one line at its start, one at each change, one at its end; metrics; its model card."""
+"""The log of a training: one line at its start, one at each change, one at its end; metrics; its model card."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Lines(logging.Handler):
 
 
 class Logged(TrainerCallback):
-    """What a logger such as that of TensorBoard is given."""
+    """Collects the values that a logger such as TensorBoard's gets."""
 
     def __init__(self) -> None:
         self.values: list[dict[str, Any]] = []
@@ -68,7 +68,7 @@ def test_one_line_at_the_start_at_each_change_and_at_the_end(tmp_path: Path) -> 
     assert "2 of 4 layers frozen, 2 of them cached" in changes[2]
     # backward: (0 + 1 + 2 + 2) / 16; forward: in the third epoch 1 layer, in the fourth 2, of 4 epochs of 4
     assert "Skipped 31.2% of the layers' backward passes and 18.8% of their forward passes" in end
-    # the third change counts other layers as cached, and moves nothing
+    # the third change counts other layers as cached, and moves no weights
     shapes = [re.findall(r"\d stages? \(\S+ layers\) x \d replicas?", text) for text in changes]
     moved = sum(before != after for before, after in filter(None, shapes))
     assert f"the layout changed {moved} time{'' if moved == 1 else 's'}." in end and moved < len(changes)
@@ -115,7 +115,7 @@ def test_what_has_no_effect_is_warned_of_once_and_what_is_chosen_is_told(tmp_pat
 
 
 def without_room(rank: int, world_size: int, folder: str, name: str, mode: str) -> str | list[str]:
-    """The error, or what is warned of, with a file in the folder's place, or on a full disk."""
+    """The error, or the warnings, with a file in the folder's place, or on a full disk."""
     run = RUN.with_options(activation_cache=mode, activation_cache_dir=str(Path(folder, name, "cache")))
     usable = (lambda self: 0) if name == "full" else FileStore.usable_bytes
     with mock.patch.object(FileStore, "usable_bytes", usable):

@@ -2,7 +2,7 @@
 
     python -m tests.supported_models --table docs/supported_models.md          # all, which takes hours
     python -m tests.supported_models bert --table docs/supported_models.md     # some; the others are kept
-    python -m tests.supported_models --new --table docs/supported_models.md    # what the page does not have yet
+    python -m tests.supported_models --new --table docs/supported_models.md    # classes that the page lacks
 
 Each class is built small with random weights (`tiny_models.py`), on the CPU, in a process of its own:
 
@@ -10,10 +10,10 @@ Each class is built small with random weights (`tiny_models.py`), on the CPU, in
     2. `LayerStack.discover` finds its layers, and checks them by running one at a time, all else NaN.
     3. Batch normalisation is noted: the trainer then does not divide a batch, as it is run here.
     4. The model is cut in two, in the middle and before the last layer. In each part the parameters of the other are
-       NaN. What a loss is made of, and all gradients, must equal those of the whole model. Where they do not, both are
+       NaN. The tensors in the loss, and all gradients, must equal the whole model's. Where they differ, both are
        computed once more in float64, which shows whether that was rounding.
 
-What happens at 1 is no finding about the library, but for `dummy_batch`: the class is then *not tried*. The page is
+A failure at 1 is no finding about the library, but about `dummy_batch`: the class is then *not tried*. The page is
 written after each family.
 """
 
@@ -41,7 +41,7 @@ PREFIX, SUFFIX = "MODEL_FOR_", "_MAPPING"
 
 
 def tasks() -> list[str]:
-    """The tasks of transformers' mappings whose classes have a head, that of pretraining last."""
+    """The tasks of transformers' mappings of classes with a head. Pretraining comes last."""
     names = [name[len(PREFIX) : -len(SUFFIX)] for name in vars(modeling_auto) if name.startswith(PREFIX)
              and name.endswith(SUFFIX)]  # fmt: skip
     return sorted((name for name in names if name not in LEFT_OUT), key=lambda name: name == "PRETRAINING")
@@ -53,7 +53,7 @@ def candidates() -> list[Candidate]:
     for task in tasks():
         names: dict[str, Any] = getattr(modeling_auto, f"{PREFIX}{task}{SUFFIX}_NAMES", {})
         pairs = [(name, t) for t, cs in names.items() for name in (cs if isinstance(cs, (tuple, list)) else (cs,))]
-        # a class may serve several types (Llama's code_llama, too): the one that it is named after comes first
+        # a class may serve several types (Llama's code_llama, too): the type in its name comes first
         for name, model_type in sorted(pairs, key=lambda pair: (pair[0], not _is_named_after(*pair), pair[1])):
             found.setdefault(name, Candidate(name, model_type, task.replace("_", " ").lower()))
     return list(found.values())
@@ -64,9 +64,9 @@ def _is_named_after(name: str, model_type: str) -> bool:
 
 
 def examine_in_process(family: Sequence[Candidate], timeout_s: float, memory_gib: float) -> Iterator[Finding]:
-    """`examine` classes of one family in a forked process, so that a crash or an endless loop ends only that.
+    """`examine` classes of one family in a forked process: a crash or an endless loop ends only this process.
 
-    Which class it was is known; those after it get a process of their own.
+    The class that caused it is known; the classes after it get a process of their own.
     """
     context = multiprocessing.get_context("fork")  # transformers is imported once
     left = list(family)

@@ -1,4 +1,4 @@
-"""The page of all models: its table is written, and read again to keep what was found before."""
+"""The page of all models: its table is written, and read again to keep earlier findings."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Their classes with a head are in the tables above.
 
 
 def read_page(page: str, known: Sequence[Candidate]) -> dict[str, Finding]:
-    """What a page says of each class that this version of transformers has."""
+    """The page's findings about the classes of this version of transformers."""
     candidates = {candidate.name: candidate for candidate in known}
     found: dict[str, Finding] = {}
     sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
@@ -75,7 +75,7 @@ def read_page(page: str, known: Sequence[Candidate]) -> dict[str, Finding]:
 
 
 def write_page(findings: Sequence[Finding], path: Path, num_kept: int, left_out: Sequence[str]) -> None:
-    """Counts, then what is refused, failing or not tried with reasons, then everything that is supported.
+    """Counts, then the refused, failing and untried classes with reasons, then all supported classes.
 
     Args:
         findings: one for each class.
@@ -123,7 +123,7 @@ def write_page(findings: Sequence[Finding], path: Path, num_kept: int, left_out:
 
 
 def _by_reason(findings: Sequence[Finding]) -> list[str]:
-    """A table of reasons, those of many classes first."""
+    """A table of reasons; the reasons with the most classes come first."""
     if not findings:
         return ["None."]
     reasons: dict[str, list[str]] = {}

@@ -83,7 +83,7 @@ VARIANTS = (
 
 @dataclass
 class TinyConfig:
-    """A configuration made small, and what had to be switched off so that the library takes it."""
+    """A configuration made small, and the settings that were switched off because the library refuses them."""
 
     config: PreTrainedConfig
     conditions: list[str] = field(default_factory=list)
@@ -97,7 +97,7 @@ def tiny_config(model_type: str, variant: Variant) -> TinyConfig:
         variant: How small.
 
     Raises:
-        Exception: whatever the family's configuration raises when it cannot be made without arguments.
+        Exception: the family's configuration cannot be made without arguments; the type is its own.
     """
     config = COMPOSED[model_type]() if model_type in COMPOSED else CONFIG_MAPPING[model_type]()
     tiny = TinyConfig(config)
@@ -154,7 +154,7 @@ def build(
 
 
 def _for_class(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrainedConfig:
-    """Of a configuration with parts the one that the class is made from: the text model alone, for one."""
+    """The part of a configuration that the class is made from, such as the text model's."""
     wanted = getattr(cls, "config_class", None)
     if wanted is None or isinstance(config, wanted):
         return config
@@ -169,7 +169,7 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _switch_off(config: PreTrainedConfig, conditions: list[str]) -> None:
-    """Set every probability of something random to zero; note what the library asks for by name."""
+    """Set the probability of everything random to zero; note the settings that the library refuses by name."""
     for name, value in list(vars(config).items()):
         asked_for = name in _DROPPED_LAYERS or name in _RETURNED_FROM_ALL
         if asked_for and value:
@@ -204,7 +204,7 @@ def _shrink(config: PreTrainedConfig, variant: Variant, tokens: dict[int, int]) 
 
 
 def _fill_gaps(config: PreTrainedConfig) -> None:
-    """What a default configuration leaves open though the model cannot be built without it, and no cache."""
+    """Set values that the model needs and the default configuration lacks. Caches of keys and values are off."""
     layers = getattr(config, "num_hidden_layers", None)
     heads = getattr(config, "num_attention_heads", None)
     width = getattr(config, "hidden_size", None)

@@ -38,7 +38,7 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Candidate:
-    """One class of transformers, with the model type whose configuration builds it."""
+    """One class of transformers, with the model type of its configuration."""
 
     name: str
     model_type: str
@@ -100,7 +100,7 @@ def examine(candidate: Candidate) -> Finding:
 
 
 def _running_model(candidate: Candidate, finding: Finding) -> Running:
-    """The first variant whose whole model runs forwards and backwards, and twice the same."""
+    """The first variant with a whole model that runs forwards and backwards, twice with the same results."""
     cls = getattr(transformers, candidate.name)
     errors: list[Exception] = []
     for variant in VARIANTS:
@@ -114,7 +114,7 @@ def _running_model(candidate: Candidate, finding: Finding) -> Running:
                     errors.append(error)
                 break
     if errors:
-        raise errors[:2][-1]  # the second variant's, in which gaps are filled
+        raise errors[:2][-1]  # the second variant's; gaps are filled there
     raise MemoryError("no variant of it is small enough, or its values are not finite")
 
 
@@ -139,7 +139,7 @@ def _try_variant(
 
 
 def _with_noise(batch: dict[str, Any]) -> dict[str, Any]:
-    """Random images and sounds in place of black and silent ones, which batch normalisation divides by almost nothing.
+    """Random images and sounds in place of black and silent ones: batch normalisation would divide by almost zero.
 
     Masks of ones stay as they are.
     """
@@ -213,7 +213,7 @@ def cut_step(stack: LayerStack, bounds: Sequence[int], batch: dict[str, Any], ab
 
 
 def step_when_cut(stack: LayerStack, cut: int, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """`cut_step` in two, with NaN for what is absent; with zeros, as in a pipeline, where the model looks for NaN."""
+    """`cut_step` in two parts. Absent parameters are NaN, or zero, as in a pipeline, if the model looks for NaN."""
     bounds = (0, cut, stack.num_units)
     stack.runner.install()
     try:
@@ -247,7 +247,7 @@ def _as_received(stack: LayerStack, boundary: int, carry: Carry, absent: float) 
 
 
 def difference_of(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = TOLERANCE) -> str:
-    """The first tensor in which two steps differ, with the difference; empty where none does."""
+    """The first tensor that differs between two steps, with the difference; empty if all are equal."""
     zero = torch.zeros(())
     largest = max((float(t.abs().max()) for t in a.values() if t.is_floating_point() and t.numel()), default=0.0)
     for name in [*a, *(name for name in b if name not in a)]:
@@ -264,7 +264,7 @@ def difference_of(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float =
 
 
 def _differs_in_double_precision(stack: LayerStack, cut: int, batch: dict[str, Any]) -> str:
-    """`difference_of` of the steps in float64, in which rounding that a model amplifies stays below the tolerance."""
+    """`difference_of` of the steps in float64: rounding, also amplified by a model, stays below the tolerance."""
     model = stack.model.double()
     in_double = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
     try:

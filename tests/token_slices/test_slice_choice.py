@@ -51,7 +51,7 @@ SIZES = points_to_measure(4, TOKENS)
 
 
 class FakeClock:
-    """Slices take a time for each token, by a clock that nothing else moves; with noise, every other size more."""
+    """A clock that only slices move: a fixed time for each token; with noise, every other size takes longer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds_of_round: float, noise: float = 0.0) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""The dynamic program against brute force, what its times are, and the fit to what was measured."""
+"""The dynamic program against brute force, the meaning of its times, and the fit to measured times."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_gradient_checkpointing_keeps_the_states(
         updates.clear()
         assert_same_step(step_in_slices(model, batch_for(padding), lengths), wanted)
         assert len(updates) == 2 * LAYERS * len(lengths)  # each slice was computed again
-    # without a cache, to which layers that are computed again would append twice
+    # without a cache: layers that are computed again would append to it twice
     assert_same_step(step_in_slices(model, batch_for("none"), (TOKENS,)), expected["none"])
     with_flags = {n: m.__dict__.get("gradient_checkpointing") for n, m in model.named_modules()}
     with running_slices(model, batch_for("none")):
@@ -107,7 +107,7 @@ def test_checkpointed_layers_whose_keys_have_no_gradient_see_earlier_tokens(upda
 
 
 def test_a_mask_of_the_users_in_place_of_a_sliding_window() -> None:
-    """It shows all earlier tokens, of which the window would drop some."""
+    """The mask shows all earlier tokens; the window would drop some."""
     model = build("mistral")
     batch = {**batch_for("none"), "attention_mask": torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool).tril()}
     assert_same_step(step_in_slices(model, batch, (30, 7)), step(model, batch))

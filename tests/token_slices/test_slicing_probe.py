@@ -38,7 +38,7 @@ def study(model: nn.Module, batch: dict[str, torch.Tensor], loss: Any = None) ->
 
 
 def sum_over_tokens(model: nn.Module) -> Any:
-    """A loss whose parts add up, of any model and without a shift: slices that differ in it are the model's fault."""
+    """A loss for any model, without a shift. Its parts add up: a difference between slices is the model's fault."""
 
     def loss(part: dict[str, Any]) -> torch.Tensor:
         inputs = {key: value for key, value in part.items() if key not in ("labels", "shift_labels")}
@@ -154,7 +154,7 @@ def test_a_small_gradient_that_is_lost_is_refused_in_mixed_precision_too() -> No
 
 
 def test_positions_by_padding_refuse_rows_that_are_padded_before_a_slice() -> None:
-    """The sample has no padding, so that only the trial with padding shows it."""
+    """The sample has no padding: only the trial with padding finds the difference."""
     config = RobertaConfig(
         **SMALL,
         is_decoder=True,

@@ -70,7 +70,7 @@ def test_a_training_in_slices_is_that_of_one_process(world: int, stages: int, op
 
 # ------------------------------------------------------------------------------------------ "auto"
 def with_known_latency() -> None:
-    """Slices take a time for each token and nothing else: the shortest ones are the best."""
+    """Slices take a fixed time for each token, without a time for each call: the shortest slices are the best."""
 
     def measure(_stage: Any, _whole: Any, batch: dict[str, torch.Tensor], *_: Any) -> list[Any]:
         return [

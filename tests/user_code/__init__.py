@@ -1,1 +1,1 @@
-"""Is training exact or refused, whatever the user's code does? `runner.py` says how the cases are run."""
+"""Is training exact or refused, for many kinds of users' code? `runner.py` tells how the cases are run."""

@@ -1,11 +1,11 @@
-"""What the cases are made of: tiny models and data, layouts, and the registry of cases.
+"""The kit of the cases: tiny models and data, layouts, and the registry of cases.
 
     @case("loss", layouts=("K2", "DP2"))
     def focal_loss() -> Job:
         '''A focal loss that is a mean over rows.'''
         return Job(trainer=FocalLoss)
 
-A case is a function that returns a `Job`: what a user would pass to a Trainer. It is called in each process anew.
+A case is a function that returns a `Job`: a user's arguments of a Trainer. It is called in each process anew.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Layout:
         stages: K.
         accumulation: Micro-steps for each optimizer step.
         frozen: Optimizer step -> number of frozen layers; the reference freezes the same layers at the same steps.
-        frozen_at_epochs: Likewise by epochs.
+        frozen_at_epochs: Epoch -> number of frozen layers.
         options: Of `PipeTransformerTrainingArguments`, besides.
     """
 
@@ -68,7 +68,7 @@ class Layout:
         return self.frozen is not None or self.frozen_at_epochs is not None
 
     def pipeline_options(self) -> dict[str, Any]:
-        """Arguments of the pipeline; those of a plain Trainer are the case's."""
+        """Arguments of the pipeline. The case has the arguments of a plain Trainer."""
         options: dict[str, Any] = {"pipeline_parallel_size": self.stages, "activation_cache": "off"}
         if self.stages > 1:
             options["num_microbatches"] = 2
@@ -112,13 +112,13 @@ in each stage."""
 
 @dataclass
 class Job:
-    """What a user passes to a Trainer; None stands for the tiny default.
+    """A user's arguments of a Trainer; None stands for the tiny default.
 
     Attributes:
         trainer: A mixin with the user's overrides.
         options: Of the training arguments.
         drive: In place of `trainer.train()`.
-        observe: What else must be equal when training has ended.
+        observe: Returns further values that must be equal when training has ended.
     """
 
     model: nn.Module | None = None
@@ -325,5 +325,5 @@ class OwnLoss:
 
 
 def own_loss(function: Callable[..., Tensor], **attributes: Any) -> type:
-    """A mixin whose `loss_of(self, model, inputs, logits, labels)` is the given function."""
+    """A mixin with the given function as `loss_of(self, model, inputs, logits, labels)`."""
     return type("OwnLossTrainer", (OwnLoss,), {"loss_of": function, **attributes})

@@ -44,7 +44,7 @@ END = "<!-- What follows is not made by the command. -->"
 
 
 def _gist(message: str) -> str:
-    """Of an error of the library: what is wrong, without its type, the model's name and the remedy."""
+    """The fault in an error of the library, without the error's type, the model's name and the remedy."""
     text = " ".join(message.split()).partition(": ")[2]
     text = text.partition(" cannot be trained as a pipeline: ")[2] or text
     return text if len(text) <= 130 else text[:130].rpartition(" ")[0] + " …"
@@ -85,7 +85,7 @@ def table_of(findings: Sequence[Finding]) -> str:
 
 
 def write_page(page: Path, findings: Sequence[Finding]) -> None:
-    """Replace what the command has made of a page; what stands behind it stays."""
+    """Replace the part of a page that the command has written; the text behind it stays."""
     before = page.read_text() if page.is_file() else ""
     page.write_text(table_of(findings) + before.partition(f"{END}\n")[2])
 

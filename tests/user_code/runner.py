@@ -1,4 +1,4 @@
-"""Is training exact or refused, whatever the user's code does? Many pieces of it, each against one process.
+"""Is training exact or refused? Many pieces of users' code, each against one process.
 
     python -m tests.user_code                                # all cases, on two processes of this machine
     python -m tests.user_code --only ema "l2" --verbose      # cases with these words in their names
@@ -10,14 +10,14 @@ one batch: the reference. Verdicts:
 
     equal                the losses logged, the final weights and buffers, and the loss of the finished model agree
     refused              all processes raised a ValueError of the library before the first optimizer step
-    stopped              likewise, in a later step
+    stopped              all processes raised such a ValueError in a later step
     as DDP               rows that belong together, with K = 1: each process has a loss of its own rows, with a warning
     SILENTLY DIFFERENT   the training ended, with other numbers
     crash                another error, or not on all processes
     hang                 a process had not ended after `--deadline` seconds
     no reference         the stock Trainer itself fails: the case is wrong
 
-The ranks of a case are those of `tests/distributed.py`.
+`tests/distributed.py` starts the ranks of a case.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def common_options() -> dict[str, Any]:
         "report_to": [],
         "disable_tqdm": True,
         "optim": "adamw_torch",
-        "adam_epsilon": 1e-4,  # a gradient that is nothing but rounding moves nothing
+        "adam_epsilon": 1e-4,  # a gradient that is mere rounding moves no weight
         "seed": 42,
     }
 
@@ -165,7 +165,7 @@ class _Warnings(logging.Handler):
 
 
 def _loss_of_finished(trainer: Any) -> Any:
-    """The loss of the finished model on the first samples: whatever is stale in it shows here."""
+    """The loss of the finished model on the first samples: stale weights or buffers show here."""
     model, data = trainer.model, trainer.train_dataset
     try:
         batch = trainer.data_collator([data[i] for i in range(GLOBAL_BATCH)])
@@ -181,7 +181,7 @@ def _loss_of_finished(trainer: Any) -> Any:
 
 
 class _Failed(Exception):
-    """Carries the outcome of a rank that failed, so that the others are not waited for."""
+    """Carries the outcome of a rank that failed: the launch ends without waiting for the others."""
 
 
 def train(rank: int, world_size: int, entry: Entry, folder: str, is_reference: bool) -> Outcome:

@@ -63,7 +63,7 @@ def judge(case: Case, layout: Layout, reference: Outcome, ranks: Sequence[Outcom
     for outcome in ranks:
         # the watchdog of one that was not yet as far ends it, with the error of the other
         told = [o.error.partition(": ")[2][:60] for o in ranks if o.is_refusal and o.steps == 0]
-        # one that was ended by the watchdog, or that raised what it was told, says the same sentence
+        # a process that the watchdog has ended, or that raised a received error, has the same sentence
         outcome.is_refusal |= any(text in (outcome.trace if outcome.error == DIED else outcome.error) for text in told)
     failures = [outcome for outcome in ranks if outcome.error]
     # what fails because a peer is gone comes last
@@ -118,7 +118,7 @@ def _compare(finding: Finding, reference: Outcome, ranks: Sequence[Outcome], sla
                 problems.append(f"{name} differs by {weight:.1e} on rank {rank}")
         pairs = {"finished loss": (outcome.finished, reference.finished)}
         pairs |= {name: (outcome.observed.get(name), value) for name, value in reference.observed.items()}
-        if rank and finding.layout.startswith("K2"):  # what a loss leaves on the trainer is on rank 0
+        if rank and finding.layout.startswith("K2"):  # attributes that a loss sets on the trainer are on rank 0
             pairs = {}
         problems += [f"{n}: {_short(a)} in place of {_short(b)}" for n, (a, b) in pairs.items() if not _same(a, b)]
     finding.verdict = "SILENTLY DIFFERENT" if problems else "equal"

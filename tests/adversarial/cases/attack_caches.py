@@ -1,7 +1,7 @@
-"""Frozen parts whose outputs are read, and changes to them by means that are easy to overlook.
+"""Frozen parts with cached outputs, and changes to them by means that are easy to overlook.
 
-The backbone is declared (`cached_modules`): what its code reads is under watch. With K = 2 the frozen parts are the
-lowest layers of a BERT.
+The backbone is declared (`cached_modules`): the values that its code reads are watched. With K = 2 the frozen parts
+are the lowest layers of a BERT.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MIDDLE = (6,)
 SMALLER = 0.3
 
 # ---------------------------------------------------------------------------------------------------------
-# What the code of a frozen backbone reads
+# Values that the code of a frozen backbone reads
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -82,7 +82,7 @@ def scaled(x: Tensor, by: float = 1.0) -> Tensor:
 
 
 class Reading(Backbone):
-    """Its output is multiplied by settings of many kinds, all of which are 1."""
+    """The output is multiplied by settings of many kinds. All are 1 at first."""
 
     factor = 1.0
 
@@ -210,7 +210,7 @@ def flag_from_second_epoch() -> Script:
 
 @case("K1")
 def flag_in_every_second_step() -> Script:
-    """Likewise, in every second step: the outputs with and without it are stored."""
+    """A boolean argument of the backbone in every second step: outputs with and without it are stored."""
     return flagged(lambda step: step % 2 == 1)
 
 

@@ -1,4 +1,4 @@
-"""Frozen parts of models as people's scripts have them, whose outputs are stored and read."""
+"""Frozen parts of models, as people's scripts have them. Their outputs are stored and read."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def whisper_encoder_frozen() -> Script:
 
 @case("K1")
 def captioner_with_frozen_vit() -> Script:
-    """A VisionEncoderDecoderModel whose encoder is frozen."""
+    """A VisionEncoderDecoderModel with a frozen encoder."""
     sizes = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_positions": 32}
     decoder = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2)
     config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(vit_config(), decoder)
@@ -231,7 +231,7 @@ def clip_with_both_towers_locked() -> Script:
 
 
 class Fusion(nn.Module):
-    """A frozen ViT and a frozen BERT, whose features are joined; the ViT's are those of the layer before the last."""
+    """The features of a frozen ViT (from the layer before the last) and of a frozen BERT are joined."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class Fusion(nn.Module):
 
 @case("K1", "R2")
 def vision_and_text_features() -> Script:
-    """Two frozen towers in a user's model; one is asked for its hidden states."""
+    """Two frozen towers in a user's model; one returns its hidden states."""
     return Script(model=Fusion(), data=Images(words=True), collator=stack, observe=reads)
 
 
@@ -300,7 +300,7 @@ def feature_maps_of_a_backbone() -> Script:
 
 @case("K1")
 def images_of_several_sizes() -> Script:
-    """A frozen ViT with interpolated positions, on images whose size changes from batch to batch."""
+    """A frozen ViT with interpolated positions; the size of the images changes from batch to batch."""
 
     class Sized(nn.Module):
         def __init__(self) -> None:
@@ -369,7 +369,7 @@ def batch_norm_follows_the_batches() -> Script:
 
 @case("K1", "R2")
 def batch_norm_in_evaluation() -> Script:
-    """`train()` is overridden, so that batch normalisation stays in evaluation mode."""
+    """An overridden `train()` keeps batch normalisation in evaluation mode."""
     return of_images(ImageClassifier(Convolutions(stays_in_evaluation=True)), observe=reads)
 
 
@@ -396,7 +396,7 @@ def batch_norm_recalibrated() -> Script:
 
 
 class EightBits(nn.Module):
-    """A linear layer whose weights are eight-bit buffers with a scale for each row."""
+    """A linear layer with eight-bit weights in a buffer, and a scale for each row."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -504,7 +504,7 @@ def lora_on_upper_layers() -> Script:
 
 @case("K1")
 def lora_on_upper_layers_with_dropout() -> Script:
-    """Likewise, with dropout in the adapters."""
+    """Dropout in the adapters: the lower layers, which have no adapter, are read."""
     return Script(model=lora(lora_dropout=0.2), data=ragged(), observe=reads)
 
 
@@ -543,7 +543,7 @@ def reference_by_disabled_adapters() -> Script:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What is done with the frozen part's outputs
+# Uses of the frozen part's outputs
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -587,7 +587,7 @@ def metric_reads_padding() -> Script:
 
 
 class Teacher(nn.Module):
-    """A small student, and a frozen teacher whose hidden states and attentions it imitates, padding included."""
+    """A small student imitates a frozen teacher's hidden states and attentions, padding included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -610,7 +610,7 @@ class Teacher(nn.Module):
 
 @case("K1")
 def teacher_with_attentions() -> Script:
-    """Distillation of hidden states and attentions, whose loss is over padding as well."""
+    """Distillation of hidden states and attentions; the loss includes padding."""
     return Script(model=Teacher(), data=ragged(), options={"num_train_epochs": 4})
 
 
@@ -650,7 +650,7 @@ def features_recorded_by_hooks() -> Script:
 
 @case("K1")
 def features_recorded_from_third_epoch() -> Script:
-    """Likewise; the hooks are registered when the third epoch begins."""
+    """Hooks that record features of a frozen BERT for the loss are registered when the third epoch begins."""
     features: list[float] = []
 
     def record(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -707,7 +707,7 @@ def siamese_pairs() -> Script:
 
 @case("K1")
 def dropout_in_the_head() -> Script:
-    """A frozen BERT without dropout, and a head with several dropouts whose logits are averaged."""
+    """A frozen BERT without dropout; the head averages the logits of several dropouts."""
 
     class Several(OnBert):
         def forward(
@@ -890,7 +890,7 @@ def copy_as_moving_average() -> Script:
 
 @case("K1")
 def saved_whole_in_each_epoch() -> Script:
-    """`torch.save(model)` in each epoch, in the middle of it; what is loaded computes the same."""
+    """`torch.save(model)` in the middle of each epoch; the loaded copy computes the same."""
     outputs: list[Tensor] = []
 
     def save(each: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -968,7 +968,7 @@ def again(
 
 @case("K1")
 def folds_share_a_folder() -> Script:
-    """A second fold of the data, with a new head, reads what the first one has stored."""
+    """A second fold of the data, with a new head, reads the outputs that the first one has stored."""
 
     def new_head(model: Any) -> Any:
         torch.manual_seed(21)
@@ -1037,7 +1037,7 @@ def edited_epsilon_over_a_folder() -> Script:
 
 
 class Silent(Backbone):
-    """A backbone in which some words count for nothing."""
+    """A backbone that ignores some words."""
 
     words: tuple[int, ...] = (6,)
 
@@ -1069,7 +1069,7 @@ def edited_for_few_samples_over_a_folder() -> Script:
 
 @case("K1")
 def code_edited_for_few_samples_over_a_folder() -> Script:
-    """Likewise, by a method that is replaced on the backbone."""
+    """The second training leaves out one more word, by a method that is replaced on the backbone."""
 
     def edit(model: Any) -> Any:
         backbone, class_forward = model.backbone, Backbone.forward
@@ -1209,7 +1209,7 @@ def accumulated_with_workers() -> Script:
 
 @case("K1")
 def checkpointing_of_gradients() -> Script:
-    """Gradient checkpointing on a BERT whose lower layers are frozen."""
+    """Gradient checkpointing on a BERT with frozen lower layers."""
     model = bert()
     model.bert.embeddings.requires_grad_(False)
     for layer in model.bert.encoder.layer[:2]:

@@ -153,7 +153,7 @@ class WithHidden(Network):
 
 @case("K2", "K3", expect="exact")
 def teacher_of_the_layers() -> Script:
-    """TinyBERT: the outputs of all layers follow those of the teacher."""
+    """TinyBERT: the outputs of all layers follow the teacher's."""
 
     def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
         outputs = model(**inputs)
@@ -171,7 +171,7 @@ def teacher_of_the_layers() -> Script:
 
 @case("K2", "K3", "K2R2")
 def last_hidden_state() -> Script:
-    """`output_hidden_states=True`, of which the last one is read."""
+    """The loss reads the last of the hidden states (`output_hidden_states=True`)."""
 
     def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
         outputs = model(**inputs, output_hidden_states=True)
@@ -265,7 +265,7 @@ class Preferences:
 
 
 def logged(*names: str) -> Any:
-    """Observes what has been logged under these names."""
+    """Observes the values logged under these names."""
     return lambda trainer: {n: [float(e[n]) for e in trainer.state.log_history if n in e] for n in names}
 
 
@@ -309,13 +309,13 @@ def adapted(model: Any) -> Any:
 
 @case("K2", "K3", "K2R2", slack=3.0)
 def dpo_without_adapters() -> Script:
-    """DPO with `disable_adapter`, whose reference is called as `self.model`."""
+    """DPO with `disable_adapter`; the loss calls the reference as `self.model`."""
     return preferences(WithoutReference, adapted(llama()))
 
 
 @case("K2", slack=3.0)
 def dpo_with_checkpointing() -> Script:
-    """Likewise, with gradient checkpointing and accumulation."""
+    """DPO with `disable_adapter`, gradient checkpointing and accumulation; the reference is `self.model`."""
     options = {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
@@ -458,7 +458,7 @@ def loss_module_with_a_scale() -> Script:
 
 
 class Uncertain(Network):
-    """Two tasks, whose weights are parameters that only the loss reads."""
+    """The weights of two tasks are parameters that only the loss reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -556,7 +556,7 @@ class Reversal(torch.autograd.Function):
 
 @case("K2", "K3", "K2R2")
 def reversed_gradient_by_progress() -> Script:
-    """DANN: a discriminator behind a gradient reversal whose factor grows with `state.max_steps`."""
+    """DANN: a discriminator behind a gradient reversal; its factor follows from `state.max_steps`."""
     model: Any = Angular()
     model.domain = nn.Linear(WIDTH, 2)
 
@@ -667,7 +667,7 @@ class TwoHeads(Network):
 
 @case("K2", "K3")
 def task_of_the_batch() -> Script:
-    """Multi-task training: a word in the batch chooses the head, so that the other one has no gradient."""
+    """Multi-task training: a word in the batch chooses the head, and the other head has no gradient."""
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         batch: dict[str, Any] = dict(pad(rows))
@@ -696,7 +696,7 @@ def words_in_one_row() -> Script:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What the loss changes in the trainer's loop
+# Changes by the loss to the trainer's loop
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -773,7 +773,7 @@ def batches_skipped_before_the_call() -> Script:
 
 @case("K2", "K3", expect="exact")
 def batches_skipped_after_the_call() -> Script:
-    """Likewise, after the model has been called."""
+    """`training_step` catches an error of the loss, after the model has been called, and skips the batch."""
     return with_loss(trainer=type("Late", (Skips,), {"early": False}))
 
 
@@ -931,7 +931,7 @@ class LayerwiseRates:
 
 @case("K2", "K3", "K2R2")
 def rates_by_layers() -> Script:
-    """Layer-wise decay of the rate, in groups that replace those of `super().create_optimizer()`."""
+    """Layer-wise decay of the rate, in groups that replace the ones of `super().create_optimizer()`."""
     return with_loss(trainer=own_loss(plain_loss, LayerwiseRates), options=ADAMW)
 
 
@@ -1191,7 +1191,7 @@ class SampledByLoss:
 
 @case("K2", "K3", expect="exact", because="losses")
 def sampler_follows_losses() -> Script:
-    """A sampler that orders the next epoch by what the loss has kept of each sample."""
+    """A sampler orders the next epoch by the values that the loss has kept for each sample."""
     data = samples(24)
     for index, row in enumerate(data.rows):
         row["index"] = torch.tensor(index)

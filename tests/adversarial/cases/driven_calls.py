@@ -1,4 +1,4 @@
-"""A loss of the user's over several stages: how often, on which tensors and in which way it calls the model."""
+"""A loss of the user's over several stages: number, inputs and form of its calls of the model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def many_calls_or_none() -> Script:
 
 @case("K3")
 def many_calls_or_none_on_three_stages() -> Script:
-    """Likewise, on three stages."""
+    """From no call of the model to five in a step, on three stages."""
     return calls_by_step(6)
 
 
@@ -172,7 +172,7 @@ def gradient_of_the_head() -> Script:
 
 @case("K2")
 def loss_of_the_last_step() -> Script:
-    """The loss adds that of the last step."""
+    """The loss adds the last step's loss."""
 
     def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
         outputs = model(**inputs)
@@ -464,7 +464,7 @@ def prompt_first() -> Script:
 
 @case("K2")
 def prompt_of_two_first() -> Script:
-    """Likewise, with a prompt of two rows."""
+    """A prompt of two rows is the first keyword."""
     return with_prompt(lambda model, prompt, inputs: model(prompt=prompt, **inputs), length=2)
 
 

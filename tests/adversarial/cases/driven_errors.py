@@ -29,13 +29,13 @@ def failing(attempt: Any, catch: type[Exception] = Exception, **fields: Any) -> 
 
 @case("K2")
 def catches_error_of_the_loss_in_the_model() -> Script:
-    """A call with too few labels, whose error is caught."""
+    """The loss catches the error of a call with too few labels."""
     return failing(lambda model, inputs: model(input_ids=inputs["input_ids"], labels=inputs["labels"][:3]))
 
 
 @case("K2")
 def catches_wrong_keyword() -> Script:
-    """A call with a keyword that the model does not have, whose error is caught."""
+    """The loss catches the error of a call with an unknown keyword."""
     return failing(lambda model, inputs: model(nonsense=1, **inputs), TypeError)
 
 
@@ -47,7 +47,7 @@ def catches_bad_index() -> Script:
 
 @case("K3")
 def catches_bad_index_on_three_stages() -> Script:
-    """Likewise on three stages: the one in the middle passes the error on."""
+    """A call with words out of range on three stages: the middle stage passes the error on."""
     return failing(lambda model, inputs: model(**{**inputs, "input_ids": inputs["input_ids"] + 1000}), batch=6)
 
 
@@ -63,7 +63,7 @@ class Failing(Layer):
 
 
 def with_a_failing_layer(index: int) -> Script:
-    """One layer fails on the last sample in the loss's first two calls, whose errors are caught."""
+    """A layer fails on the last sample in the loss's first two calls; the loss catches both errors."""
     model: Any = Network(layer=Failing)
     model.layers[index].is_told = True
 

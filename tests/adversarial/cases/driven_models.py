@@ -263,13 +263,13 @@ def terms_of_layers() -> Script:
 
 @case("K2", expect="exact", because="term")
 def terms_of_layers_that_begin_as_none() -> Script:
-    """Likewise; layers that have not run yet have None."""
+    """The loss adds a term that each layer has left in an attribute; it is None until the layer has run."""
     return with_loss(sum_of_terms, Network(layer=LeavesTermLater))
 
 
 @case("K2", expect="exact", because="layers.0")
 def outputs_of_layers_by_hooks() -> Script:
-    """Hooks collect each layer's output, from which the loss takes a term."""
+    """Hooks collect each layer's output; the loss takes a term from them."""
     taken: list[Tensor] = []
 
     def wire(trainer: Any) -> None:
@@ -607,7 +607,7 @@ def hook_that_stays() -> Script:
 
 
 def with_adapters(loss: Any) -> Script:
-    """A model with two adapters, the second of which is a reference."""
+    """A model with two adapters; the second one is a reference."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
@@ -708,7 +708,7 @@ def terms_in_lists() -> Script:
 
 @case("K3", expect="exact", because="latest")
 def terms_in_dictionaries() -> Script:
-    """Each layer leaves a dictionary; three stages, of which the loss reads the middle one's."""
+    """Each layer leaves a dictionary; the loss reads the middle one of three stages'."""
     return reading_terms(lambda model: model.layers[1].latest["term"], batch=6)
 
 

@@ -43,7 +43,7 @@ def counting(act: Any, **fields: Any) -> Script:
 
 @case("K2", expect="exact", because="runs")
 def callback_sets_rate() -> Script:
-    """A callback lowers the learning rate by what the loss has counted."""
+    """A callback lowers the learning rate by the loss's counter."""
 
     def act(runs: int, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         for group in optimizer.param_groups:
@@ -54,7 +54,7 @@ def callback_sets_rate() -> Script:
 
 @case("K2", expect="exact", because="runs")
 def callback_freezes() -> Script:
-    """A callback freezes a layer by what the loss has counted."""
+    """A callback freezes a layer by the loss's counter."""
 
     def act(runs: int, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if runs == 3:
@@ -65,7 +65,7 @@ def callback_freezes() -> Script:
 
 @case("K2", expect="exact", because="should_training_stop")
 def callback_stops() -> Script:
-    """A callback ends the training by what the loss has counted."""
+    """A callback ends the training by the loss's counter."""
 
     def act(runs: int, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop |= runs >= 3
@@ -75,7 +75,7 @@ def callback_stops() -> Script:
 
 @case("K2", expect="exact", because="evaluate()")
 def callback_evaluates() -> Script:
-    """A callback asks for an evaluation by what the loss has counted."""
+    """A callback asks for an evaluation by the loss's counter."""
 
     def act(runs: int, state: Any, control: Any, **_: Any) -> None:
         control.should_evaluate |= runs == 3
@@ -85,7 +85,7 @@ def callback_evaluates() -> Script:
 
 @case("K2", expect="exact", because="should_save")
 def callback_saves() -> Script:
-    """A callback asks for a checkpoint by what the loss has counted."""
+    """A callback asks for a checkpoint by the loss's counter."""
 
     def act(runs: int, state: Any, control: Any, **_: Any) -> None:
         control.should_save |= runs == 3
@@ -137,7 +137,7 @@ def set_rate(optimizer: Any, rate: float) -> None:
 
 @case("K2", "K2R2")
 def rate_by_step_of_the_loss() -> Script:
-    """The loss binds a rate, a list and a dictionary anew, from which a callback takes the learning rate."""
+    """The loss binds a rate, a list and a dictionary anew; a callback takes the learning rate from them."""
 
     def change(trainer: Any, loss: Tensor) -> None:
         trainer.rate = 0.05 / (1 + trainer.state.global_step)
@@ -221,7 +221,7 @@ def rate_by_a_tensor() -> Script:
 
 @case("K2", expect="exact", because="latest")
 def rate_by_a_tensor_in_place() -> Script:
-    """Likewise, in place; all processes have made the tensor."""
+    """The loss keeps a running average in place, in a tensor that all processes have made."""
 
     def change(trainer: Any, loss: Tensor) -> None:
         trainer.latest.mul_(0.9).add_(0.1 * loss)
@@ -234,7 +234,7 @@ def rate_by_a_tensor_in_place() -> Script:
 
 @case("K2", expect="exact", because="parts")
 def rate_by_a_list_of_tensors() -> Script:
-    """The loss appends its value to a list, of which a callback takes the mean."""
+    """The loss appends its value to a list; a callback takes the mean."""
 
     class Collects:
         parts: Any = ()
@@ -267,7 +267,7 @@ def list_in_place() -> Script:
 
 @case("K2", expect="exact", because="parts")
 def long_list_in_place() -> Script:
-    """A list with more than a hundred numbers, to which the loss appends."""
+    """The loss appends to a list with more than a hundred numbers."""
 
     def wire(trainer: Any) -> None:
         trainer.parts = [1.0] * 200
@@ -387,7 +387,7 @@ def clips_by_accelerator() -> Script:
 
 @case("K2", expect="exact", because="grad")
 def reads_total_norm() -> Script:
-    """`get_total_norm` of all gradients, of which nothing is made."""
+    """A callback computes `get_total_norm` of all gradients, and does not use it."""
 
     def read(trainer: Any, model: Any, optimizer: Any) -> None:
         torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
@@ -549,7 +549,7 @@ def evaluations() -> Script:
 
 @case("K2")
 def evaluations_with_micro_steps() -> Script:
-    """Likewise, with two accumulated micro-steps."""
+    """An evaluation after every other step, with two accumulated micro-steps."""
     options = {**EVALUATED, "gradient_accumulation_steps": 2}
     return with_loss(batch=4, options=options, keywords={"eval_dataset": samples(16, seed=4)})
 

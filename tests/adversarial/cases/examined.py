@@ -45,7 +45,7 @@ def ragged(loss: Loss = plain_loss, model: nn.Module | None = None, epochs: int 
 
 
 def weighted(weight: Any, wire: Any, is_late: bool = False, **fields: Any) -> Script:
-    """The loss is multiplied by `weight(trainer, inputs)`, which is asked before or after the call of the model."""
+    """The loss is multiplied by `weight(trainer, inputs)`, computed before or after the call of the model."""
 
     def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
         factor = None if is_late else weight(trainer, inputs)
@@ -73,7 +73,7 @@ def second_iterator() -> Script:
 
 @case("K1", "K2")
 def second_iterator_after_the_call() -> Script:
-    """Likewise, after the model has been called."""
+    """The loss takes a weight from an iterator of its own, after the model has been called."""
     return weighted(lambda trainer, inputs: next(trainer.weights), begin_weights, is_late=True)
 
 
@@ -253,7 +253,7 @@ def momentum_encoder() -> Script:
 
 @case("K1")
 def momentum_encoder_that_hardly_moves() -> Script:
-    """Likewise, by less than rounding can show."""
+    """A frozen encoder follows the trained one, by less than rounding can show."""
     return momentum_contrast(0.9999999)
 
 

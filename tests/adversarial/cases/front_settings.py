@@ -1,4 +1,4 @@
-"""A frozen backbone whose stored outputs are read, and whose buffers, settings, code and hooks the user changes."""
+"""A frozen backbone's stored outputs are read, and the user changes its buffers, settings, code and hooks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def attribute() -> Script:
 
 @case("K1")
 def attribute_private() -> Script:
-    """A number on the module whose name begins with an underscore."""
+    """A number on the module; its name begins with an underscore."""
 
     def change(backbone: Any, step: int) -> None:
         backbone._scale = 0.3
@@ -80,7 +80,7 @@ def attribute_private() -> Script:
 
 @case("K1")
 def attribute_private_in_warm_up() -> Script:
-    """Likewise: a warm-up of one step, before all samples are stored."""
+    """A number with an underscore changes after a warm-up of one step, before all samples are stored."""
 
     def change(backbone: Any, step: int) -> None:
         backbone._scale = 0.1 if step == 0 else 1.0
@@ -140,7 +140,7 @@ def global_value() -> Script:
 
 @case("K1")
 def mode() -> Script:
-    """The backbone is put into evaluation mode, in which it computes something else."""
+    """The backbone is put into evaluation mode, and computes something else in it."""
 
     class ByMode(Backbone):
         def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -155,7 +155,7 @@ def mode() -> Script:
 
 
 def halve_forward(model: Any, step: int) -> None:
-    """Replace the backbone's forward by one that calls that of its class."""
+    """Replace the backbone's forward by a function that calls the class's forward."""
     backbone = model.backbone
     backbone.forward = lambda input_ids, attention_mask=None: type(backbone).forward(backbone, input_ids) * 0.5
 
@@ -195,7 +195,7 @@ def forward_of_backbone_patched() -> Script:
 
 @case("K1")
 def forward_of_backbone_patched_then_evaluation() -> Script:
-    """Likewise, with an evaluation in each epoch."""
+    """The forward of the backbone is replaced, with an evaluation in each epoch."""
     return changed(halve_forward, options=EVALUATED, keywords={"eval_dataset": samples(8, seed=9)})
 
 
@@ -293,7 +293,7 @@ def hooks_with_state() -> Script:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What the code of a module reads
+# Values that the code of a module reads
 # ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""A frozen backbone whose stored outputs are read, and whose weights the user changes on the way."""
+"""A frozen backbone's stored outputs are read, and the user changes its weights during the training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def data_row() -> Script:
 
 @case("K1")
 def data_row_at_start_of_epoch() -> Script:
-    """Likewise, in the first step of the second epoch."""
+    """Rows of the embedding are changed through `.data` in the first step of the second epoch."""
 
     def change(model: Any, step: int) -> None:
         model.backbone.embedding.weight.data[5:12] += 1.0

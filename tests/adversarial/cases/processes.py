@@ -69,7 +69,7 @@ def in_batch_negatives(
     Args:
         number: Returns the number of processes.
         gather: Returns the rows of all processes.
-        by_offset: Add a term whose labels begin at the process's first row.
+        by_offset: Add a term with labels that begin at the process's first row.
     """
 
     def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
@@ -340,7 +340,7 @@ def with_log(log: Any, loss: Any = None, *names: str, **fields: Any) -> Script:
 
 
 def take_mean(trainer: Any) -> float:
-    """The mean of what was collected, which is emptied."""
+    """The mean of the collected values; they are deleted."""
     parts, trainer.parts = trainer.parts, []
     return sum(parts) / len(parts)
 
@@ -359,13 +359,13 @@ def mean_in_log() -> Script:
 
 @case("K2")
 def mean_in_log_of_a_declared_loss() -> Script:
-    """Likewise; the loss is declared to be a mean, and has parts for each micro-batch."""
+    """The mean of the losses of two steps; the loss is declared a mean, and has parts for each micro-batch."""
     return with_log(log_mean, product={"loss_reduction": "mean"})
 
 
 @case("K2")
 def mean_in_log_of_evaluations() -> Script:
-    """Likewise, of training and evaluation, also outside of the training."""
+    """The mean of losses in training and evaluation, also outside of the training."""
 
     def drive(trainer: Any) -> None:
         trainer.evaluate()
@@ -378,7 +378,7 @@ def mean_in_log_of_evaluations() -> Script:
 
 @case("K2")
 def mean_in_every_log() -> Script:
-    """Each call of `log` takes the mean, whatever is logged; the last one adds a part."""
+    """Every call of `log` takes the mean; the last one adds a part."""
 
     def log(trainer: Any, logs: dict[str, Any], stock: Any) -> None:
         if "train_runtime" in logs:
@@ -566,13 +566,13 @@ def two_calls_outside_interleaved() -> Script:
 
 @case("K2")
 def two_calls_outside_zbv() -> Script:
-    """Likewise, ZBV."""
+    """`evaluate()` before and after the training with a loss of two calls, ZBV."""
     return evaluated_outside(product={"pipeline_schedule": "zbv"})
 
 
 @case("K2R2")
 def two_calls_outside_with_replicas() -> Script:
-    """Likewise, interleaved, with replicas; evaluations only, as the replicas' losses are averaged."""
+    """`evaluate()` with a loss of two calls, interleaved, with replicas; no training, as replicas average losses."""
 
     def drive(trainer: Any) -> list[float]:
         return [trainer.evaluate()["eval_loss"], trainer.evaluate(samples(32))["eval_loss"]]
@@ -582,7 +582,7 @@ def two_calls_outside_with_replicas() -> Script:
 
 @case("K2")
 def declared_outside_interleaved() -> Script:
-    """`evaluate()` outside of a training whose loss is declared to be a mean, interleaved stages."""
+    """`evaluate()` outside of a training, with a loss that is declared to be a mean, interleaved stages."""
     return evaluated_outside(plain_loss, product={**INTERLEAVED, "loss_reduction": "mean"})
 
 

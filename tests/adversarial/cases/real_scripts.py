@@ -44,7 +44,7 @@ def predictions(model: nn.Module) -> list[float]:
 
 
 class Copies(TrainerCallback):
-    """Makes a copy of the model, and collects what the copy and the model predict.
+    """Makes a copy of the model, and collects the predictions of the copy and of the model.
 
     Attributes:
         seen: The predictions.
@@ -97,7 +97,7 @@ def average_of_weights() -> Script:
 
 @case("K1")
 def deep_copy_in_each_epoch() -> Script:
-    """A deep copy at the end of each epoch, the last of which predicts after the training."""
+    """A deep copy at the end of each epoch; the last copy predicts after the training."""
 
     class CopiesInEachEpoch(Copies):
         def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Losses that are never run before the first step: what the model is called on must be found elsewhere."""
+"""Losses are never run before the first step: the inputs of the model must be found elsewhere."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def pairs_in_a_list() -> Script:
 
 
 class WithDummies(Network):
-    """Says on what it may be called."""
+    """Has `dummy_inputs`."""
 
     @property
     def dummy_inputs(self) -> Inputs:
@@ -102,7 +102,7 @@ class WithDummies(Network):
 
 
 def of_words(model: nn.Module, **fields: Any) -> Script:
-    """The batch has lists of words, of which the loss makes tensors."""
+    """The batch has lists of words; the loss makes tensors of them."""
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -120,24 +120,24 @@ def of_words(model: nn.Module, **fields: Any) -> Script:
 
 @case("K1", "K2")
 def words_and_dummy_inputs() -> Script:
-    """Nothing of the batch is an input of the model, which has `dummy_inputs`."""
+    """The batch has no input of the model; the model has `dummy_inputs`."""
     return of_words(WithDummies())
 
 
 @case("K1", "K2")
 def words_and_a_configuration() -> Script:
-    """Nothing of the batch is an input of the model, whose configuration says what it takes."""
+    """The batch has no input of the model; the model's configuration tells its inputs."""
     return of_words(bert())
 
 
 @case("K2", expect="refused", because="dummy_inputs")
 def words_alone() -> Script:
-    """Nothing of the batch is an input of the model, and nothing says what is."""
+    """The batch has no input of the model, and the model has neither `dummy_inputs` nor a configuration."""
     return of_words(Network())
 
 
 class TakesAnything(nn.Module):
-    """A wrapper whose forward names no input."""
+    """A wrapper; its forward takes `**inputs`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def with_weight(rows: list[dict[str, Any]]) -> Inputs:
 
 @case("K1", "K2", "R2")
 def wrapper_that_takes_anything() -> Script:
-    """The inputs' names are those of the model inside; the loss keeps weights for itself, and is declared a mean."""
+    """The model inside names the inputs; the loss keeps weights for itself, and is declared a mean."""
     return with_loss(without_weight, TakesAnything(), collator=with_weight, product=MEAN)
 
 

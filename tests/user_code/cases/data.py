@@ -99,7 +99,7 @@ def strings_in_the_batch() -> Job:
 
 
 class EightFeatures(Classifier):
-    """Adds a bias for each of eight features of the batch, whatever the number of rows."""
+    """Adds a bias for each of eight features of the batch, for any number of rows."""
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, labels: Any = None, bias: Any = None

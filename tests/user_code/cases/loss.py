@@ -17,7 +17,7 @@ def _sum(self: Any, model: Any, inputs: Any, logits: Tensor, labels: Tensor) -> 
 
 @case("loss", layouts=("K2", "DP2", "K2 acc2", "one acc2"))
 def sum_over_rows_without_division() -> Job:
-    """`reduction="sum"`, whatever the number of rows."""
+    """`reduction="sum"`, not divided by the number of rows."""
     return Job(trainer=own_loss(_sum))
 
 

@@ -96,7 +96,7 @@ def training_step_without_super() -> Job:
 
 
 class Strict(nn.Module):
-    """Takes what it needs, and nothing else."""
+    """The forward accepts only the inputs that it needs."""
 
     def __init__(self) -> None:
         super().__init__()
