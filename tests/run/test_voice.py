@@ -88,6 +88,25 @@ def test_one_line_at_the_start_at_each_change_and_at_the_end(tmp_path: Path) -> 
     assert str(tmp_path) not in card
 
 
+def with_frozen_layers(rank: int, world_size: int, folder: str) -> list[str]:
+    """The lines of a training in two stages with layers that the user has frozen."""
+    logging.getLogger("hf_pipetransformer").setLevel(logging.NOTSET)
+    transformers_logging.add_handler(handler := Lines())
+    run = Run(epochs=4, samples=32, accumulation=1).with_options(log_level="info", activation_cache="on")
+    model = run.build_model()
+    for part in (model.bert.embeddings, *model.bert.encoder.layer[:2]):
+        part.requires_grad_(False)
+    pipeline_trainer(run, 2, folder, model=model).train()
+    transformers_logging.remove_handler(handler)
+    return [text for _, text in handler.lines]
+
+
+def test_the_last_line_counts_the_users_frozen_layers_that_several_stages_read(tmp_path: Path) -> None:
+    lines, _ = run_ranks(with_frozen_layers, 2, str(tmp_path))
+    # 2 of 4 layers in 3 of 4 epochs
+    assert "were read, which skipped 38% of the layers' forward passes. Report:" in lines[-1]
+
+
 WARNED: dict[str, dict[str, Any]] = {
     r"will freeze no layer.*every freeze_steps=500 steps, of 16\.": {
         "freeze_policy": "alpha",

@@ -382,6 +382,9 @@ class RunLog(RunPart):
 
     def _what_was_read(self) -> str:
         """Return a clause on the forward passes skipped by reading outputs of the user's frozen modules."""
+        skipped = self._forward_skipped / max(self._passes, 1)
+        if not self._rows_read and skipped:  # several stages: the cache of frozen layers has read them
+            return f"outputs of frozen layers were read, which skipped {skipped:.0%} of the layers' forward passes"
         if not self._rows_read and self._read_for_loss:
             return "outputs of frozen modules that the loss calls were read from the cache"
         if not self._rows_read:
@@ -389,7 +392,7 @@ class RunLog(RunPart):
         rows = max(self.recorder.total.rows, 1)
         return (
             f"outputs of frozen modules were read for {self._rows_read / rows:.0%} of the samples, which skipped"
-            f" {self._forward_skipped / max(self._passes, 1):.0%} of the forward passes"
+            f" {skipped:.0%} of the forward passes"
         )
 
     def _warn_of_nothing_frozen(self, what: str) -> None:
