@@ -54,8 +54,8 @@ def hint_about_cpu() -> str:
     if started is None or (started != "True" and torch.accelerator.is_available()):
         return ""
     return (
-        " On CPU, `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start only one process, regardless of"
-        " --num_processes; use `distributed_type: MULTI_GPU` with `use_cpu=True`, or torchrun."
+        " On a CPU, plain `accelerate launch`, `accelerate launch --cpu` and `distributed_type: MULTI_CPU` start one"
+        " process, regardless of --num_processes. Use torchrun, or a config file with `distributed_type: MULTI_GPU`."
     )
 
 
