@@ -3,11 +3,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/activation_store.py --out results.json
 
-Each run begins with an empty folder and puts all samples, a batch at a time, then gets all of them in random order, to
-where a batch is put together, as in training. All of it happens in the page cache: what is compared is the stores' own
-work, not the disk's. They do not all do the same work:
+Each run begins with an empty folder and puts all samples, a batch at a time, then gets all of them in random order,
+into a batch, as in training. All of it happens in the page cache: the stores' own work is compared, not the disk's.
+They do not all do the same work:
 
-    memmap              an array in which each sample's place is known in advance: the least that a store can do
+    memmap              an array with a known place for each sample: the least that a store can do
     FileStore           finds its samples; computes a checksum at each put, and verifies it at each get
     LMDB                finds its samples; does not wait for the disk (`sync=False`), as the others do not
     LMDB, checksums     the same with FileStore's checksums, computed and verified outside of it
@@ -42,7 +42,7 @@ BASELINE = "memmap"
 
 
 class Store(Protocol):
-    """What is timed. A sample is `[row_bytes]` of uint8."""
+    """A store to time. A sample is `[row_bytes]` of uint8."""
 
     def put(self, keys: list[bytes], rows: list[np.ndarray]) -> None: ...
 

@@ -4,14 +4,13 @@
     python benchmarks/cached_step.py --processes 2 --out results.json
 
 For each f, in each turn: f layers computed, DDP, f layers cached, the other layers alone. A run with frozen layers has
-four epochs and K = 1: in the first nothing is frozen, in the second the cache is filled, then it is read:
+four epochs and K = 1. The first one trains all layers, the second one fills the cache, the others read it:
 
-    ddp        the median step of the second epoch, as what it is compared with has been running for two
+    ddp        the median step of the second epoch, as the other runs have trained for two epochs as well
     uncached   of the epoch that fills the cache elsewhere, and of the next one
     cached     of the epoch that fills the cache, and of the later ones, which read it
-    alone      DDP with a model that has only the layers that are not frozen, behind frozen embeddings: the least that
-               a step takes whose frozen layers cost nothing. What a cached step takes beyond that is the cost of the
-               cache and of this library.
+    alone      DDP with a model that has only the trained layers, behind frozen embeddings: a step with free frozen
+               layers. The cache and this library cost the rest of a cached step.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TARGETS = {"f=2 cached": ">= 1.9", "f=4 cached": ">= 3.6", "f=5 cached": ">= 7.0
 
 
 def upper_layers(name: str | None, frozen: int) -> nn.Module:
-    """A model with `frozen` layers fewer, whose embeddings are not trained."""
+    """A model with `frozen` layers fewer, and frozen embeddings."""
     config = copy.deepcopy(harness.load_config(name))
     config.num_hidden_layers -= frozen
     model = harness.make_model(name, config)

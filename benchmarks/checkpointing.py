@@ -122,7 +122,7 @@ def seconds_to_first_step(train: Callable[[], Any], clock: SaveClock) -> float:
 
 
 def slowest(seconds: list[float]) -> list[float]:
-    """Of all processes, each measurement of the one that took longest. Collective over all processes."""
+    """The longest time of any process, for each measurement. Collective over all processes."""
     return [max(values) for values in zip(*harness.everyone(seconds), strict=True)]
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What it costs that a loss drives the pipeline, beside the same loss by parts and beside DDP.
+"""The cost of a loss that drives the pipeline, beside the same loss by parts and beside DDP.
 
     python benchmarks/driven_loss.py --processes 2 --out results.json
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The first run on a new GPU: is what the CPU's tests show true there as well, and how fast is it?
+"""The first run on a new GPU: do the results of the CPU's tests hold there as well, and how fast is it?
 
     python benchmarks/first_contact.py --out first_contact.json
     python benchmarks/first_contact.py --use_cpu --steps parity cache     # some of the steps; a tiny model on the CPU
@@ -15,10 +15,10 @@ It needs one device and at most eight minutes, no launcher, no data set and no h
     cache         a third and two thirds of the layers frozen: time and peak memory of a step that fills the cache,
                   reads it, or computes the frozen layers; what "auto" decides
     overflow      fp16's loss scaler, where the gradients of one step overflow
-    two_stages    K = 2, with nothing frozen, with the whole first stage frozen, and with a loss of the user's, which
+    two_stages    K = 2, without frozen layers, with the whole first stage frozen, and with a loss of the user's, which
                   drives the pipeline: losses as of one process, and less memory for each stage. On one device over
-                  gloo, by copies in the host's memory, as NCCL refuses two processes on one device: its times then
-                  mean nothing
+                  gloo, by copies in the host's memory, as NCCL refuses two processes on one device: its times are
+                  then useless
     epochs        three epochs of the stock Trainer, and of this library with freezing and the cache
 
 Each step runs in a process of its own, within its share of the time that is left; a step that fails does not stop the
@@ -63,14 +63,14 @@ BYTES_FOR_LARGE = 14 * 2**30
 WARM_UP = 3  # first steps of each epoch that are not measured
 LEAST_SECONDS = 5.0  # a step for which less is left is not started: imports take as long
 SECONDS_TO_END = 10.0  # for a launcher and its ranks, when the time of a step is over
-LARGEST_DIFFERENCE = 1e-3  # of a pipeline's losses from those of one process, relative, in fp32
+LARGEST_DIFFERENCE = 1e-3  # between the losses of a pipeline and of one process, relative, in fp32
 SYNCHRONISING = "called a synchronizing CUDA operation"  # what torch says of each
 HOST_COPIES = Path(__file__).parents[1] / "tests" / "accelerator"
 WHOSE = ("stock", "ours")
 Found = dict[str, Any]
 
 
-# A training, and what is measured meanwhile
+# A training and its measurements
 def device_of(options: argparse.Namespace) -> torch.device:
     is_cpu = options.use_cpu or not torch.accelerator.is_available()
     return torch.device("cpu") if is_cpu else torch.device(str(torch.accelerator.current_accelerator()), 0)
@@ -160,7 +160,7 @@ def train(
     watched: Found | None = None,
     **arguments: Any,
 ) -> Found:
-    """Train once, by this library or the stock Trainer, and return what was measured. Collective over all processes.
+    """Train once, by this library or the stock Trainer, and return the figures. Collective over all processes.
 
     Args:
         options: of the command line.
@@ -286,7 +286,7 @@ def cache(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
 
 
 def overflowing(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`compute_loss` whose fourth value is still finite, but its gradients are not."""
+    """A `compute_loss` with a finite fourth value that has infinite gradients."""
     loss = super(Watched, self).compute_loss(*args, **kwargs)  # type: ignore[misc]
     return loss * 1e38 if self.count == 4 else loss
 
@@ -296,7 +296,7 @@ def overflow(options: argparse.Namespace) -> tuple[Found, dict[str, bool]]:
         return {"about": "fp16 has a loss scaler on accelerators only"}, {}
     runs = [train(options, kind, "fp16", watched={"compute_loss": overflowing}) for kind in (False, True)]
     figures = {"stock": runs[0]["scale"], "ours": runs[1]["scale"], "losses": [run["losses"] for run in runs]}
-    later = difference(runs[1]["losses"][4:], runs[0]["losses"][4:])  # that of the step itself may be infinite
+    later = difference(runs[1]["losses"][4:], runs[0]["losses"][4:])  # the loss of the step itself may be infinite
     return figures, {"scale_as_in_stock": runs[0]["scale"] == runs[1]["scale"], "losses": later < LARGEST_DIFFERENCE}
 
 
@@ -366,7 +366,7 @@ NAMES = {step.__name__: step for step in STEPS}
 def supervise(command: list[str], record: Path, limit_seconds: float, environment: dict[str, str]) -> Found:
     """Run a step in a process group of its own, and end the group when the step or its time ends.
 
-    A launcher's ranks are in groups of their own: it ends them when it is asked to end.
+    A launcher's ranks are in groups of their own: the launcher ends them at its own end.
     """
     log, began, exit_code = record.with_suffix(".log"), time.monotonic(), None
     with log.open("wb") as stream:

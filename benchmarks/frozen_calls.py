@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""What is gained where the loss calls a frozen module: the stock Trainer beside ours, with two names changed.
+"""The gain for a loss that calls a frozen module: the stock Trainer beside ours, with two names changed.
 
     OMP_NUM_THREADS=1 python benchmarks/frozen_calls.py [--out results.json] [names ...]
 
-Students of 2 layers, teachers of 8, a DPO policy of 2 layers whose reference has 2, one process, fp32, three epochs.
-CPU milliseconds of a step of each epoch, of the first epoch of a second training that reads what the first has stored,
-the stored bytes of a sample, and the largest difference of a final weight from the stock Trainer's. The cases "runs"
-are those in which nothing can be read: what they cost beside the stock Trainer.
+Students of 2 layers, teachers of 8, a DPO policy and reference of 2 layers each, one process, fp32, three epochs.
+CPU milliseconds of a step of each epoch, of the first epoch of a second training that reads the first one's outputs,
+the stored bytes of a sample, and the largest difference of a final weight from the stock Trainer's. In the cases
+"runs" no output can be read: they show the overhead beside the stock Trainer.
 """
 
 from __future__ import annotations

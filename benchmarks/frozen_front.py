@@ -1,13 +1,13 @@
-"""What is gained where something is frozen already: the stock Trainer beside ours, with two names changed.
+"""The gain for a model with a frozen part: the stock Trainer beside ours, with two names changed.
 
     OMP_NUM_THREADS=1 python benchmarks/frozen_front.py [--out results.json] [--overhead] [names ...]
 
-Tiny models whose frozen part computes most of a step (8 layers, 256 wide), one process, fp32. For each: the largest
+Tiny models with a frozen part that takes most of a step (8 layers, 256 wide), one process, fp32. For each: the largest
 difference of a final weight from the stock Trainer's, and the CPU milliseconds of a step of the first epoch and of
 the later ones: of the stock Trainer, of ours, and of the part that trains alone (frozen modules return the same each
 time).
 
---overhead: where there is nothing to gain; the fastest epoch, as a busy machine only makes epochs longer.
+--overhead: cases without a gain; the fastest epoch, as a busy machine only makes epochs longer.
 """
 
 from __future__ import annotations
@@ -187,9 +187,9 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
 
 
 def keep_first_output(module: nn.Module) -> None:
-    """Have a module return what it has returned the first time, unless its inputs come from something that is trained.
+    """Have a module return its first output in all calls, unless its inputs come from a trained module.
 
-    wav2vec2's output requires gradients even where nothing is trained: the model sets the flag in training mode.
+    wav2vec2's output requires gradients even if the whole module is frozen: the model sets the flag in training mode.
     """
     forward, kept = module.forward, []
 

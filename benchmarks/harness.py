@@ -1,14 +1,14 @@
 """What all benchmarks have in common: arguments, processes, turns, ratios, the table and the JSON file.
 
 A benchmark declares cases, each a function that measures once and returns figures. All cases run in turns in the same
-processes, so that whatever else the machine does hits all of them alike:
+processes, so other programs on the machine disturb all of them alike:
 
     turn 1    Trainer, DDP   K = 1   K = 2
     turn 2    Trainer, DDP   K = 1   K = 2
 
-What is compared is the ratio *within* a turn, then the median over the turns. A ratio is put in parentheses, and left
-out of the median, where other programs took more than `--max_others` cores during one of its two runs (if that
-happened in every turn, all count, and the median says little).
+Ratios are taken *within* a turn, then the median over the turns. A ratio is put in parentheses, and left out of the
+median, if other programs took more than `--max_others` cores during one of its two runs (if that happened in every
+turn, all count, and the median says little).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MINILM = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12,
 
 @dataclass(frozen=True)
 class Ratio:
-    """A column that compares a figure with that of another case in the same turn.
+    """A column that compares a figure with another case's in the same turn.
 
     Attributes:
         name: heading of the column.
@@ -117,7 +117,7 @@ def parser_of(doc: str | None, turns: int = 3, processes: int | None = None) -> 
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, rows: int = 32, tokens: int = 48) -> None:
-    """Add those of benchmarks that train a BERT on random tokens."""
+    """Add the arguments of benchmarks that train a BERT on random tokens."""
     parser.add_argument("--model", help="folder or name of a model; default: random weights in MiniLM-L6's size")
     parser.add_argument("--rows", type=int, default=rows, help="samples of the global batch")
     parser.add_argument("--tokens", type=int, default=tokens, help="tokens of each sample")
@@ -126,7 +126,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, rows: int = 32, tokens:
 def start(parser: argparse.ArgumentParser, parsed: argparse.Namespace | None = None) -> argparse.Namespace:
     """Parse the arguments, start the processes where no launcher has, and set this one up.
 
-    With several processes, the one that was started by hand only starts them, and ends with their exit code.
+    With several processes, the first process only starts them, and ends with their exit code.
 
     Args:
         parser: of `parser_of`.
@@ -178,7 +178,7 @@ def take_turns(cases: Mapping[str, Callable[[], Figures]], options: argparse.Nam
     """Measure all cases in turns. Collective over all processes.
 
     Args:
-        cases: name -> a function that measures once; what it returns counts on the main process.
+        cases: name -> a function that measures once; its figures count on the main process.
         options: of `start`.
     """
     turns: list[Turn] = []
@@ -366,7 +366,7 @@ class StepClock(TrainerCallback):
 
 
 def load_config(name: str | None) -> PreTrainedConfig:
-    """A model's configuration, or that of MiniLM's size."""
+    """A model's configuration, or one of MiniLM's size."""
     if name is not None:
         return AutoConfig.from_pretrained(name, num_labels=2)
     return AutoConfig.for_model("bert", num_labels=2, **MINILM)
@@ -390,10 +390,10 @@ def make_trainer(
     keywords: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Trainer:
-    """A Trainer with the defaults of its class, except for what would add work besides the steps.
+    """A Trainer with the defaults of its class, but without work besides the steps (logging, saving).
 
     Args:
-        model: what is trained.
+        model: the model to train.
         data: the training set.
         folder: `output_dir`.
         callbacks: of the trainer.

@@ -12,7 +12,7 @@ subtracted. The table has the process with most of it, the file all of them:
 
     own            its parameters (as many bytes as its gradients), gradients and optimizer state
     train, save    the most memory of its own (RssAnon, looked at every 5 ms) until training has ended, while saving
-    files          the most pages of files (RssFile, likewise), which processes share and the kernel can take back
+    files          the most pages of files (RssFile, every 5 ms), which processes share and the kernel can take back
     resident       the most of both together (VmHWM)
     over_target    the most memory of its own while training, less 1.2 times "own" and the checkpoint's largest file
     start_s        from the call that loads the model to the first step's end
@@ -75,7 +75,7 @@ def layers_for(size: float, dtype: torch.dtype) -> int:
 
 
 def write_checkpoint(folder: Path, config: LlamaConfig) -> None:
-    """A file for each layer, and one for the rest. Does nothing if the folder has a checkpoint."""
+    """Write a file for each layer, and one for the rest, unless the folder has a checkpoint."""
     if (folder / "model.safetensors.index.json").is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -234,7 +234,7 @@ def run(how: str, checkpoint: Path, options: argparse.Namespace, keep: Path) -> 
 
 
 def case(how: str, checkpoint: Path, options: argparse.Namespace, every_rank: dict[str, Any]) -> Figures:
-    """The figures of the process with most of each; those of all of them are added to `every_rank`."""
+    """For each figure, the largest one of all processes. The figures of all are added to `every_rank`."""
     largest_file = max(file.stat().st_size for file in weight_files(checkpoint)) / MIB
     with tempfile.TemporaryDirectory(prefix="run-") as folder:
         ranks = every_rank[how] = run(how, checkpoint, options, Path(folder))

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Are the losses of two versions of the library the same, bit by bit?
 
-    python benchmarks/loss_curves.py --processes 2 --out before.json      (with the one version)
-    python benchmarks/loss_curves.py --processes 2 --out after.json       (with the other)
+    python benchmarks/loss_curves.py --processes 2 --out before.json      (with the first version)
+    python benchmarks/loss_curves.py --processes 2 --out after.json       (with the second version)
     python benchmarks/loss_curves.py --compare before.json after.json
 
 A small BERT with dropout, 24 steps each: one stage with replicas, one pipeline of two stages, a pipeline that freezes,
@@ -42,7 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class Note(TrainerCallback):
-    """Notes what is logged, as exact text."""
+    """Notes the logged values as exact text."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []

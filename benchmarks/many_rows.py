@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""What a data set of many rows costs before the first step: memory and CPU seconds, the stock Trainer beside ours.
+"""The cost of a data set of many rows before the first step: memory and CPU seconds, the stock Trainer beside ours.
 
     OMP_NUM_THREADS=1 python benchmarks/many_rows.py [--rows 100000000] [--out results.json]
 
-Each run (in the set's order and shuffled) is a process of its own, of which it is the peak of resident memory, and the
-CPU seconds, above those of a run of 1,000 rows, until the first step has ended.
+Each run (in the set's order and shuffled) is a process of its own. Its figures are the peak of resident memory, and
+the CPU seconds, until the first step has ended, minus the figures of a run of 1,000 rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class InOrder:
 
 
 def train(kind: str, order: str, rows: int) -> None:
-    """Train one step, and print what it took."""
+    """Train one step, and print its memory and time."""
     base: type[Trainer] = PipeTransformerTrainer if kind == "ours" else Trainer
     trainer_class = type("Run", (InOrder, base) if order == "in order" else (base,), {})
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

@@ -5,7 +5,7 @@
     python benchmarks/pipeline_step.py --schedules 1f1b interleaved1f1b zbv --virtual_stages 2 3
 
 Each run has a new model and a new Trainer. A step is the time from one `on_step_end` to the next: loading, forward,
-backward, clipping and optimizer. The global batch is `--rows` x `--tokens` whatever the layout: on two processes,
+backward, clipping and optimizer. The global batch is `--rows` x `--tokens` in every layout: on two processes,
 `per_device_train_batch_size` is half of the rows; a pipeline of two stages gets all of them and cuts them into M
 micro-batches. "cpu_ms" is the CPU time of a step, summed over the processes, which other programs change little.
 
@@ -108,10 +108,10 @@ class Stopwatch(TrainerCallback):
         trainer.add_callback(self)
         watched: tuple[tuple[Any, str, str], ...] = (
             (trainer, "get_batch_samples", "data"),
-            (trainer, "training_step", "loss"),  # what is left of it: weighing, and the loss's all-reduce
+            (trainer, "training_step", "loss"),  # its remaining time: weighing, and the loss's all-reduce
             (type(trainer.model), "forward", "forward"),
             (torch.autograd, "backward", "backward"),  # with DDP's reduction, which is awaited in it
-            (PipelineScheduler, "step", "waiting"),  # what is left of it: messages to and from neighbours
+            (PipelineScheduler, "step", "waiting"),  # its remaining time: messages to and from neighbours
             (StageGradients, "complete", "waiting"),
             (trainer.accelerator, "clip_grad_norm_", "clipping"),
         )

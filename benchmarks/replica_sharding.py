@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What replicas of a stage hold, and how long a step takes, with and without `replica_sharding="optimizer"`.
+"""Memory of a stage's replicas, and time of a step, with and without `replica_sharding="optimizer"`.
 
     python benchmarks/replica_sharding.py --processes 4 --out results.json
 
@@ -8,7 +8,7 @@ Trainer's FSDP needs an accelerator.)
 
 Memory is counted at the end of a step, and gradients before the optimizer's step: MiB of the storages of the model's
 parameters, of their gradients, and of the optimizer's tensors, on the process that has most of them. "share" is the
-optimizer's over what a process has without sharding, times R: 1 if it is divided exactly.
+optimizer's over a process's without sharding, times R: 1 if it is divided exactly.
 """
 
 from __future__ import annotations

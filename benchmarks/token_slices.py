@@ -125,7 +125,7 @@ def _no_replicas(*_: Any) -> Any:
 
 
 def names_for(rows: int) -> list[tuple[str, str, int | None]]:
-    """(name, schedule, M) of the variants for a batch; the first is what the others are compared with."""
+    """(name, schedule, M) of the variants for a batch; the others are compared with the first one."""
     counts = [m for m in (1, 2, 4, 8) if m <= rows and rows % m == 0]
     whole = [(f"{schedule} M = {m}", schedule, m) for m in counts for schedule in ("gpipe", "1f1b")]
     if rows == 1:

@@ -1,24 +1,23 @@
 #!/usr/bin/env python
-"""What slicing along the tokens gains with GPT-3 on V100s, by a latency model, beside the figures of TeraPipe's paper.
+"""The gain of slicing GPT-3 along the tokens on V100s, by a latency model, beside the figures of TeraPipe's paper.
 
     python benchmarks/token_slicing_table.py --out results.json
 
-Nothing is trained: a formula says how long a stage takes with a slice, the planner of this library cuts the batch
-under it, and both steps, with and without slices, are predicted. What is compared is whether the planner slices where
-the paper does, and gains about as much. Settings and seconds: Li et al., TeraPipe, ICML 2021, tables 1 and 2
+No model is trained: a formula gives a stage's time for a slice, the planner of this library cuts the batch by it, and
+both steps, with and without slices, are predicted. The question is if the planner slices in the same settings as the
+paper, with about the same gain. Settings and seconds: Li et al., TeraPipe, ICML 2021, tables 1 and 2
 (arXiv 2102.07988); sequences of 2,048 tokens, Megatron's tensor parallelism ("op") inside of a node.
 
-One set of constants serves all settings (`V100`): data sheets, figure 3 of the paper and round estimates, nothing set
-by setting. What is assumed:
+All settings have the same constants (`V100`): data sheets, figure 3 of the paper and round estimates. Assumptions:
 
-    products      6 FLOPs for each weight and token, at the speed to which figure 3 of the paper rises
-    few tokens    take as long as those that fill the device once: tiles of 128 x 128 for each multiprocessor. For one
+    products      6 FLOPs for each weight and token, at the highest speed in figure 3 of the paper
+    few tokens    take as long as tokens that fill the device once: tiles of 128 x 128 for each multiprocessor. For one
                   layer of 1B these are 256 tokens, as in figure 3; fewer in wider layers, more with a share of one
     attention     not fused: the scores go through memory again and again
     calls         a fixed time for each layer
     "op"          4 all-reduces for each layer over NVLink
     messages      each stage hands one copy to another node, and waits for it, forward and backward; also where its
-                  neighbour is in the same node. They count with the tokens, so those of few tokens too long
+                  neighbour is in the same node. They count with the tokens, so messages of few tokens count too much
     gradients     all-reduced between nodes at the end, with and without slices, where there are replicas
     without       GPipe with micro-batches of whole rows, as many rows as are fastest. For settings 3, 5 and 10 the
                   authors' own code counts micro-batches of 1 row
@@ -58,13 +57,13 @@ CONTEXT_PASSES = 5
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU in its node; bytes are those of one direction.
+    """A GPU in its node; bytes are for one direction.
 
     Attributes:
         flops_per_second: of half-precision products at best.
         efficiency: share of it that large products reach.
         multiprocessors: each computes one tile at a time.
-        layer_seconds: calls of one layer, forward and backward, whatever their size.
+        layer_seconds: fixed time of one layer's calls, forward and backward.
     """
 
     flops_per_second: float

@@ -146,9 +146,9 @@ def squad_metrics(predictions: Sequence[str], references: Sequence[Sequence[str]
 
 
 def squad_v2_metrics(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """What SQuAD 2's official script reports: `exact` and `f1`, and both for questions with and without an answer.
+    """The metrics of SQuAD 2's official script: `exact` and `f1`, and both for questions with and without an answer.
 
-    Truths that are nothing when normalised do not count, and a question without any has the answer "".
+    Truths that are empty when normalised do not count, and a question without truths has the answer "".
     """
     exact: list[float] = []
     overlap: list[float] = []

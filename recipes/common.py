@@ -56,7 +56,7 @@ NEW_HEADS = {
     "classifier",
     "pre_classifier",
     "classification_head",
-    "pooler",  # DeBERTa's; that of BERT is a part of the pretrained model, and no child of the whole one
+    "pooler",  # DeBERTa's; BERT's pooler is a part of the pretrained model, and no child of the whole one
     "score",
     "sequence_summary",  # XLNet's
     "logits_proj",
@@ -79,7 +79,7 @@ class PartArguments:
 
 @dataclass
 class TextArguments(PartArguments):
-    """Likewise, and how it is tokenized."""
+    """How much of the data is used, and how it is tokenized."""
 
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
     overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again, ignoring earlier results."})
@@ -145,7 +145,7 @@ class ModelArguments:
 
     @property
     def hub(self) -> dict[str, Any]:
-        """What every `from_pretrained` is told."""
+        """The arguments of every `from_pretrained`."""
         return {
             "cache_dir": self.cache_dir,
             "revision": self.model_revision,
@@ -164,7 +164,7 @@ def parse_arguments(
 
 
 def parse_with(parser: HfArgumentParser, data_class: type, arguments: list[str]) -> tuple[Any, ...]:
-    """Parses command-line arguments into the parser's dataclasses, of which one is about the data.
+    """Parses command-line arguments into the parser's dataclasses; one of them is about the data.
 
     Raises:
         ValueError: naming the first argument that is unknown, and the closest known one.
@@ -179,7 +179,7 @@ def parse_with(parser: HfArgumentParser, data_class: type, arguments: list[str])
 
 
 def group_help(parser: HfArgumentParser, data_class: type, shows_all: bool) -> None:
-    """Have `--help` show the recipe's own fields, and `--help_all` those of `TrainingArguments` too; each name once.
+    """Have `--help` show the recipe's own fields, and `--help_all` also `TrainingArguments`' ones; each name once.
 
     Parsing is as before: a name may be written with dashes as well.
     """
@@ -203,7 +203,7 @@ def group_help(parser: HfArgumentParser, data_class: type, shows_all: bool) -> N
 
 
 def config_to_arguments(path: Path) -> list[str]:
-    """Turns a YAML or JSON file of `name: value` into command-line arguments, so that one parser reads both."""
+    """Turns a YAML or JSON file of `name: value` into command-line arguments: one parser reads both."""
     values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML, too
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold `name: value` pairs, but holds {type(values).__name__}.")
@@ -221,7 +221,7 @@ def check_one_source(**sources: bool) -> None:
     """Refuses none, and more than one, of the places that data can come from.
 
     Raises:
-        ValueError: naming what was given.
+        ValueError: naming the given places.
     """
     given = [name for name, is_given in sources.items() if is_given]
     if len(given) != 1:
@@ -255,8 +255,8 @@ def load_config(model_args: ModelArguments, small: Mapping[str, Any], **options:
 
     Args:
         model_args: which model.
-        small: sizes of a model made from scratch; `"model_type"` is its architecture where none is asked for. Names
-            that the architecture does not know are left out.
+        small: sizes of a model made from scratch; `"model_type"` is its architecture if `model_args` names none.
+            Names that the architecture does not know are left out.
         options: labels and the like, for either.
     """
     name = model_args.config_name or model_args.model_name_or_path
@@ -289,7 +289,7 @@ def load_model(auto_class: Any, model_args: ModelArguments, config: PretrainedCo
 
 
 def with_adapters(model: nn.Module, model_args: ModelArguments) -> nn.Module:
-    """LoRA adapters on a model; what it was pretrained with rests, a new head is trained."""
+    """LoRA adapters on a model. Its pretrained weights are frozen, a new head is trained."""
     from peft import LoraConfig, get_peft_model
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
@@ -331,7 +331,7 @@ def in_order_of(known: Names | None, names: Sequence[str]) -> Names | None:
     """A checkpoint's classes in its own order, spelled as in the data; None where it does not know all the data's.
 
     Its head has learnt its own order, which need not be the data's (roberta-large-mnli's is not), and perhaps more
-    classes than a small set has. Capital letters count only where the classes differ in nothing else.
+    classes than a small set has. Capital letters count only if they are the only difference of two classes.
 
     Args:
         known: the checkpoint's classes, if there is one.
@@ -386,7 +386,7 @@ def without_missing(splits: DatasetDict, column: str) -> DatasetDict:
 
 
 def padding_multiple(training_args: PipeTransformerTrainingArguments) -> int | None:
-    """What the length of a padded batch is a multiple of: in mixed precision 8, so that tensor cores are used."""
+    """Pad batches to a multiple of this length: 8 in mixed precision, as tensor cores need it."""
     return None if training_args.mixed_precision == "no" else 8
 
 
@@ -468,13 +468,13 @@ def layouts_of(training_args: PipeTransformerTrainingArguments) -> Sequence[Layo
         return ()
     try:
         trainings = read_trainings(Path(training_args.output_dir or "."))
-    except ValueError:  # a line of an earlier training is damaged, of which `hf-pipetransformer report` tells
+    except ValueError:  # a line of an earlier training is damaged; `hf-pipetransformer report` tells which
         return ()
     return trainings[-1].layouts if trainings else ()  # without a record something else distributes the model
 
 
 def describe_layouts(training_args: PipeTransformerTrainingArguments, layouts: Sequence[LayoutPeriod]) -> str:
-    """The layouts one after the other; without any the one asked for."""
+    """The layouts one after the other; without a record the requested layout."""
     sizes = [layout.num_stages for layout in layouts] or [training_args.pipeline_parallel_size]
     return " → ".join(describe_layout(size, training_args.world_size) for size, _ in groupby(sizes))
 

@@ -5,7 +5,7 @@ Short reviews, positive (1) or negative (0). A bag of words does not suffice, si
     clause    = "the" subject verb [negation] [intensifier] adjective
     sentence  = [opener | "critics said it is dull yet"] clause ["and" clause | "but" clause]
     score     = ± 2 (adjective), flipped by a negation, × 2 or × 0.5 by an intensifier
-    label     = sign of the sum; the clause after "but" counts three times, what others said not at all
+    label     = sign of the sum; the clause after "but" counts three times, the critics' opinion not at all
 
 The same seed always gives the same sentences. No sentence occurs twice, so none is in both train and validation.
 
@@ -54,7 +54,7 @@ SPEAKERS = ("critics", "friends", "the trailer", "the poster", "my brother", "ev
 REPORTS = ("said", "claimed", "promised", "insisted", "wrote")
 JOINS = ("and", "but")
 
-MAX_SENTENCES = 1_000_000  # far fewer than the grammar has, so that drawing without repetition stays quick
+MAX_SENTENCES = 1_000_000  # far fewer than the grammar has: drawing without repetition stays quick
 
 
 def generate_sentence(rng: random.Random) -> tuple[str, int]:

@@ -1,10 +1,10 @@
-"""A small question-answering set that is generated, not downloaded: one-line reviews and what can be asked about them.
+"""A small question-answering set that is generated, not downloaded: one-line reviews and questions about them.
 
     context     honestly critics said the plot is not very clever
     questions   who said it ?   what is it about ?   how is it ?
     answers     critics         plot                 not very clever
 
-The words are those of `generated_data.py`; the rows look as SQuAD's do. The same seed always gives the same rows, and
+The words are from `generated_data.py`; the rows look as SQuAD's do. The same seed always gives the same rows, and
 no context occurs twice. Half of the reviews name nobody who said it; with unanswerable questions, some ask for that.
 """
 

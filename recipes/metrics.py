@@ -1,6 +1,6 @@
 """The metrics of GLUE, computed here with NumPy alone, and through `evaluate` where it is reachable.
 
-Both give the same numbers under the same names, so that a run without a network can be compared with one with it.
+Both give the same numbers under the same names: runs with and without a network can be compared.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def spearman(predictions: np.ndarray, references: np.ndarray) -> float:
 
 
 def accuracy_metrics(predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
-    """What a classification task reports."""
+    """The metrics of a classification task."""
     return {"accuracy": accuracy(predictions, references)}
 
 

@@ -63,7 +63,7 @@ GENERATED_MIN_VALIDATION = 200
 
 @dataclass
 class DataTrainingArguments(TextArguments):
-    """What the model is trained and evaluated on."""
+    """The data for training and evaluation."""
 
     dataset_name: str | None = field(default=None, metadata={"help": "A set on the hub, e.g. Salesforce/wikitext."})
     dataset_config_name: str | None = field(
@@ -204,7 +204,7 @@ def tokenize(splits: DatasetDict, tokenizer: PreTrainedTokenizerBase, data_args:
 
 
 def blocks_of(rows: list[list[int]], length: int) -> list[list[int]]:
-    """Joins the rows and cuts them into blocks of `length`; what is left at the end is dropped."""
+    """Joins the rows and cuts them into blocks of `length`; a rest at the end is dropped."""
     tokens = list(chain.from_iterable(rows))
     return [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
 
@@ -221,7 +221,7 @@ def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Perplexity and accuracy over all tokens, whatever batches the rows came in."""
+    """Perplexity and accuracy over all tokens of all batches."""
     loss, tokens, hits = np.asarray(prediction.predictions, dtype=np.float64).sum(axis=0)
     return {"perplexity": float(np.exp(loss / tokens)), "accuracy": float(hits / tokens)}
 

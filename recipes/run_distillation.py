@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Distills a teacher into a smaller model for sentence classification; the teacher runs in the first epoch only.
 
-The loss is that of the labels, and the distance from the teacher's probabilities. From the second epoch on, and in
-later trainings over one `--activation_cache_dir` (a sweep over temperatures), the teacher's logits are read.
+The loss is the labels' loss and the distance from the teacher's probabilities. From the second epoch on, and in later
+trainings over one `--activation_cache_dir` (a sweep over temperatures), the teacher's logits are read.
 
-The data is that of `run_glue.py`. The teacher is a folder or a model on the hub; without one, a larger model is made
+The data is as in `run_glue.py`. The teacher is a folder or a model on the hub; without one, a larger model is made
 from scratch and trained on the labels first:
 
     python recipes/run_distillation.py --generated_data 2000 --do_train --do_eval --num_train_epochs 4 --log_level info
@@ -46,7 +46,7 @@ TEACHER_LAYERS = 12
 
 @dataclass
 class DistillationArguments(run_glue.DataTrainingArguments):
-    """What the student is trained on, and by whom it is taught."""
+    """The student's data, and its teacher."""
 
     teacher_name_or_path: str | None = field(default=None, metadata={"help": "The teacher: on the hub, or a folder."})
     teacher_epochs: float = field(
@@ -64,7 +64,7 @@ class DistillationArguments(run_glue.DataTrainingArguments):
 
 
 class DistillationTrainer(PipeTransformerTrainer):
-    """Trains a student. The teacher is an attribute, frozen and in evaluation mode: nothing else is needed.
+    """Trains a student. The teacher is an attribute, frozen and in evaluation mode; it needs no other setting.
 
     Args:
         teacher: the teacher.

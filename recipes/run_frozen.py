@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Trains what is not frozen; what is, is computed once for each sample: no freeze policy, no other argument.
+"""Trains a model with a frozen part. The frozen part runs once for each sample: no freeze policy, no other argument.
 
-`--kind` says what is frozen, as people usually freeze it:
+`--kind` chooses the frozen part, frozen in the usual way:
 
     head        a new head on a backbone (BERT)              model.base_model.requires_grad_(False)
     speech      a speech model's encoder (Whisper)           model.freeze_encoder()
@@ -54,14 +54,14 @@ KINDS = ("head", "speech", "image-text", "captioning")
 
 @dataclass
 class FrozenArguments:
-    """What is frozen, and how much random data there is."""
+    """The frozen part, and the amount of random data."""
 
-    kind: str = field(default="head", metadata={"help": "What is frozen.", "choices": list(KINDS)})
+    kind: str = field(default="head", metadata={"help": "The frozen part.", "choices": list(KINDS)})
     generated_data: int = field(default=128, metadata={"help": "Number of samples."})
 
 
 class EpochTimes(TrainerCallback):
-    """The seconds of each epoch: the first one computes what is frozen, the others read it."""
+    """The seconds of each epoch: the first one computes the frozen part, the others read it."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -84,7 +84,7 @@ GENERATED_MIN_VALIDATION = 200
 
 @dataclass
 class DataTrainingArguments(TextArguments):
-    """What the model is trained, evaluated and applied on."""
+    """The data for training, evaluation and prediction."""
 
     task_name: str | None = field(default=None, metadata={"help": f"A GLUE task: {', '.join(TASK_COLUMNS)}."})
     train_file: str | None = field(default=None, metadata={"help": "A .jsonl, .json or .csv file."})
@@ -165,8 +165,8 @@ def load_task_data(
 def own_task_data(splits: DatasetDict, known: Names | None = None) -> TaskData:
     """Finds text columns and labels in data of one's own; classes become 0 ... n-1, in the order of their values.
 
-    A numeric label with a fraction (a float column) makes it a regression. Where no split has labels (those of test
-    data are not read), they are the `known` ones, of a checkpoint.
+    A numeric label with a fraction (a float column) makes it a regression. If no split has labels (labels of test data
+    are not read), the `known` ones of a checkpoint are used.
 
     Raises:
         ValueError: a row, or all of them, has no label; a row has no text.
@@ -248,7 +248,7 @@ def find_text_columns(dataset: Dataset) -> tuple[str, ...]:
 
 
 def find_tokenizer(model_args: ModelArguments, data_args: DataTrainingArguments) -> PreTrainedTokenizerBase:
-    """Loads the model's tokenizer, or builds the one of the generated sentences."""
+    """Loads the model's tokenizer, or builds one for the generated sentences."""
     tokenizer = load_tokenizer(model_args)
     if tokenizer is not None:
         return tokenizer
@@ -292,7 +292,7 @@ def make_model(
     if not data.is_regression:
         label2id = {name: i for i, name in enumerate(data.label_names)}
         id2label = {i: name for name, i in label2id.items()}
-        # a checkpoint of another task keeps its own problem_type, unless it is told
+        # a checkpoint of another task would keep its own problem_type
         labels = {"num_labels": len(label2id), "label2id": label2id, "id2label": id2label}
         labels["problem_type"] = "single_label_classification"
     has_length = tokenizer.model_max_length < LARGE_INTEGER

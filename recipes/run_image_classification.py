@@ -6,8 +6,8 @@ The data is scikit-learn's handwritten digits (the default: 1,797 images of 8 ×
 class (`--train_dir`, `--validation_dir`).
 
 With the fixed transforms (resize and normalise) an image is the same in every epoch, so its frozen layers' output
-is kept and taken from the activation cache. With `--augment` it is another one each time: nothing is found in the
-cache, which notices that and turns itself off.
+is kept and taken from the activation cache. With `--augment` it is another one each time: the cache finds no image,
+notices that and turns itself off.
 
 All arguments can stand in one YAML or JSON file, given first; those after it on the command line win:
 
@@ -73,7 +73,7 @@ MOST_PATCHES_A_SIDE = 14
 
 @dataclass
 class DataTrainingArguments(PartArguments):
-    """What the model is trained and evaluated on; the digits of scikit-learn, if nothing is given."""
+    """The data for training and evaluation; by default the digits of scikit-learn."""
 
     dataset_name: str | None = field(default=None, metadata={"help": "A set of images on the hub."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration, if it has several."})
@@ -114,7 +114,7 @@ def load_images(
         data_args: which images.
         seed: of the images that are split off.
         cache_dir: where downloads are kept.
-        known: a checkpoint's classes: where it knows all those of the data, they keep its order.
+        known: a checkpoint's classes. If it knows all classes of the data, they keep its order.
     """
     if data_args.wants_digits:
         splits = DatasetDict(train=load_digits())
@@ -179,7 +179,7 @@ def split_off(whole: Dataset, share: float, seed: int) -> DatasetDict:
 
 
 def with_classes_of(known: Names | None, splits: DatasetDict) -> DatasetDict:
-    """The splits with the same classes: those of a checkpoint that knows them all, by name, or else the data's own.
+    """The splits with the same classes: a checkpoint's, if it knows all names, or else the data's own.
 
     Folders may lack some of each other's classes; then the data's are all of them, in the order of their names.
     """
@@ -237,7 +237,7 @@ def _first_of(kind: type, split: Dataset) -> str | None:
 
 # ---------------------------------------------------------------------------------------------------- transforms
 class Transform:
-    """Turns a batch of images into what the model reads, when it is asked for. Workers of a loader can receive it.
+    """Turns a batch of images into the model's inputs, when the batch is read. Workers of a loader can receive it.
 
     Args:
         processor: resizes and normalises, as the model was pretrained with.
@@ -300,7 +300,7 @@ def make_processor(model_args: ModelArguments, config: PretrainedConfig) -> Any:
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """The share of images whose class is right."""
+    """The share of images with the right class."""
     logits = prediction.predictions
     logits = logits[0] if isinstance(logits, tuple) else logits
     return accuracy_metrics(np.argmax(logits, axis=-1), np.asarray(prediction.label_ids))

@@ -70,7 +70,7 @@ GENERATED_MIN_VALIDATION = 200
 
 @dataclass
 class DataTrainingArguments(TextArguments):
-    """What the model is trained, evaluated and applied on."""
+    """The data for training, evaluation and prediction."""
 
     dataset_name: str | None = field(default=None, metadata={"help": "A set on the hub: squad, squad_v2, ..."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration, if it has several."})
@@ -153,7 +153,7 @@ def questions_of(prefix: str, splits: DatasetDict, data_args: DataTrainingArgume
 def check_questions(split: Dataset, name: str, data_args: DataTrainingArguments) -> Dataset:
     """Refuses columns that are missing, questions without an answer where each should have one, and ids that repeat.
 
-    Training data may repeat an id, which nothing reads there; elsewhere it is what answers are kept under.
+    Training data may repeat an id, as it is not read there; elsewhere answers are kept by id.
 
     Raises:
         ValueError: naming the split, the columns or the rows.
@@ -211,9 +211,8 @@ def make_windows(
     """Cuts each text into overlapping windows behind its question.
 
     Returns:
-        One row for each window: what the tokenizer gives; `start_positions` and `end_positions` [tokens], both 0 where
-        the window does not hold the answer; `example` (the question's row) and `offsets`, which the model does not
-        read.
+        One row for each window: the tokenizer's columns; `start_positions` and `end_positions` [tokens], both 0 if the
+        window does not hold the answer; `example` (the question's row) and `offsets`, which the model does not read.
 
     Raises:
         ValueError: the tokenizer cannot do it, or a question leaves too little of a window for its context.
@@ -350,7 +349,7 @@ class PaddingMaskedTrainer(PipeTransformerTrainer):
 
 
 def find_tokenizer(model_args: ModelArguments, data_args: DataTrainingArguments) -> PreTrainedTokenizerBase:
-    """Loads the model's tokenizer, or builds the one of the generated questions."""
+    """Loads the model's tokenizer, or builds one for the generated questions."""
     tokenizer = load_tokenizer(model_args)
     if tokenizer is not None:
         return tokenizer

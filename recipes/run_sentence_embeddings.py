@@ -55,7 +55,7 @@ class ModelArguments:
 
 @dataclass
 class DataArguments(PartArguments):
-    """What it is trained and evaluated on."""
+    """The data for training and evaluation."""
 
     train_file: str | None = field(default=None, metadata={"help": "A .jsonl, .json or .csv file of pairs."})
     validation_file: str | None = field(default=None, metadata={"help": "A .jsonl, .json or .csv file of pairs."})
@@ -124,7 +124,7 @@ def make_model(model_args: ModelArguments, training_args: TrainingArguments) -> 
 
 
 def make_evaluator(pairs: Dataset) -> TripletEvaluator:
-    """How often an anchor is nearer to its own positive than to that of the next pair."""
+    """How often an anchor is nearer to its own positive than to the next pair's."""
     negatives = [*pairs["positive"][1:], pairs["positive"][0]]
     return TripletEvaluator(list(pairs["anchor"]), list(pairs["positive"]), negatives, name="validation")
 

@@ -73,7 +73,7 @@ SMALL_MODEL = {
 
 @dataclass
 class DataTrainingArguments(TextArguments):
-    """What the model is trained and evaluated on."""
+    """The data for training and evaluation."""
 
     dataset_name: str | None = field(default=None, metadata={"help": "A set on the hub, e.g. abisee/cnn_dailymail."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration, e.g. 3.0.0."})
@@ -108,7 +108,7 @@ class DataTrainingArguments(TextArguments):
 
 # ---------------------------------------------------------------------------------------------------- data
 def generate_reviews(num_train: int, num_validation: int, seed: int = 0) -> DatasetDict:
-    """Generates reviews of two sentences, and what they say without who says it: the summary.
+    """Generates reviews of two sentences. The summary is a review's opinion without the name of its author.
 
     The same seed gives the same splits, on every rank, and no review occurs twice.
     """

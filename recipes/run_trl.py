@@ -111,7 +111,7 @@ class FewModelArguments:
 
 
 def parse(arguments: list[str]) -> tuple[ModelArguments, DataTrainingArguments, Any]:
-    """Parses `[config.yaml] [--name value ...]`; the method tells whose arguments are known."""
+    """Parses `[config.yaml] [--name value ...]`; the method decides which class of arguments is known."""
     if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
         arguments = config_to_arguments(Path(arguments[0])) + arguments[1:]
     first, _ = HfArgumentParser(DataTrainingArguments, add_help=False).parse_known_args(arguments)

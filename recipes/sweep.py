@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Runs a recipe several times, with other learning rates, seeds or whatever else, over one store of frozen layers.
+"""Runs a recipe several times, with other learning rates, seeds or other arguments, over one store of frozen layers.
 
     accelerate launch --config_file accelerate_configs/cpu_2.yaml recipes/sweep.py run_glue \
         --try learning_rate=1e-4,2e-4,4e-4 --try seed=1,2 --metric eval_accuracy --output_dir outputs/sweep \
         --task_name sst2 --model_name_or_path ... --do_train --do_eval \
         --freeze_policy schedule --freeze_schedule '{"0": 4}'
 
-Layers that are frozen from the start have the same weights in each trial, so the first trial stores what they give for
-each sample, and the others read it from their first step. Without a freeze policy it is a plain sweep. What is not an
-argument of this script is passed to the recipe; the metrics of each trial are added to `output_dir/trials.jsonl`.
+Layers that are frozen from the start have the same weights in each trial. The first trial stores their outputs, and
+the others read these from their first step. Without a freeze policy it is a plain sweep. Arguments that this script
+does not know go to the recipe; the metrics of each trial are added to `output_dir/trials.jsonl`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def trials_of(values: list[str]) -> list[dict[str, str]]:
 
 
 def _split(values: str) -> list[str]:
-    """Split at the commas that are outside of brackets, braces and double quotes, so that a value may be JSON."""
+    """Split at the commas outside of brackets, braces and double quotes: a value may be JSON."""
     found, depth, is_quoted = [""], 0, False
     for character in values:
         is_quoted ^= character == '"'
@@ -106,8 +106,8 @@ def _split(values: str) -> list[str]:
 def probe_metric(recipe: Any, arguments: list[str], options: argparse.Namespace) -> None:
     """Refuse a metric that the recipe does not give, before the first trial. Every rank must call this.
 
-    Only an evaluation shows what it gives, so the model is evaluated on a few samples before it has been trained. A
-    recipe that always trains does one step first.
+    Only an evaluation shows the recipe's metrics, so the model is evaluated on a few samples before it has been
+    trained. A recipe that always trains does one step first.
 
     Raises:
         ValueError: the recipe gives no such metric.

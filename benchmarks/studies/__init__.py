@@ -1,1 +1,1 @@
-"""Whole trainings, whose results `docs/benchmarks.md` has; `python -m benchmarks.studies.NAME` starts one."""
+"""Whole trainings. `docs/benchmarks.md` has the results; `python -m benchmarks.studies.NAME` starts one."""

@@ -8,11 +8,11 @@ bert-base      a new head on a BERT of BERT-base's size, random weights and data
 vit            a new head on a ViT-base, random weights and images of 224 x 224
 whisper-tiny   `freeze_encoder()` on a Whisper-tiny, random weights and 30 s of sound
 
-Nothing is changed in the configurations: MiniLM and BERT have dropout of 0.1, ViT and Whisper have none. Four ways:
+The configurations are unchanged: MiniLM and BERT have dropout of 0.1, ViT and Whisper have none. Four ways:
 
 stock                 `Trainer`, which runs frozen modules in training mode
 ours                  the two class names changed
-stock, eval mode      `Trainer`, with the frozen modules kept in evaluation mode (their `train` does nothing)
+stock, eval mode      `Trainer`, with the frozen modules kept in evaluation mode (by an empty `train` method)
 ours, eval mode       `eval_frozen_modules=True`
 
 One process, fp32. "difference" is the largest one of a final weight from the stock Trainer's in the same mode.

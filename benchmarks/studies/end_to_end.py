@@ -1,19 +1,19 @@
-"""Whole trainings: pipelines that freeze, shrink, multiply and cache, beside those that do not.
+"""Whole trainings: pipelines that freeze, shrink, multiply and cache, beside plain ones.
 
     python -m benchmarks.studies.end_to_end --task sst2 --model FOLDER --data FOLDER --processes 2 --out results.json
 
     a    transformers.Trainer under DDP
-    b    K stages to the end, nothing frozen
+    b    K stages to the end, all layers trained
     c    layers freeze                                             elastic=False, no cache
-    d    layers freeze, and what they give is kept                 elastic=False
+    d    layers freeze, and their outputs are cached               elastic=False
     e    layers freeze, K shrinks, freed processes become
          replicas                                                  no cache
     f    all of it
-    g    layers freeze, and what they give is kept                 K = 1 from the start
+    g    layers freeze, and their outputs are cached               K = 1 from the start
 
-All variants have the same data, seed and epochs. A turn is a seed: `--seed` and those that follow. Compared is the
-time of the epochs, without evaluation; "efficiency" is the speed-up over (a), divided by what the counted FLOPs of the
-training would allow (an active layer 3, a frozen one 1, a cached one 0 times its forward; the head always 3).
+All variants have the same data, seed and epochs. A turn is a seed: `--seed` and the next ones. Compared is the time
+of the epochs, without evaluation; "efficiency" is the speed-up over (a), divided by the speed-up in counted FLOPs (an
+active layer 3, a frozen one 1, a cached one 0 times its forward; the head always 3).
 "train_s" are the seconds of the whole `train()`.
 
 With `--from_config` weights are random, in the shape of the model's configuration: then only times say something. On
@@ -51,7 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Flops(TrainerCallback):
-    """FLOPs of a sample over all steps, and what they would be with nothing frozen."""
+    """FLOPs of a sample over all steps, with and without freezing."""
 
     trainer: Any = None
 

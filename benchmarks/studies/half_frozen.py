@@ -97,7 +97,7 @@ def intents(options: dict[str, Any], is_half: bool, path: str) -> tuple[Trainer,
 
 
 def pairs(options: dict[str, Any], is_half: bool, path: str) -> tuple[Trainer, Callable[[], float]]:
-    """A trainer, and what tells the share of held-out wordings whose partner is nearest among 200."""
+    """A trainer, and a function for the share of held-out wordings that are nearest to their partner among 200."""
 
     def drawn(requests: Requests, count: int) -> Dataset:
         both = [requests.pair() for _ in range(count)]
@@ -129,7 +129,7 @@ def pairs(options: dict[str, Any], is_half: bool, path: str) -> tuple[Trainer, C
 
 
 def measure(case: str, path: str, seeds: itertools.count[int]) -> Figures:
-    """Train and test once; times are those of `train()`, with all probes and the cache."""
+    """Train and test once. The times are of `train()`, with all probes and the cache."""
     (epochs, rate), (task, recipe) = CASES[case], case.split(", ")
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {

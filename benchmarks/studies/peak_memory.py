@@ -1,4 +1,4 @@
-"""What a process needs and how fast it trains, where memory is what lacks: five ways, at several batch sizes.
+"""Memory and speed of a process in five ways to train with little memory, at several batch sizes.
 
     OMP_NUM_THREADS=1 python -m benchmarks.studies.peak_memory --model "$MODEL" --data data/sst2 --out memory.json
 
@@ -38,7 +38,7 @@ SAMPLED_EVERY = 0.002  # seconds between two looks at the resident memory
 
 
 class Peak(threading.Thread):
-    """The largest resident memory of this process, in bytes, above what it has when this is made."""
+    """The largest resident memory of this process, in bytes, minus its memory when this object is made."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

@@ -1,17 +1,17 @@
-"""What a search gains whose trials freeze the same pretrained layers from the start and share one store.
+"""The gain of a search with trials that freeze the same pretrained layers from the start and share one store.
 
     OMP_NUM_THREADS=1 python -m benchmarks.studies.shared_prefix --model "$MODEL" --data data/sst2 --out sweep.json
 
 Trials differ in learning rate and seed (head, order of the samples). Each of the ways to train runs all of them with
 `PipeTransformerTrainer`, one process, one stage:
 
-    plain         nothing is frozen
+    plain         all layers are trained
     frozen        the first `--frozen` layers from the start; the first trial fills the store, the others read it
     lora          adapters on all layers, all else but the head frozen by PEFT: no layer is skipped
     lora-upper    adapters on the layers above the first `--frozen`, which are frozen and shared as above
 
-A turn is a trial, so a machine that gets slower meets all ways. Accuracies are of the validation set, on which the
-best trial is chosen; so is the best of every way.
+A turn is a trial, so a machine that gets slower meets all ways. Accuracies are of the validation set. It also chooses
+the best trial of every way.
 """
 
 from __future__ import annotations

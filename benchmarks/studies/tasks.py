@@ -1,4 +1,4 @@
-"""What the studies train: a model, data and a metric for each task."""
+"""The studies' tasks: a model, data and a metric for each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Task:
         train, validation: samples.
         collate: makes a batch of them.
         compute_metrics: of a validation set.
-        metric: name of the one that is reported.
+        metric: name of the reported metric.
         compute_loss: the trainer's method, where the model's own loss is not used.
         options: arguments of the training, besides those that all tasks share.
     """
@@ -77,9 +77,9 @@ SQUAD_TOKENS, SQUAD_SHARED = 192, 64
 def squad(model: str, folder: Path, samples: int, seed: int, from_config: bool = False) -> Task:
     """Questions: `train.jsonl` and `validation.jsonl` with SQuAD 1.1's columns, as `recipes/run_qa.py` trains on them.
 
-    Texts are cut into overlapping windows, padding is left out of the loss, so that what frozen layers give may be
-    cached, and the metric is SQuAD's own F1, in percent, over the words of the best answer. Questions without any, as
-    SQuAD 2.0 has them, are left out.
+    Texts are cut into overlapping windows. Padding is left out of the loss: frozen layers' outputs can then be cached.
+    The metric is SQuAD's own F1, in percent, over the words of the best answer. Questions without an answer, as SQuAD
+    2.0 has them, are left out.
     """
     sys.path.append(str(Path(__file__).parents[2] / "recipes"))
     from datasets import Dataset
@@ -174,7 +174,7 @@ def _load(cls: Any, model: str, from_config: bool, **changes: Any) -> nn.Module:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Requests: 50 intents, half of which name a second one that is not wanted; pairs of wordings of an intent and a day
+# Requests: 50 intents; half of them name a second, unwanted one. Pairs of wordings of an intent and a day
 # ---------------------------------------------------------------------------------------------------------
 ACTIONS = (
     ("cancel", "call off", "get rid of", "end", "drop"),
