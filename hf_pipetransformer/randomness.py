@@ -162,7 +162,7 @@ class _Search:
     def __init__(self, owners: tuple[Any, ...]) -> None:
         self.generators: list[Any] = []
         self._namespaces: list[_Namespace] = []
-        self._classes: set[type] = set()  # whose own references were looked at, which all their objects share
+        self._classes: set[type] = set()  # classes with references that were looked at: all their objects share these
         self._seen: dict[int, Any] = {}  # keeps the objects alive: an id may be reused once its object is freed
         self._next: deque[tuple[Any, int]] = deque((owner, 0) for owner in owners)
         while self._next and len(self._seen) < MOST_OBJECTS:

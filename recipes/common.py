@@ -127,7 +127,7 @@ class ModelArguments:
 
     lora_first_layer: int = field(
         default=0,
-        metadata={"help": "Adapters on this layer and those above it; those below may be frozen and cached."},
+        metadata={"help": "Lowest layer with an adapter; the layers below it may be frozen and cached."},
     )
 
     def __post_init__(self) -> None:

@@ -114,7 +114,7 @@ def _frozen(step: Values, computed: Values) -> tuple[str, ...]:
 
 
 def _about_teacher(teacher: Values) -> str:
-    """Return the lines on a teacher: epochs in which it is computed, or its outputs are read, and what is stored."""
+    """Return the lines on a teacher: the epochs that compute it or read its outputs, and the stored outputs."""
     epochs = teacher["epochs"]
     shown = epochs[:EPOCHS_WITH_TEACHER]
     header = ["teacher", *(f"epoch {step['epoch']}" for step in shown), counted(len(epochs), "epoch"), ""]
@@ -132,7 +132,7 @@ def _about_teacher(teacher: Values) -> str:
 
 
 def _stored_of(teacher: Values) -> Iterator[str]:
-    """Yield the line on what is stored for each sample; nothing if outputs are not read."""
+    """Yield the line on the stored outputs of each sample; no line if outputs are not read."""
     if teacher["off"] is not None:
         return
     names = [name or "the teacher" for name in teacher["stored"]]

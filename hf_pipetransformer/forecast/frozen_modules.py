@@ -2,7 +2,7 @@
 
 Modules that the user has frozen:
 
-    nothing frozen      forward and backward of all modules
+    all trained         forward and backward of all modules
     computed            frozen modules run forward only: in the stock Trainer, and in the first epoch
     read                frozen modules do not run: in the other epochs
 

@@ -1,4 +1,4 @@
-"""What a frozen teacher costs in each epoch, and what is gained by reading its outputs from the cache.
+"""The costs of a frozen teacher in each epoch, and the gain of reading its outputs from the cache.
 
     epoch 1         the teacher runs on each sample, and its output is stored
     later epochs    the output is read; the teacher does not run
@@ -45,7 +45,7 @@ class TeacherCost:
     Attributes:
         num_layers: number of calls of layers.
         forward_flops: FLOPs.
-        stored: names of the modules whose outputs are stored; "" is the teacher itself.
+        stored: names of the modules with stored outputs; "" is the teacher itself.
         output_bytes: size of the stored outputs.
         head: name of the head that is run again when the outputs are read; "" if none is.
         head_flops: its FLOPs.
@@ -66,7 +66,7 @@ class TeacherCost:
 
 @dataclass(frozen=True)
 class _Counted:
-    """What one forward of a sample has shown: FLOPs, and bytes of the logits and of what the head is given."""
+    """Findings of one forward of a sample: FLOPs, and bytes of the logits and of the head's input."""
 
     flops: float
     head_flops: float
@@ -140,7 +140,7 @@ class _Forward:
 def estimate_teacher(
     cost: TeacherCost, workload: Workload, job: Job, device: Device, epochs: Sequence[Values]
 ) -> Values:
-    """Predict the epochs with a teacher that is computed in each of them, and with one whose outputs are read.
+    """Predict the epochs with a teacher that is computed in each of them, and with a teacher's outputs that are read.
 
     Args:
         cost: the costs of the teacher.
@@ -148,10 +148,10 @@ def estimate_teacher(
         epochs: the epochs of that forecast.
 
     Returns:
-        "forward_flops" of a sample, and "flops_share" of a step in which no layer of the trained model is frozen;
-        "stored", names of the modules whose outputs are stored, and "head", the name of the one that is run again;
-        "output_bytes" and "sample_bytes" of a sample, without and with what the store adds; "node_bytes" of an epoch;
-        "limit_bytes", None if unknown, and "stored_share", the share of the samples that fit; "off", why nothing is
+        "forward_flops" of a sample, and "flops_share" of a step without frozen layers in the trained model;
+        "stored", names of the modules with stored outputs, and "head", the name of the module that is run again;
+        "output_bytes" and "sample_bytes" of a sample, without and with the store's own; "node_bytes" of an epoch;
+        "limit_bytes", None if unknown, and "stored_share", the share of the samples that fit; "off", why no output is
         read, or None; "epochs", each with the "student_seconds", the "computed_seconds" of student and teacher, and
         the "read_seconds" of both if outputs are read; "computed_seconds", "read_seconds" and "speed_up" of all.
     """

@@ -93,7 +93,7 @@ def is_plain(value: Any) -> bool:
 
 
 def own_forward(value: Any) -> Any:
-    """Return what a module's attribute `forward` is without the overrides of this package; None for its class's."""
+    """Return a module's attribute `forward` without the overrides of this package; None for its class's forward."""
     while isinstance(value, MethodOverride):
         value = value.earlier
     return None if value is ABSENT else value

@@ -70,7 +70,7 @@ class ServedCalls(StageCalls):
         self._expected = 0  # micro-batches of the current call that the stages below have yet to send
         self._first_call = 0  # number of this batch's first call
         self._below = torch.zeros((), requires_grad=True, device=stage.device)  # the parameters below, for autograd
-        self._only: str | None = None  # the module whose calls alone are served
+        self._only: str | None = None  # only this module's calls are served
         self.has_gone_back = False
         """Whether the user's code has run a backward in this batch."""
         self._row_dimensions: dict[int, tuple[int | None, ...]] | None = None

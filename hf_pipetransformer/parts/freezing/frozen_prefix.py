@@ -26,8 +26,8 @@ class FoundLayers:
 class FrozenPrefix:
     """Freezes the bottom units of a complete model that is not split into stages.
 
-    The model's runner overrides `forward` on the instances of the layer modules, so that frozen units run in eval mode
-    and build no graph, whatever mode the Trainer sets before a step. Evaluation is not affected.
+    The model's runner overrides `forward` on the instances of the layer modules: frozen units run in eval mode and
+    build no graph, in any mode that the Trainer sets before a step. Evaluation is not affected.
 
     Args:
         stack: the model's units.
@@ -50,7 +50,7 @@ class FrozenPrefix:
 
         Returns:
             The parameters that no longer require a gradient, by name. Their gradients are deleted; the caller must
-            drop their optimizer state and rebuild whatever reduces gradients.
+            drop their optimizer state and rebuild the reduction of gradients.
         """
         assert num_frozen >= self.num_frozen, "frozen layers do not thaw"
         table = self._stack.table
@@ -67,7 +67,7 @@ class FrozenPrefix:
         return parameters
 
     def begin_forward(self) -> None:
-        """Prepare for a forward of the model that was called before this object was made; later ones need nothing."""
+        """Prepare for a forward of the model that was called before this object was made. Later ones need no call."""
         self._stack.runner.begin_plain_call()
 
     def remove(self) -> None:
@@ -81,7 +81,7 @@ class FrozenPrefix:
         self._required_gradient, self._stays_in_eval = [], set()
 
     def _modules_of_prefix_alone(self, num_frozen: int, frozen: frozenset[str]) -> set[nn.Module]:
-        """Frozen layers, and modules (embeddings) all of whose parameters are frozen, without active layers inside."""
+        """Frozen layers, and fully frozen modules (embeddings) without active layers inside."""
         units = self._stack.units
         active = {module for unit in units[num_frozen:] for module in unit.module.modules()}
         layers = {unit.module for unit in units[:num_frozen]}

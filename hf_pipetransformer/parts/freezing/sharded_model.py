@@ -21,13 +21,13 @@ def find_layers_to_freeze(job: TrainingJob, dataloader: Any) -> None:
     """Tell the trainer's freeze callback the layers of a model that FSDP2 will shard. Collective over all processes.
 
     Layers are found by running them one at a time, with parameters exchanged for placeholders. A sharded model cannot
-    do that; but which parameters freeze with which layer is known by name, and names stay what they are.
+    do that; but the parameters that freeze with a layer are known by name, and names do not change.
 
-    In a second training, for which the model is sharded already, the callback has kept what it was told in the first.
+    In a second training, for which the model is sharded already, the callback has kept the layers of the first one.
 
     Args:
         job: the training job, which has such a callback.
-        dataloader: the loader of the training data, of which two samples are taken.
+        dataloader: the loader of the training data; two samples are taken from it.
 
     Raises:
         UnsupportedModelError: no layers can be found.

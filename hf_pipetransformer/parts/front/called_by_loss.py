@@ -13,10 +13,10 @@ from .finding import Reading
 
 @dataclass(frozen=True)
 class Split:
-    """A module whose layers are on several processes, of which this one runs the last and the loss.
+    """A module with layers on several processes. This process runs the last layers and the loss.
 
     Attributes:
-        undivided: name, in the holder, of the module in which these layers are. No part of it is stored by itself.
+        undivided: name, in the holder, of the module that has these layers. No part of it is stored by itself.
         elsewhere: identities of the parameters that this process does not have. Their processes watch them.
         digest: returns a digest of the weights and settings there.
     """
@@ -32,15 +32,15 @@ class Split:
 
 @dataclass(frozen=True)
 class CalledByLoss:
-    """A frozen module that the loss calls, in whose calls a front is looked for in place of the trained model's.
+    """A frozen module that the loss calls. A front is looked for in its calls, not in the trained model's.
 
     Attributes:
         holder: a module that contains it, under the name by which log lines call it.
-        opened: names of modules in the holder of which the parts are looked at, and not the module.
-        reading: what is read of what the call returns.
+        opened: names of modules in the holder. Their parts are looked at, not the modules themselves.
+        reading: the outputs of the call that are read.
         device: where it computes.
         num_entries: number of entries that an epoch stores, if it is known.
-        split: if its layers are on several processes, which.
+        split: the split of its layers over several processes, if there is one.
     """
 
     holder: nn.Module

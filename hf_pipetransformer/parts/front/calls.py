@@ -73,7 +73,7 @@ class ReturnedLeaf:
 
 @dataclass(frozen=True)
 class ReturnedObject:
-    """A cache of keys and values in the output of a module, which nothing reads: its class, and its attributes."""
+    """A cache of keys and values in the output of a module, which is never read: its class, and its attributes."""
 
     kind: type
     attributes: frozenset[str]
@@ -112,7 +112,7 @@ class HiddenObject(Unreadable):
 
 
 def returned(value: Any, rows: Rows, wide: Collection[int]) -> Any:
-    """What is known of a leaf of an output; plain values are known as they are."""
+    """The description of a leaf of an output; plain values describe themselves."""
     if isinstance(value, torch.Tensor):
         return ReturnedLeaf.of(value, rows, wide)
     return value if value is None else ReturnedObject(type(value), frozenset(dir(value)))
@@ -137,7 +137,7 @@ class Known:
     def of(
         cls, recorded: RecordedCall, name: str, rows: Rows, wide: Mapping[tuple[str, int], Collection[int]]
     ) -> Known:
-        """What is known after a call of the module.
+        """Describe a call of the module.
 
         Args:
             recorded: the call.

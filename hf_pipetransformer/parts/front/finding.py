@@ -69,7 +69,7 @@ RecordedCall = tuple[list[torch.Tensor], Others, list[Any], TreeSpec]
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read of what a module returns that the loss calls; caches of keys and values are never read.
+    """The outputs that the loss reads from a module that it calls; caches of keys and values are never read.
 
     Attributes:
         positions: which of the leaves of its output are read.
@@ -182,7 +182,7 @@ def find_front(
         device: device of the model.
         opened: as for `frozen_modules`.
         declared: names of modules with code of the user's own that may be stored.
-        reading: what is read of what the call returns; by default everything is.
+        reading: the outputs of the call that are read; by default all.
     """
     foreign = candidates(model, opened, declared)
     modules = {name: model.get_submodule(name) for name in foreign}

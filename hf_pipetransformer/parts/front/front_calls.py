@@ -414,13 +414,13 @@ class FrontCalls:
         self.drop(deletes=is_wrong or not self._job.shares_store)
 
     def _turn_off_if_never_found(self, why: str) -> None:
-        """Store nothing more if samples have been looked up in the epoch, and none was found."""
+        """Stop storing if samples have been looked up in the epoch, and none was found."""
         front = self._front
         if front is not None and self._is_decided and front.num_missed and not front.num_found:
             self._turn_off(why)
 
     def end_if_useless(self) -> None:
-        """Store nothing more if a tenth of the space is full of more samples than an epoch has, and none was found."""
+        """Stop storing if a tenth of the space is full of more samples than an epoch has, and none was found."""
         front, most = self._front, self._store.max_bytes
         if front is None or front.num_found or not self._is_decided or most is None:
             return

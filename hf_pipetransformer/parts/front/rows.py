@@ -61,7 +61,7 @@ def tokens_of(inputs: Mapping[str, Any]) -> Tokens | None:
 
 
 def is_wide(name: str, tensor: torch.Tensor, tokens: Tokens | None) -> bool:
-    """Whether an input has the columns of which some belong to each sample."""
+    """Whether an input has the batch's columns, and so some columns of each sample."""
     return tokens is not None and tokens.width > 0 and name in TOKEN_INPUTS and tensor.shape[1:2] == (tokens.width,)
 
 

@@ -16,7 +16,7 @@ def has_adapters(model: nn.Module) -> bool:
 class TrainedAdapters:
     """The trained parameters of a model, by the modules that turn them on and off.
 
-    What the flag `requires_grad` says does not matter: a loss may clear it and call the model with its adapters.
+    The flag `requires_grad` does not matter: a loss may clear it and call the model with its adapters.
 
     Args:
         model: the model, with the modules of all stages.

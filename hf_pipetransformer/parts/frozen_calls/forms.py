@@ -17,7 +17,7 @@ from ..prefix_cache.cache.origins import tensors_in
 
 
 def arguments_by_name(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a module is called on, by name; None if its forward does not name it."""
+    """The arguments of a module's call, by name; None if its forward does not name them."""
     kinds = [p.kind for p in inspect.signature(type(module).forward).parameters.values()][1:]
     if any(kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds[: len(args)]):
         return None
@@ -29,7 +29,7 @@ def form_of(module: nn.Module, inputs: Mapping[str, Any] | None) -> str | None:
 
     Args:
         module: the module.
-        inputs: what it is called on, by name.
+        inputs: the arguments of the call, by name.
     """
     if inputs is None:
         return None

@@ -88,7 +88,7 @@ def _functions_of(trainer: Trainer) -> Iterator[Any]:
 
 
 def _variables_of(function: Any) -> Iterator[tuple[str, Any]]:
-    """The closure of a function, the global variables that it names, and what it is bound to, by name."""
+    """The closure of a function, the global variables that it names, and the object that it is bound to, by name."""
     if isinstance(function, partial):
         yield from function.keywords.items()
         yield from _variables_of(function.func)

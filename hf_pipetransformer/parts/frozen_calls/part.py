@@ -55,7 +55,7 @@ class FrozenCalls(RunPart):
         self._store: FileStore | None = None
         self._roots: dict[int, FrozenRoot] = {}  # by the identity of the module
         self._surrounding: dict[int, Surrounding] = {}
-        self._named: set[int] = set()  # identities of the modules to which a name leads
+        self._named: set[int] = set()  # identities of the modules with a name in users' code
         self._trained: frozenset[int] = frozenset()
         self._of_model: frozenset[int] = frozenset()
         self._epoch, self._begun = -1, 0.0
@@ -182,9 +182,9 @@ class FrozenCalls(RunPart):
         return is_first
 
     def _forget_replaced(self) -> None:
-        """Drop modules to which no name leads any more, such as a copy of the model that is made in each epoch.
+        """Drop modules that have lost their name, such as a copy of the model that is made in each epoch.
 
-        Of others, to which no name has ever led, those that were not called in the last epoch.
+        Modules that never had a name are dropped if they were not called in the last epoch.
         """
         if not self._roots and not self._surrounding:
             return
@@ -214,7 +214,7 @@ class FrozenCalls(RunPart):
         )
 
     def _is_frozen_elsewhere(self, module: nn.Module) -> bool:
-        """Whether a module has weights, none of which is trained or belongs to the trained model."""
+        """Whether a module has weights, and no weight is trained or belongs to the trained model."""
         parameters = [id(parameter) for parameter in module.parameters()]
         return bool(parameters) and self._trained.isdisjoint(parameters) and self._of_model.isdisjoint(parameters)
 
@@ -339,13 +339,13 @@ class FrozenCalls(RunPart):
             store.remove()
 
     def _may_delete(self) -> bool:
-        """Whether no other training can read what is stored, and this process is the one that deletes it."""
+        """Whether this process may delete the stored outputs: no other training can read them."""
         return not self._job.shares_store and bool(self._job.trainer.is_local_process_zero())
 
     def _end(self, root: FrozenRoot, deletes: bool) -> None:
         for calls in root.fronts.values():
             calls.end_hint(is_given=True)
-            calls.drop(deletes)  # a process that still reads computes what it does not find
+            calls.drop(deletes)  # a process that still reads computes the deleted outputs
         root.close()
 
 
@@ -359,5 +359,5 @@ KNOWN = ("torch.nn.", "hf_pipetransformer.", "bitsandbytes.", "torchao.", "trans
 
 
 def make(run: PipelineRun) -> FrozenCalls | None:
-    """Return the part; None if what it needs is not installed."""
+    """Return the part; None if a part that it needs is not installed."""
     return FrozenCalls(run) if is_installed("front.front_calls", "prefix_cache.cache.sharing") else None

@@ -1,11 +1,11 @@
-"""A frozen module that the loss calls: which of its calls are read from the cache, and from what.
+"""A frozen module that the loss calls: which of its calls are read from the cache, and by which front.
 
     teacher(input_ids, attention_mask)         1st call of a step, computed from the batch: a front of its own
-    teacher(mixed, attention_mask)             2nd call, computed from what is trained: it runs
+    teacher(mixed, attention_mask)             2nd call, computed from trained weights: it runs
     teacher(input_ids, output_attentions=True) other arguments: another front
 
-A front is kept for each mode and each form of the arguments. The keys of its entries are digests of what the call is
-given, so a call that gets something else than before never reads what was stored.
+A front is kept for each mode and each form of the arguments. The keys of its entries are digests of the call's
+inputs, so a call with other inputs never reads the stored outputs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def holding(name: str, module: nn.Module) -> tuple[nn.Module, frozenset[str]]:
 
 @contextmanager
 def counted_as_frozen(parameters: Collection[nn.Parameter]) -> Iterator[None]:
-    """Inside, where gradients are off, weights that nothing trains require none."""
+    """Inside, where gradients are off, `parameters` require no gradient."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trainable:
         parameter.requires_grad_(False)

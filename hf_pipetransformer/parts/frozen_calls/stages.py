@@ -3,13 +3,13 @@
 The last stage runs the loss, and looks up its calls. The stages below tell it in each step, before the loss runs,
 whether their weights are those that the stored outputs were computed with:
 
-    stage below   watches its weights ── message: digest, or what has changed ─┐   serves calls, if there are some
+    stage below   watches its weights ── message: digest, or the change ───────┐   serves calls, if there are some
     last stage    waits for the messages of all stages ────────────────────────┘   loss: model(...)
                                                                                      all rows stored: no order
                                                                                      else: served, and stored
 
-Inside of the step only the loss runs code of the user's, on the last stage. It has no weights of the other stages;
-what it changes in modules is seen in the last stage's own modules, which has those of all stages.
+Inside of the step only the loss runs code of the user's, on the last stage. It has no weights of the other stages.
+Its changes of modules are seen on the last stage, which has the modules of all stages.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CallsOfLast(CallsOfStage, Protocol):
 
 
 class SplitRoot(FrozenRoot):
-    """The trained model, of which this process, the last stage, has the last layers. For arguments, see `FrozenRoot`.
+    """The trained model on the last stage, which has the last layers. For arguments, see `FrozenRoot`.
 
     Its calls are intercepted `within` the served ones only.
     """
@@ -91,7 +91,7 @@ class SplitRoot(FrozenRoot):
         return self.why_over is None and not all(calls.is_over for calls in self.fronts.values())
 
     def end(self, why: str) -> None:
-        """Store and read nothing any more; entries may be wrong, and are deleted."""
+        """Stop storing and reading; entries may be wrong, and are deleted."""
         self.why_over = why
         for calls in self.fronts.values():
             calls.end(why)
@@ -162,7 +162,7 @@ class SplitRoot(FrozenRoot):
 
 
 class Stages:
-    """What the stages of this pipeline tell the last one about their weights.
+    """The messages of this pipeline's stages to the last one about their weights.
 
     Args:
         run: the run.
@@ -236,7 +236,7 @@ class Stages:
             override.remove()
 
     def _what_changed(self, stage: StageModule, module: nn.Module) -> str | None:
-        """What has changed on this stage since outputs are stored. The first time, begin to watch."""
+        """Name the change on this stage since outputs are stored. The first time, begin to watch."""
         if self._watched is not None:
             self._watched.look_for_holders()
             return self._watched.what_changed() or self._watched.why_too_slow()

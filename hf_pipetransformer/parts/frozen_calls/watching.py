@@ -1,11 +1,11 @@
-"""Watches one of the user's own steps: which frozen modules the loss calls, on what, and what it reads of them.
+"""Watches one of the user's own steps: the frozen modules that the loss calls, their inputs, and the outputs it reads.
 
     loss(batch)     batch -> model (trained) -----------------> kl_div(student's logits, teacher's logits)
                           -> teacher, outermost and frozen --->
                              called on the batch alone          reads logits, not past_key_values
 
-Of each tensor it is noted what it was computed from (`Origins`), function by function, while the step happens. Nothing
-is run for it.
+The sources of each tensor are noted (`Origins`), function by function, while the step happens. No module or loss runs
+an additional time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 @dataclass
 class SeenCall:
-    """A call of a frozen module, the outermost one, in the watched step.
+    """An outermost call of a frozen module in the watched step.
 
     Attributes:
         module: the module; inside of DDP, the one that is wrapped.
@@ -62,7 +62,7 @@ class SeenCall:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a module is to a watched step.
+    """The role of a module in a watched step.
 
     Attributes:
         is_transparent: whether it is looked into: it has no weights, the trained model is inside of it, or it has code
@@ -86,14 +86,14 @@ class _Open:
 
 
 class LossWatch:
-    """Watches what is computed inside, in a step.
+    """Watches the computation inside, in a step.
 
     Args:
         model: the trained model.
         inputs: the batch.
         trained: identities of the parameters that are trained.
-        may_be_root: whether a module that is called now, and none of whose weights is trained in this call, may be one
-            whose output is stored.
+        may_be_root: whether the output of a module may be stored that is called now and has no weight that is trained
+            in this call.
         why_foreign: describes the code of the user's in a module, if it is not declared; empty if there is none. Such
             a module is looked into, as the loss is: it may not run more often than under the stock Trainer.
     """
@@ -184,7 +184,7 @@ class LossWatch:
         self._note(call, args, kwargs, output)
 
     def _note(self, call: _Open, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Note what the outermost call of a module with weights has returned."""
+        """Note the output of the outermost call of a module with weights."""
         module, given = call.module, tensors_in((args, kwargs))
         self._origins.note_read(given)
         is_trained = self._kind_of(module).is_trained

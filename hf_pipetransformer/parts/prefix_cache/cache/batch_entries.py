@@ -48,7 +48,7 @@ class BatchEntries(Tokens):
     """The entries of a batch, one for each sample, image or sequence.
 
     Attributes:
-        digests: their names: 16 bytes each, a hash of what the outputs depend on.
+        digests: their names: 16 bytes each, a hash of all that the outputs depend on.
     """
 
     digests: tuple[bytes, ...]

@@ -81,7 +81,7 @@ class Origins(TorchFunctionMode):
         self.decided: set[str] = set()  # origins of values that the program has read
         self.inside_of = ""  # name of the frozen module that runs
         self.leaking: set[str] = set()  # frozen modules with tensors that are read but not returned
-        self._made_inside: Any = WeakIdKeyDictionary()  # tensor -> the frozen module in which it was made
+        self._made_inside: Any = WeakIdKeyDictionary()  # tensor -> the frozen module that made it
         self._groups: Any = WeakIdKeyDictionary()  # tensor -> origins of it and all its views
         self._read: Any = WeakIdKeyDictionary()
         names = {id(parameter): name for name, parameter in (weights or {}).items()}
@@ -191,9 +191,9 @@ class Origins(TorchFunctionMode):
 
 
 def as_one_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function into which no `Origins` looks: what it returns depends on all the tensors that it is given.
+    """Return a function that `Origins` does not look into: its results depend on all tensors among its arguments.
 
-    Its inside may receive tensors from other processes, of which nothing is recorded.
+    Its inside may receive tensors from other processes; they have no recorded sources.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:

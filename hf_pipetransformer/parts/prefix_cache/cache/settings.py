@@ -151,7 +151,7 @@ def _content(cell: CellType) -> Any:
 
 
 def _bases(cls: type) -> Iterable[type]:
-    """The classes that a module's class is made of, without torch's own; of another class, those of the user's."""
+    """The base classes of a module's class, without torch's own; of another class, the user's base classes."""
     if issubclass(cls, nn.Module):
         return cls.__mro__[: cls.__mro__.index(nn.Module)]
     return filter(_is_users, cls.__mro__)

@@ -3,7 +3,7 @@
     a thread    reads into pinned memory     copies to the device, on the side stream
     main        step n is queued on the compute stream ........ step n + 1: waits for the copy, on the device
 
-Nobody waits on the host for such a copy. On the CPU there is nothing to copy.
+The host never waits for such a copy. On the CPU no copy is needed.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class WatchedWeights:
         self._may_be_lent = True
 
     def look_for_holders(self) -> None:
-        """Find tensors whose memory something else holds. No graph of autograd may be alive: it holds weights, too."""
+        """Find tensors with memory that others hold. No graph of autograd may be alive: it holds weights, too."""
         if self._may_be_lent and self._is_guarding:
             with unnoticed():
                 self._is_lent = are_lent(self._tensors)
@@ -160,7 +160,7 @@ class WatchedWeights:
         are_same = all(digest_of(tensor) == self._digests.get(id(tensor)) for tensor in touched)
         self._compared = number + 1, first or began, seconds + time.perf_counter() - began
         self._access = next((str(access) for t in touched if (access := getattr(t, "access", ""))), "")
-        if are_same:  # what was accessed may be held until holders are looked for
+        if are_same:  # accessed tensors may be held until holders are looked for
             changed = [one != other for one, other in zip(now, self._accesses, strict=True)]
             self._is_lent = [one or other for one, other in zip(self._is_lent, changed, strict=True)]
             self._accesses, self._may_be_lent = now, True
