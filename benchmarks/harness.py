@@ -56,7 +56,7 @@ from transformers import (
 from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingArguments
 
 Figures = dict[str, float]
-"""What a case has measured in one turn; units are in the names. "others" is added: cores that other programs took."""
+"""The figures of a case in one turn; units are in the names. "others" is added: cores that other programs took."""
 Turn = dict[str, Figures]
 """Name of each case -> its figures."""
 

@@ -51,7 +51,7 @@ SMALL_MODEL = {
     "head_dim": 32,
     "intermediate_size": 512,
 }
-"""What a model made from scratch looks like; `--config_overrides` changes it."""
+"""Sizes of a model made from scratch; `--config_overrides` changes them."""
 NEW_HEADS = {
     "classifier",
     "pre_classifier",
@@ -65,7 +65,7 @@ NEW_HEADS = {
 """Names of parts that a pretrained model lacks, in the classes that the recipes use."""
 USAGE = "%(prog)s [config.yaml] [--name value ...]"
 TECHNICAL = ("eval_runtime", "eval_samples", "eval_steps_per_second", "eval_model_preparation_time")
-"""How the figures of an evaluation begin that say nothing of its quality; what comes behind names the split."""
+"""Prefixes of an evaluation's figures that do not measure quality; the rest of such a name is the split's."""
 
 
 # ---------------------------------------------------------------------------------------------------- arguments

@@ -68,7 +68,7 @@ SMALL_MODEL = {
     "encoder_ffn_dim": 256,
     "decoder_ffn_dim": 256,
 }
-"""What a model made from scratch looks like; `--config_overrides` changes it."""
+"""Sizes of a model made from scratch; `--config_overrides` changes them."""
 
 
 @dataclass

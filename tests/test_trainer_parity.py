@@ -35,8 +35,8 @@ IN_SHORT = [
     ("llama-tied", 2, 2, "gpipe"),
     ("t5", 4, 2, "1f1b"),
 ]
-"""Those of `make test`: each number of stages, tied weights, two stacks of layers. Interleaved schedules are those of
-`test_virtual_stages.py`."""
+"""The cases of `make test`: each number of stages, tied weights, two stacks of layers. `test_virtual_stages.py` has
+the interleaved schedules."""
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ VARIANTS_IN_SHORT = (
     "iterable",
     "workers",
 )
-"""Those of `make test`, likewise."""
+"""The variants of `make test`."""
 OTHERS = tuple(name for name in VARIANTS if name not in VARIANTS_IN_SHORT)
 
 

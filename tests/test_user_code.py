@@ -6,7 +6,7 @@ import pytest
 from user_code import kit, runner
 
 PARTS = 2
-"""Of a group, so that several workers share it."""
+"""Parts of a group of cases: several workers share a group."""
 
 
 def check(entries):
@@ -43,7 +43,7 @@ IN_SHORT = (
     "l2 of trainable parameters",
     "counter in a closure",
 )
-"""Those of `make test`: one for each question that is asked before the first step."""
+"""The cases of `make test`: one for each question that the trainer examines before the first step."""
 
 
 @pytest.mark.timeout(300)

@@ -139,7 +139,7 @@ FOREIGN: dict[str, Callable[[dict[str, Any]], Any]] = {
     "layout is no layout": lambda s: memory(s)["layout"].update(stages=3),
     "gradients of 2 layers": lambda s: memory(s, "LayerFreezeCallback").update(observed=[[1.0, 1.0], [1, 1]]),
 }
-"""Of another training: there is nothing wrong with the file."""
+"""Changes to a file that make it another training's: the file itself is valid."""
 
 
 @pytest.mark.parametrize("field", [*DAMAGE, *FOREIGN])

@@ -116,7 +116,7 @@ class StageModule(nn.Module):
         self.loss_of: LossFunction | None = None
         """On the last stage, the loss of the step that runs; None between steps."""
         self.shortcut: Shortcut | None = None
-        """The shortcut in use, of which the `ElasticPipeline` decides."""
+        """The shortcut in use. The `ElasticPipeline` chooses it."""
         self.micro_batches: Sequence[Batch] = ()
         """The micro-batches of the pass that runs; empty between passes."""
         self.continues = False

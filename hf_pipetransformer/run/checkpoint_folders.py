@@ -40,7 +40,7 @@ STATE = "trainer_state.json"
 """The file that the stock Trainer writes last."""
 CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 TRAINERS = (STATE, MANIFEST)
-"""Files that tell a checkpoint of the Trainer, one of which is in each that was completed."""
+"""Files that mark a checkpoint of the Trainer: each completed one has at least one of them."""
 TRAINERS_OWN = re.compile(
     r"(pytorch_|adapter_)?model[-.]|(optimizer|scheduler|scaler|rng_state|training_args|trainer_state|config|adapter_config)"
 )

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 MARK = "_weights_stay_in_checkpoint"
 """Attribute of a model that `load_lazily` has loaded."""
 MAX_SHARD_SIZE = "2GB"
-"""Size of the files in which such a model is saved. No more of their pages are in the writing process's memory."""
+"""Size of the files of a saved lazy model. The writing process has no more of their pages in its memory."""
 
 
 def is_lazy(model: Any) -> bool:

@@ -195,7 +195,7 @@ class BatchInFlight:
         self.losses: list[torch.Tensor] = []
         """The loss of each micro-batch, on the last stage."""
         self.exchanged_inputs: set[str] = set()
-        """Inputs on which the last stage has called the model otherwise than the earlier stages have."""
+        """Inputs that the last stage has passed to the model with other values than the earlier stages."""
         self._loss = loss
         self._pipeline = pipeline
         self._reduction = reduction

@@ -49,7 +49,7 @@ def warnings_of_the_cache() -> list[str]:
 
 
 TWO = {0: 2, 1: 1, 2: 1, 3: 1}
-"""Frozen layers -> stages, on two processes, whose batches are those of the four of `RUNS`."""
+"""Frozen layers -> stages, on two processes with the same batches as the four of `RUNS`."""
 Found = tuple[Outcome, list[dict[str, Any]], list[str]]
 
 

@@ -29,7 +29,7 @@ from hf_pipetransformer.planning.unit_times import ModelTimes
 from hf_pipetransformer.run.setup.cutting import make_planner
 
 ROW_BYTES, MEMORY_BYTES = 10, 100
-"""Of what is cached of a sample; of a unit's parameters, as of its gradients, half of its optimizer state."""
+"""Bytes of a sample's cached output; of a unit's parameters (its gradients: as many, its optimizer state: twice)."""
 LONG = {"num_samples": 3200}
 
 

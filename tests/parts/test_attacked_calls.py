@@ -38,7 +38,7 @@ class Loss(Distills):
     """The student's own loss, and a further one (`further`)."""
 
     effects: list[Any]
-    """What the user sees besides losses and weights."""
+    """Effects that a user sees besides losses and weights."""
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         outputs = model(**inputs)

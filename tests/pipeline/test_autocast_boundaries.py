@@ -15,7 +15,7 @@ BATCH = 8
 ROUNDING = 1e-6
 """Of gradients, relative: in float32."""
 MODELS = (None, "electra", "albert")
-"""BERT's layers give float32, those of ELECTRA bfloat16 on the CPU; ALBERT's are one layer in both stages."""
+"""BERT's layers return float32, ELECTRA's bfloat16 on the CPU; ALBERT has the same layer in both stages."""
 
 
 def train(rank: int, world_size: int) -> list[Outcome]:

@@ -25,7 +25,7 @@ from hf_pipetransformer.planning.layout import Layout
 Message = tuple[int, bool, int]
 """The other rank, whether it is sent there, and the number of bytes."""
 Log = list[tuple[bool, list[Message]]]
-"""What a process has asked for, in order: whether as a batch, and the messages."""
+"""The requests of a process, in order: whether as a batch, and the messages."""
 
 STAGES, LAYERS, STEPS, MICRO_BATCHES = 3, 6, 3, 6
 VOTE_BYTES = 8
@@ -113,7 +113,7 @@ def noting(log: Log) -> None:
 
 
 NOTED: set[str] = set()
-"""Names of the groups whose messages are noted."""
+"""Names of the groups with noted messages."""
 
 
 def train(rank: int, world_size: int, ways: Sequence[str]) -> dict[str, Seen]:
@@ -199,7 +199,7 @@ FROZEN: dict[str, tuple[list[int], dict[tuple[int, int], int]]] = {
     # a V, 0 1 2 2 1 0: the last layers, on stages 1 and 0, train
     "zbv, 4 frozen": ([2], {(0, 1): 2, (1, 2): 1, (2, 1): 1, (1, 0): 1}),
 }
-"""Stages in which nothing trains, and what `sent_to` returns: no gradient where none is needed."""
+"""Stages without trained layers, and the result of `sent_to`: gradients are sent only if needed."""
 
 
 def test_messages_on_nccl() -> None:

@@ -46,9 +46,9 @@ Recorder = Callable[[str, Any], None]
 
 STEP_OF = dict(PHASES)
 PATIENT = ("start", "save", "end")
-"""Some of the phases in which a process may take as long as `ddp_timeout`."""
+"""Some of the phases that may take as long as `ddp_timeout`."""
 AFTER_THE_STEP = ("log", "evaluation", "prediction", "save", "publish", "end")
-"""Phases in which a step is done that is not yet counted."""
+"""Phases after a step that is not counted yet."""
 
 FAULTS = [
     *(Fault("kill", (0, 2)[n % 2], phase, step) for n, (phase, step) in enumerate(PHASES)),
@@ -72,7 +72,7 @@ TERMS = [
 ]
 """(At "end" no step is left to save after.)"""
 BEHIND_THE_VOTE = (*AFTER_THE_STEP, "update")
-"""Phases in which a SIGTERM comes too late for the vote of the step under way. Of "cache" nobody knows."""
+"""Phases after the vote of the current step: a SIGTERM comes too late for it. For "cache" it is not known."""
 
 FEW = {
     Fault("kill", 2, "step", 4),
@@ -164,7 +164,7 @@ def row_of_ranks(fault: Fault, folder: Path, ended_at: float, reports: Sequence[
 
 
 FEWEST = {Fault("kill", 2, "step", 4)}
-"""That of `make test`."""
+"""The fault of `make test`."""
 
 
 def mark(fault: Fault) -> Any:

@@ -16,7 +16,7 @@ from distributed import patient, slowness
 from test_restarts import TESTS, command, environment
 
 MOST_SECONDS = 30.0
-"""Until the launcher has ended, too. A launcher kills what has not ended after 30 seconds."""
+"""Until the launcher has ended, too. A launcher kills processes that have not ended after 30 seconds."""
 PROCESSES = 2
 
 

@@ -52,7 +52,7 @@ CHANGES = (
 )
 """Steps done when two stages become one, or one becomes two; some at the end of an epoch, a save or an evaluation."""
 SAVED_EVERY, LOOKED_EVERY = 100, 50
-"""Steps between two saves, and two evaluations; between two looks at what a process holds, at most."""
+"""Steps between two saves, and two evaluations; between two looks at a process's resources, at most."""
 WARM_UP, EARLY, LATE = 300, range(600, 1001), range(1600, 2001)
 """Between the windows are 1,000 steps, 11 changes, 10 saves and 10 evaluations."""
 MOST_GROWTH = 5 * 2**18

@@ -15,11 +15,11 @@ from hf_pipetransformer import PipeTransformerTrainer, PipeTransformerTrainingAr
 
 SIZE, SAMPLES, BATCH, EPOCHS = 16, 14, 4, 3
 READ = SAMPLES - BATCH
-"""In an epoch: what is stored of the first batch is compared with what is computed."""
+"""Samples read in an epoch: the first batch is computed, and compared with its stored outputs."""
 
 Columns = dict[str, torch.Tensor]
 Build = Callable[[], tuple[nn.Module, Columns]]
-"""A model, and what it reads of all samples."""
+"""Makes a model, and its inputs for all samples."""
 
 
 def noise(*shape: int, seed: int = 1) -> torch.Tensor:

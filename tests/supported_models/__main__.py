@@ -36,7 +36,7 @@ from .page import read_page, write_page
 from .trial import Candidate, Finding, examine
 
 LEFT_OUT = ("AUDIO_TOKENIZATION", "BACKBONE", "IMAGE", "TEXT_ENCODING")
-"""Mappings whose classes have no head and no loss."""
+"""Mappings of classes without a head and a loss."""
 PREFIX, SUFFIX = "MODEL_FOR_", "_MAPPING"
 
 

@@ -78,7 +78,7 @@ VARIANTS = (
     Variant(1, True, False),
     Variant(1, False, False),
 )
-"""In the order in which they are tried."""
+"""In the order of the trials."""
 
 
 @dataclass
@@ -365,7 +365,7 @@ COMPOSED: dict[str, Callable[[], PreTrainedConfig]] = {
         hf.ViTConfig(), hf.BertConfig()
     ),
 }
-"""Model types whose configuration cannot be made without parts."""
+"""Model types with a configuration that cannot be made without parts."""
 
 
 def _started(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -31,8 +31,8 @@ RESULTS = ("supported", "refused", "failing", "not tried")
 TOLERANCE = 1e-4
 """Relative to the largest value of a tensor: the same kernels on the same values, added in another order."""
 SMALLEST_SCALE = 1e-3
-"""Relative to the largest value of a step. A gradient that is zero but for rounding, as that of an attention's key
-bias, has no scale of its own."""
+"""Relative to the largest value of a step. A gradient that is zero except for rounding, such as an attention's key
+bias's, has no scale of its own."""
 SEED = 1
 
 
@@ -60,7 +60,7 @@ class Finding:
 
 
 Running = tuple[PreTrainedModel, dict[str, Any], dict[str, Tensor]]
-"""A model, a batch that it takes, and what a step of the whole model leaves behind."""
+"""A model, a batch for it, and the tensors after a step of the whole model."""
 
 
 def examine(candidate: Candidate) -> Finding:

@@ -33,7 +33,7 @@ NOT_PACKED = ("opt", "llama4_text")  # OPT gives its masks no positions; chunks 
 EAGER_TOO = ("llama", "gpt2", "mistral")
 WITH_ATTENTION = [(n, a) for n in CONFIGURATIONS for a in ATTENTIONS[n in NO_SDPA :][: 1 + (n in EAGER_TOO)]]
 IN_SHORT = (("llama", "sdpa"), ("gpt2", "eager"), ("gemma2", "eager"))
-"""Those of `make test`."""
+"""The models of `make test`."""
 
 
 def paddings_of(name: str) -> tuple[Padding, ...]:

@@ -65,7 +65,7 @@ GRACE_S = 8.0
 """For the other processes, once one has failed."""
 PACKAGE = str(Path(hf_pipetransformer.__file__).parent)
 LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
-"""How the names begin of what a launcher sets."""
+"""Prefixes of the variables that a launcher sets."""
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ class StageCalls:
         self.modules = _modules_around_all(self.model, [unit.module for unit in stage.stack.units])
         """Modules with served calls, by name."""
         self.innermost = [*self.modules][-1]
-        """Name of the innermost of them, in which all the others' layers are."""
+        """Name of the innermost of them. It contains the layers."""
         self._copies = any(map(is_users, self.modules.values()))
         self._pending: Pending = []
 

@@ -17,11 +17,11 @@ from torch import nn
 from transformers import Trainer
 
 OF_TRAINER, OF_LOSS = "trainer", "loss"
-"""What the names of modules outside of the model begin with."""
+"""The first words in the names of modules outside of the model."""
 OF_STOCK = frozenset({"model", "model_wrapped"})
 """Attributes of the trainer that are the trained model."""
 LIBRARIES = ("hf_pipetransformer", "transformers")
-"""Packages whose trainers' methods read no module by a variable."""
+"""Packages of trainers with methods that read no module by a variable."""
 
 
 def named_roots(trainer: Trainer) -> dict[str, nn.Module]:

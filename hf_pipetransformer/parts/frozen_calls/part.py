@@ -37,7 +37,7 @@ from .watching import LossWatch, SeenCall, noting_calls
 logger = logging.getLogger(__name__)
 
 MOST_PARTS = 4
-"""Number of parts of a module with undeclared code of the user's up to which their outputs are stored."""
+"""The outputs inside a module with undeclared code of the user's are stored if it has at most so many parts."""
 MOST_WATCHED = 12
 """Number of steps that are watched because of calls that are not known, besides the first step of each epoch."""
 

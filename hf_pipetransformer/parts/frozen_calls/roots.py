@@ -113,9 +113,9 @@ class FrozenRoot:
     ) -> None:
         self.name, self.module = name, module
         self.fronts: dict[str, FrontCalls] = {}
-        """What is known of its calls, by form."""
+        """The fronts for its calls, by form."""
         self.has_unknown = False
-        """Whether there was a call, since this was set to False, of which it is not known what it is computed from."""
+        """Whether a call had inputs with unknown sources since this was set to False."""
         self.was_called = True
         """Whether it was called, by the loss, since this was set to False."""
         self._trained, self._make_calls, self._aside = trained, make_calls, aside

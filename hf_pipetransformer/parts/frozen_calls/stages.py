@@ -41,7 +41,7 @@ from .watching import SeenCall
 logger = logging.getLogger(__name__)
 
 ALONE = "the code around the layers failed on the last stage alone"
-"""Why nothing is stored if the modules around the layers need more than this process has."""
+"""Why no output is stored if the modules around the layers need more than this process has."""
 
 
 class CallsOfStage(Protocol):
@@ -75,7 +75,7 @@ class SplitRoot(FrozenRoot):
     _digests: tuple[str, ...] = ()
     _adapters: TrainedAdapters | None = None
     why_over: str | None = None
-    """Why nothing is stored or read any more."""
+    """Why storing and reading have stopped."""
 
     def open(self) -> None:
         if self._calls is not None:

@@ -28,7 +28,7 @@ from ..kit import (
 
 MEAN = {"loss_reduction": "mean"}
 NEVER = {"freeze_policy": "schedule", "freeze_schedule": {100: 1}}
-"""What a freeze policy needs is examined, but it never freezes anything."""
+"""A freeze policy that never freezes a layer: the model is examined for freezing all the same."""
 
 
 def shifted(batch: Inputs) -> Inputs:
