@@ -98,13 +98,13 @@ class Fault:
 
 @dataclass
 class Report:
-    """Of a process that has come to the training's end.
+    """The report of a process that has reached the end of the training.
 
     Attributes:
         outcome: of the training.
         resumed_step: the step that it went on from.
         first_step_at: when the first new step was done, or the training's end if all were, by `time.time`.
-        evaluations: the steps after which there was one, those before the fault included.
+        evaluations: the steps with an evaluation, also before the fault.
         hit_rates: of the cache, in each epoch but the last.
         cached: layers that counted as cached when it went on.
     """
@@ -192,7 +192,7 @@ class FaultInjector:
 
 
 def cached_layers(trainer: PipeTransformerTrainer) -> int:
-    """That count as cached, by the plan in force."""
+    """The number of layers that count as cached in the current layout."""
     pipeline = trainer.pipeline
     return pipeline.current_layout.num_cached_layers if pipeline is not None and pipeline.is_placed else 0
 
@@ -212,7 +212,7 @@ class _FirstStep(TrainerCallback):
 
 
 def global_rows(world_size: int) -> int:
-    """Of a global batch: sixteen, where that many processes can share them."""
+    """The rows of a global batch: sixteen, if so many processes can share them."""
     return 16 if 16 % world_size == 0 else 4 * world_size
 
 

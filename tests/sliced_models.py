@@ -133,7 +133,7 @@ def step_in_slices(model: nn.Module, batch: dict[str, torch.Tensor], lengths: Se
 
 
 def loss_of(model: nn.Module, part: dict[str, Any], batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Of a batch or a slice of it, as its part of the batch's mean over tokens."""
+    """The loss of a batch, or of a slice as its part of the batch's mean over tokens."""
     count = int(batch["labels"][:, 1:].ne(-100).sum())
     return model(**part, num_items_in_batch=count).loss
 

@@ -69,7 +69,7 @@ def test_what_the_interpreter_shows(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of a mistake the user's line, and one line on other processes; of a user's error all lines but ours."""
+    """A mistake shows the user's line, and one line on other processes; a user's own error all lines except ours."""
     monkeypatch.setenv("RANK", str(rank))
     show(raising)
     shown = capsys.readouterr().err.splitlines()

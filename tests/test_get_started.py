@@ -97,7 +97,7 @@ def test_the_notebook_runs() -> None:
 
 
 def shell_parts() -> dict[str, str]:
-    """Of each file the shell commands that start the training."""
+    """The shell commands of each file that start the training."""
     job = yaml.safe_load((LAUNCHERS / "trainjob.yaml").read_text())
     sky = yaml.safe_load((LAUNCHERS / "skypilot.yaml").read_text())
     return {

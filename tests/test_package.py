@@ -83,7 +83,7 @@ TESTED = ("recipes", "report", "sentence-transformers", "test")
 
 
 def bounds() -> dict[str, Version]:
-    """Of each dependency that the oldest Python can have the oldest version that is admitted."""
+    """The lower bound of each dependency that the oldest Python can have."""
     lines = [*PROJECT["dependencies"], *(line for extra in TESTED for line in PROJECT["optional-dependencies"][extra])]
     found = {}
     for requirement in map(Requirement, lines):

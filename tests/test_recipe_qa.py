@@ -43,7 +43,7 @@ def rows_of(questions: list[dict]) -> Dataset:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_perfect_logits_give_the_right_answers(side: str) -> None:
-    """From rows to windows to logits and back: exact match 100."""
+    """Rows become windows and logits, and these become answers again: exact match 100."""
     rng = random.Random(2)
     questions = rows_of([{"id": str(i), **generated_questions.generate_question(rng, True)} for i in range(40)])
     tokenizer = build_tokenizer(64, more_words=generated_questions.QUESTION_WORDS)

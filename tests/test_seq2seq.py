@@ -102,7 +102,7 @@ def make(name: str, world_size: int, stages: int | None, folder: str, **options:
 
 
 def with_generated(trainer: Seq2SeqTrainer) -> Outcome:
-    """Also the tokens of each sample in each evaluation, and the best checkpoint."""
+    """An outcome that also has the tokens of each sample in each evaluation, and the best checkpoint."""
     outcome = outcome_of(trainer)
     hits = [entry["eval_hits"] for entry in trainer.state.log_history if "eval_hits" in entry]
     best = trainer.state.best_model_checkpoint and Path(trainer.state.best_model_checkpoint).name

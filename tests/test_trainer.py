@@ -156,7 +156,7 @@ def with_dropout(run: Run) -> torch.nn.Module:
 
 
 def with_a_plan_that_has_come_about(run: Run, folder: str, **options: Any) -> PipeTransformerTrainer:
-    """Of four stages that became two when the first layer froze; with two layers at once it would have stayed."""
+    """A plan of four stages that become two when the first layer freezes. With two layers at once they would stay."""
     freezing = {"freeze_policy": "schedule", "freeze_strategy": "steps", "freeze_steps": 1}
     options |= {**freezing, "freeze_schedule": {1: 1, 2: 2}, "activation_cache": "off"}
     trainer = pipeline_trainer(run, 4, folder, model=with_dropout(run), **options)

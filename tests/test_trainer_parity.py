@@ -20,7 +20,7 @@ MODELS_OF_KIND = {
 
 
 def on(world_size: int, run: Run) -> Run:
-    """With the global batch that `WORLD` processes have."""
+    """The run on another number of processes, with the global batch of `WORLD` processes."""
     return replace(run, per_device=run.per_device * WORLD // world_size)
 
 

@@ -30,7 +30,7 @@ def pipeline_fields(args: PipeTransformerTrainingArguments) -> tuple[Any, ...]:
 @pytest.mark.usefixtures("four_processes")
 @pytest.mark.parametrize("slices", ["4", "[8, 8]"])
 def test_the_command_line_yaml_and_python_mean_the_same(slices: str, tmp_path: Path) -> None:
-    """And there and back."""
+    """The arguments can also be written to a dictionary and read again."""
     values = {"pipeline_parallel_size": "2", "pipeline_schedule": "1f1b", "num_microbatches": "8"}
     values["token_slices"] = slices
     parser = HfArgumentParser(PipeTransformerTrainingArguments)

@@ -105,7 +105,7 @@ def test_the_users_folder_with_a_checkpoints_name_is_refused_on_all_processes(tm
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With two checkpoints, saved in the middle of an epoch with a frozen layer."""
+    """A folder with two checkpoints, saved in the middle of an epoch with a frozen layer."""
     folder = tmp_path_factory.mktemp("trained")
     options = {"freeze_policy": "autofreeze", "freeze_strategy": "steps", "freeze_steps": 1, "save_total_limit": 2}
     pipeline_trainer(RUN, 1, str(folder), **{**options, "max_steps": 8, "save_steps": 4}).train()

@@ -97,7 +97,7 @@ def _padded(rows: list[list[int]], filler: int, length: int = 0) -> torch.Tensor
 
 
 def _integer(generator: torch.Generator, low: int, high: int) -> int:
-    """From low to high, both included."""
+    """A number from low to high, both included."""
     return int(torch.randint(low, high + 1, (), generator=generator))
 
 

@@ -208,7 +208,7 @@ def test_a_steady_step_waits_as_noted(world_size: int, library: Path) -> None:
 
 
 def shrinking(rank: int, world_size: int, library: Path | None, run: Run) -> Outcome:
-    """From one pipeline of two stages to two replicas of one, when a layer freezes; without a library on the CPU."""
+    """A training that goes from two stages to two replicas when a layer freezes; without a library on the CPU."""
     if library is not None:
         prepare(world_size, library)
     trainer = pipeline_trainer(run, 2, use_cpu=library is None, **ELASTIC)

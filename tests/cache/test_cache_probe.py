@@ -1,4 +1,4 @@
-"""Which models may have the states of their frozen layers kept, and that asking leaves no trace."""
+"""Models with frozen layers that may be cached. The probe leaves no trace."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def shuffled_order(size: int, epoch: int) -> list[int]:
 
 @pytest.mark.parametrize("dataset", [Numbers, Stream])
 def test_every_sample_once_in_the_order_of_the_sampler(dataset):
-    """Also in an epoch in the middle, with skipped batches, as in a resumed training."""
+    """An epoch in the middle has skipped batches, as in a resumed training."""
     for size, drop_last in itertools.product(SIZES, (False, True)):
         loaders = [make_loader(dataset(size), drop_last=drop_last) for _ in range(WORLD)]
         for epoch, skip in ((0, 0), (1, 0), (5, 2 if size > 64 else 0), (6, 0)):

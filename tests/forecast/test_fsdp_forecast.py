@@ -34,7 +34,7 @@ def test_layers_and_what_is_outside_of_them() -> None:
 
 
 def test_autocast_keeps_copies_of_each_forward() -> None:
-    """Of a device's units, once for each micro-batch in flight."""
+    """The copies of a device's units are kept once for each micro-batch in flight."""
     copies = [{f"layer.{i}.weight": size // 2} for i, size in enumerate(SIZES)]
     copies[3]["head"] = 7
     units = tuple(
@@ -69,7 +69,7 @@ def test_autocast_keeps_copies_of_each_forward() -> None:
     ],
 )
 def test_seconds_of_a_step(per_byte: float, seconds: float) -> None:
-    """Of a row 1 forward and 2 backward, two rows in a batch; each device updates its quarter."""
+    """A row takes 1 forward and 2 backward; a batch has two rows; each device updates its quarter."""
     times = dataclasses.replace(times_of(4), reduce_seconds_per_byte=per_byte, update_seconds_per_byte=0.01)
     sharded = FullySharded(UNITS, times)
     assert sharded.predict(sharded.layout(4, 2)).seconds == pytest.approx(seconds + 850 * 0.01 / 4)

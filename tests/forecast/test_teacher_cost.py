@@ -27,7 +27,7 @@ SLOW = ("--device", "l4-24g", "--efficiency", "0.0001")
 
 
 def rows(is_causal: bool) -> list[dict[str, Any]]:
-    """Of equal length, as a forecast assumes."""
+    """Rows of equal length, as a forecast assumes."""
     ids = torch.randint(2, WORDS, (SAMPLES, WIDTH), generator=torch.Generator().manual_seed(3))
     return [{"input_ids": row, "labels": row if is_causal else int(row[0]) % 3} for row in ids]
 
@@ -94,7 +94,7 @@ def plan(*arguments: str) -> Any:
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Of a student with two layers, and of a teacher with eight."""
+    """The folders of a student with two layers, and of a teacher with eight."""
     folders = [tmp_path_factory.mktemp(f"layers{layers}") for layers in (2, 8)]
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 100}
     for folder, layers in zip(folders, (2, 8), strict=True):

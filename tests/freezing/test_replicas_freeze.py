@@ -57,7 +57,7 @@ FROM_THE_START = {"name": "schedule", "schedule": {0: 2}}
 
 
 def test_replicas_train_as_one_process() -> None:
-    """Also where layers freeze before the first step of each training, as after resuming.
+    """Layers also freeze before the first step of each training, as after resuming.
 
     The wrapper reduces everything until it is seen, in the first forward. After a training it reduces all parameters
     again: the Trainer keeps it for the next one.

@@ -267,7 +267,7 @@ def test_refuses_parameters_that_share_elements() -> None:
 
 
 def test_what_one_process_has_found_is_known_to_others() -> None:
-    """Also why batches cannot be divided, which a lazily loaded model's first process alone has seen."""
+    """Only the first process of a lazily loaded model has seen why batches cannot be divided; it tells the others."""
     found = replace(discover(MODELS["gpt2"]), whole_because="it counts its calls")
     told = LayerStack.of(MODELS["gpt2"].build(), found.describe())
     assert (told.units, told.owners, told.boundaries) == (found.units, found.owners, found.boundaries)

@@ -131,7 +131,7 @@ def test_into_memory(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_is_passed_on_does_not_add_up(tmp_path: Path) -> None:
-    """And is not lost; a thread sees to it that ends with the tensors."""
+    """A thread frees the pages and loses no value; it ends with the tensors."""
     before = threading.active_count()
     tensors = tensors_in_file(tmp_path, [TensorLike(torch.Size([2**20]), torch.float32)] * 4, are_passed_on=True)
     pages = FileMappings().place_of(tensors[0])

@@ -55,7 +55,7 @@ def language_model(layers: int) -> LlamaForCausalLM:
 
 
 def texts(is_causal: bool = False) -> Rows:
-    """Of different lengths; the padding of labels does not count."""
+    """Samples of different lengths; the padding of labels does not count."""
     draw = torch.Generator().manual_seed(3)
     lengths = torch.randint(4, WIDTH + 1, (SAMPLES,), generator=draw).tolist()
     ids = [torch.randint(2, WORDS, (length,), generator=draw) for length in lengths]

@@ -104,7 +104,7 @@ class Scaled(TorchFunctionMode):
 
 
 class UnderFunctionMode(Loss):
-    """From the middle of the second epoch on."""
+    """Calls the teacher under a mode of the user's from the middle of the second epoch on."""
 
     def taught(self, inputs: Any) -> Any:
         with Scaled(1.1) if self.state.global_step >= SECOND else nullcontext():  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ def freeze(model: nn.Module) -> None:
 
 
 def trained(trainer: Trainer, checkpoint: str | None = None, is_frozen: bool = False) -> Outcome:
-    """With the running statistics among the notes."""
+    """The outcome of a training, with the running statistics as its notes."""
     if is_frozen:
         freeze(trainer.model)
     outcome = outcome_of(trainer, checkpoint)

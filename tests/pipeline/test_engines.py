@@ -1,4 +1,4 @@
-"""Which engine runs a training, and that the core needs none of the parts that others need."""
+"""The engine of each kind of training. The core needs no part that other trainings need."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ RUN = Run(samples=16, epochs=1, evaluated=8)
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_other_trainings_run_without_the_parts(stages: int) -> None:
-    """Also with a callback, and with a loss of the user's that is declared to add up, and evaluated."""
+    """The trainings have a callback, or an evaluation and a user's loss that is declared to add up."""
     declared = Run(samples=16, epochs=1, evaluated=8, trainer=OwnLoss)
     run_ranks(train_without_parts, 2, stages, RUN, {})
     run_ranks(train_without_parts, 2, stages, declared, {"loss_reduction": "mean"})

@@ -1,4 +1,4 @@
-"""Which layout a training begins with, and which ones follow."""
+"""The first layout of a training, and the next ones."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def sharding(layout: Layout) -> tuple[int, str]:
 
 
 def choosing(budget: int | None, k: Any = "auto") -> Planner:
-    """Of 100 bytes a unit; a device needs 3,200 (none) or 2,000 (optimizer) with K = 1."""
+    """A planner for units of 100 bytes; a device needs 3,200 (none) or 2,000 (optimizer) with K = 1."""
     return planner_of(k, 4, rows_per_device=16, replica_sharding="auto", memory_budget_bytes=budget)
 
 

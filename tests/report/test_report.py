@@ -200,7 +200,7 @@ def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
 
 
 def test_the_trainers_own_state_stands_in(tmp_path: Path) -> None:
-    """Of an earlier version's folder, or another Trainer's: losses, and words on all that is missing."""
+    """The report on a folder of an earlier version, or of another Trainer: losses, and words on the missing rest."""
     (folder := tmp_path / "checkpoint-20").mkdir()
     history = [{"step": step, "loss": 2.0, "epoch": 1.0} for step in range(5, 21, 5)]
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": history, "global_step": 20}))

@@ -164,7 +164,7 @@ def test_what_was_not_finished_is_no_checkpoint(
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    """Also where a later one, damaged, has a higher number."""
+    """A damaged checkpoint with a higher number is not the newest."""
     for step in (20, 40, 60, 80, 120):
         write(tmp_path, step)
     (tmp_path / "checkpoint-120" / "optimizer.pt").write_bytes(b"")

@@ -51,7 +51,7 @@ FAILS_AND_SAYS_SO = "process_exit.note_training(has_failed=True); sys.exit(3)"
 )
 @pytest.mark.slow
 def test_a_failed_process_aborts_its_groups_and_exits(can_abort: bool, then: str, code: int) -> None:
-    """Also one that cannot abort them."""
+    """A process that cannot abort its groups exits as well."""
     script = WITH_A_PENDING_KERNEL.format(can_abort=can_abort, then=then)
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=patient(150))
     assert ended.returncode == code and ended.stdout == "abort\n", ended.stderr

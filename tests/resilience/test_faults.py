@@ -89,7 +89,7 @@ IN_AN_EPOCH = 8
 
 @cache
 def expected(world_size: int = WORLD, max_steps: int = -1, caches: bool = False) -> Outcome:
-    """Of one process, with the batches of so many."""
+    """The outcome of one process, with the batches of `world_size` processes."""
     run, freezes = (CACHED_RUN, CACHED_FREEZES) if caches else (RUN, MID_EPOCH)
     run = replace(run, per_device=global_rows(world_size) // WORLD)
     run = run.with_options(eval_strategy="no", save_strategy="no", max_steps=max_steps)
@@ -133,7 +133,7 @@ def assert_cached(folder: Path, reports: Sequence[Report]) -> None:
 
 
 def seconds_to_notice(fault: Fault) -> float:
-    """That a process stands still; `docs/resuming.md` says when."""
+    """Seconds until a process that stands still is noticed, as in `docs/resuming.md`."""
     if fault.phase in ("step", "update") or fault.kind == "busy":
         return WATCHDOG_TIMEOUT + 2
     if fault.kind == "stop":
@@ -218,7 +218,7 @@ def assert_left(outcomes: Sequence[RankOutcome], folder: Path) -> int:
 
 @pytest.mark.parametrize("fault", [mark(fault) for fault in TERMS])
 def test_sigterm_loses_no_step(fault: Fault, tmp_path: Path, record_property: Recorder) -> None:
-    """Also where some of the processes get it, or more than one comes."""
+    """The signal may reach some of the processes, and more than one may come."""
     outcomes = launch_ranks(train, WORLD, str(tmp_path), fault, timeout=90, caches=fault.caches)
     ended_at = time.time()
     saved = assert_left(outcomes, tmp_path)

@@ -122,7 +122,7 @@ def test_several_hosts_train_as_one(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def assert_trains(commands: list[list[str]], folder: Path) -> None:
-    """Without a fault."""
+    """Train without a fault, and expect the usual outcome."""
     (folder / "fault").write_text("none")
     run_job(commands, folder, Fault("kill", 0, "none", 0), timeout=250)
     assert_nothing_lost([final_report(folder)], expected())

@@ -92,7 +92,7 @@ def test_who_is_waited_for_in_vain_is_named() -> None:
 
 @pytest.mark.slow
 def test_an_error_of_one_process_ends_all() -> None:
-    """Also one that looks like the loss of a peer."""
+    """An error that looks like the loss of a peer ends all as well."""
     outcomes = launch_ranks(watched, 3, "reset", 2, timeout=60)
     assert isinstance(outcomes[2].error, ConnectionResetError)
     reason = "ConnectionResetError: the storage hung up"

@@ -128,7 +128,7 @@ class Classes:
 
 
 def rounded(value: Any) -> Any:
-    """Without times, and as plain values."""
+    """The values without times, rounded, as plain Python values."""
     if isinstance(value, dict):
         timed = ("runtime", "per_second", "preparation_time")
         return {key: rounded(inner) for key, inner in value.items() if not any(name in key for name in timed)}

@@ -35,7 +35,7 @@ from hf_pipetransformer.parts.prefix_cache.cache.cache_counts import CacheCounts
 def cached_and_changed(
     rank: int, world_size: int, run: Run, stages: dict[int, int], table: dict[int, int], options: Any = None
 ) -> tuple[Outcome, list[dict[str, Any]], list[tuple[int, int]]]:
-    """With the changes as they are logged."""
+    """The outcome of a training, the cache's metrics, and the logged changes of the layout."""
     cache_control.EARLY_STEPS = 1
     trainer = trainer_of(run, stages, table, **(options or {}))
     outcome = outcome_of(trainer)
@@ -211,7 +211,7 @@ def evaluating(
 
 @pytest.mark.slow
 def test_evaluation_sets_are_cached_too(tmp_path: Path) -> None:
-    """Also by replicas with loaders whose workers began before there was a cache."""
+    """Replicas also read them if their loaders' workers began before there was a cache."""
     workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     layouts = {"pipeline": ({0: 2, 1: 2}, {}), "replicas": ({0: 1, 1: 1}, workers)}
     cases = {f"{name} {m}": (m, str(tmp_path / name / m), *layouts[name]) for name in layouts for m in ("on", "off")}

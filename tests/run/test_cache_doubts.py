@@ -104,7 +104,7 @@ class MirroredNowAndThen:
 
 
 class CallsAPart:
-    """Of text, from some step on, a part of the model on other inputs."""
+    """With text: from some step on, the loss also calls a part of the model on other inputs."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
         loss = super().compute_loss(model, inputs, *positional, **keywords)  # type: ignore[misc]

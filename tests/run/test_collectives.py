@@ -116,7 +116,7 @@ def test_what_compute_loss_collects_is_on_rank_0() -> None:
 
 
 def test_two_replicas_of_two_stages() -> None:
-    """Of a loss that gathers metrics; the second replica's last batch is smaller."""
+    """The loss gathers metrics; the second replica's last batch is smaller."""
     assert_gathered(run_ranks(gathering, WORLD))
 
 

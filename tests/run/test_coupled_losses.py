@@ -16,5 +16,5 @@ def train(rank: int, world_size: int) -> Outcome:
 
 
 def test_whole_batches_in_one_pipeline() -> None:
-    """Also with frozen layers: the process that they set free does not become a replica."""
+    """If layers freeze, the freed process does not become a replica."""
     assert_same_training(run_ranks(train, 2), train(0, 1))

@@ -494,7 +494,7 @@ def test_dropout_in_the_lowest_layers_of_a_pipeline(tmp_path: Path) -> None:
 
 
 class SwapsInputs(nn.Module):
-    """From some call on, two frozen towers get each other's inputs."""
+    """Two frozen towers get each other's inputs from some call on."""
 
     def __init__(self) -> None:
         super().__init__()

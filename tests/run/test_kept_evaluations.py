@@ -141,7 +141,7 @@ def evaluate_with_another_front(folder: Path) -> None:
 
 
 def test_nothing_is_stored_after_a_training_that_was_stopped(tmp_path: Path) -> None:
-    """Though there are epochs left, and the front is another one."""
+    """The stopped training has epochs left, and an evaluation has another front."""
     evaluate_with_another_front(tmp_path)
     gc.collect()
     assert stores_in(tmp_path) == []

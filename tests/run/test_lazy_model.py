@@ -166,7 +166,7 @@ def interrupted(rank: int, world_size: int, folder: Path, stop: int, resume: boo
 
 
 def test_resuming(tmp_path: Path) -> None:
-    """From a checkpoint in several files. Weights and optimizer state were collected in a file."""
+    """Resume from a checkpoint in several files. Weights and optimizer state were collected in a file."""
     for name in ("lazy", "eager"):
         (tmp_path / name).mkdir()
         tied_llama(tmp_path / name / "checkpoint")

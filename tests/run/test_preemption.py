@@ -183,7 +183,7 @@ class Note(TrainerCallback):
 
 @pytest.mark.slow
 def test_sigterm_when_only_the_best_model_is_to_be_loaded_repeats_no_step(tmp_path: Path) -> None:
-    """With `save_total_limit=1` all other checkpoints would go then, the last one, too."""
+    """`save_total_limit=1` would delete all checkpoints but the best one when that is loaded, also the last one."""
     options = {"load_best_model_at_end": True, "save_total_limit": 1, "metric_for_best_model": "eval_loss"}
     run = RUN.with_options(eval_strategy="steps", eval_steps=2, greater_is_better=True, use_cpu=True, **options)
     run = replace(run, per_device=16)

@@ -55,7 +55,7 @@ def with_own_loader(rank: int, world_size: int, mixin: type) -> Outcome:
 
 
 def test_the_loop_may_read_another_loader_than_the_first_one() -> None:
-    """Also where one process alone has asked for one."""
+    """A single process may have asked for the other loader."""
     calls = {mixin.__name__: (with_own_loader, mixin) for mixin in (AsksTwice, MadeBefore)}
     found = run_calls(2, {"alone": (asked_by_one,), **calls})
     assert_same_training([outcome for outcomes in found.values() for outcome in outcomes], reference(0, 1, RUN))

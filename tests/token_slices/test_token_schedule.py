@@ -130,7 +130,7 @@ def in_bfloat16(rank: int, world_size: int) -> list[Outcome]:
 
 
 def distances(outcome: Outcome) -> tuple[float, float]:
-    """From float32: the largest of the gradients' norms, relative; of the weights at the end."""
+    """Distances from float32: the largest one of the gradients' norms, relative, and of the final weights."""
     exact = expected()
     pairs = zip(outcome.gradient_norms, exact.gradient_norms, strict=True)
     assert outcome.steps == STEPS

@@ -197,7 +197,7 @@ def mean_of_hidden_states() -> Script:
 
 
 def pairs(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Of each row a chosen and a rejected answer."""
+    """Make a chosen and a rejected answer from each row."""
     batch = pad(rows)
     words = batch["input_ids"]
     prompt = words.shape[1] // 2

@@ -457,7 +457,7 @@ def rates_by_members() -> Script:
 
 @case("K2", "K2R2")
 def takes_out_of_the_groups() -> Script:
-    """From the third step on, the optimizer no longer lists the embedding, and the head in another group."""
+    """From the third step on, the optimizer lists the head in another group, and no longer the embedding."""
 
     def act(trainer: Any, model: Any, optimizer: Any) -> None:
         if trainer.state.global_step == 2:

@@ -14,7 +14,7 @@ from ..kit import Classifier, Job, built, case, pad, texts
 
 
 class Curriculum(Sampler):
-    """From short to long; later ones at random."""
+    """Samples from short to long in the first epoch, at random in later ones."""
 
     def __init__(self, rows: list[Any]) -> None:
         self.rows, self.epoch = rows, 0
