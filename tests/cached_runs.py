@@ -61,5 +61,5 @@ def expected_of(run: Run, table: dict[int, int]) -> Outcome:
 
 
 def hit_rates(epochs: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """To a twentieth: a process that loses a race for a place in the store's table loses a row, for one epoch."""
+    """Hit rates, to a twentieth: a process that loses a race for a place in the store loses a row, for one epoch."""
     return [(round(e["cache_hit_rate"] * 20) / 20, round(e["cache_older_hit_rate"] * 20) / 20) for e in epochs]

@@ -86,7 +86,7 @@ def free_port():
 
 @pytest.fixture
 def four_processes(monkeypatch):
-    """As if a launcher had started four. Only our arguments shall see it: transformers would wait for the others."""
+    """Pretend a launcher of four processes, to our arguments only: transformers would wait for the others."""
     from hf_pipetransformer import training_args
 
     monkeypatch.setattr(training_args, "os", SimpleNamespace(environ={**os.environ, "WORLD_SIZE": "4"}))

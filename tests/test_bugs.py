@@ -52,7 +52,7 @@ def short_stream(rank: int, world_size: int) -> Outcome:
 
 
 def test_the_last_step_of_a_stream_has_its_own_samples_only() -> None:
-    """It has fewer micro-batches than are accumulated; the stock Trainer adds them to the next pass's first step."""
+    """The step accumulates fewer micro-batches; the stock Trainer adds them to the next pass's first step."""
     assert_same_training(run_ranks(short_stream, 2), run_ranks(short_stream, 1)[0])
 
 
@@ -138,7 +138,7 @@ def predictions(rank: int, stages: int, cache: str, folder: str) -> list[Any]:
 
 @pytest.mark.slow
 def test_an_input_that_the_loss_keeps_back_counts_where_no_loss_is_computed(tmp_path: Any) -> None:
-    """It is no part of the keys, and the model gets it in predictions without labels, on all stages."""
+    """The input is no part of the keys, and the model gets it in predictions without labels, on all stages."""
     expected = predictions(0, 1, "off", str(tmp_path / "alone"))
     for found in run_ranks(predictions, 2, "on", str(tmp_path / "two")):
         for one, other in zip(found, expected, strict=True):
@@ -147,7 +147,7 @@ def test_an_input_that_the_loss_keeps_back_counts_where_no_loss_is_computed(tmp_
 
 # ------------------------------------------------------------------------------------------ accumulation
 def test_a_router_loss_is_averaged_over_accumulated_batches(tmp_path: Path) -> None:
-    """It was added up: the model's own term was counted once for each of them."""
+    """The loss was added up: the model's own term was counted once for each accumulated batch."""
     losses = []
     for accumulation in (1, 2):
         run = Run("causal-lm", "mixtral-router-loss", 8, per_device=8 // accumulation, accumulation=accumulation)

@@ -22,7 +22,7 @@ SECONDS = 240
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Each Python that is started in it finds none of these packages, and nor do the processes that it starts."""
+    """An environment without these packages, for a Python process and the processes that it starts."""
     folder = tmp_path / "site"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({OF_EXTRAS}))\n")

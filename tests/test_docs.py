@@ -30,7 +30,7 @@ def without_code(page: str) -> str:
 
 
 def anchor(heading: str) -> str:
-    """As GitHub and the site's generator make it."""
+    """The anchor of a heading, as GitHub and the site's generator make it."""
     words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
     return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", words))
 

@@ -84,7 +84,7 @@ def test_the_commands_of_the_first_ten_minutes(model: Path, tmp_path: Path, monk
 
 @pytest.mark.slow
 def test_the_notebook_runs() -> None:
-    """Its code cells one after the other, in this test's own working directory."""
+    """The code cells run one after the other, in this test's own working directory."""
     pytest.importorskip("plotly")
     notebook = json.loads((ROOT / "recipes/freeze_and_cache.ipynb").read_text())
     scope: dict[str, Any] = {"__name__": "__main__"}

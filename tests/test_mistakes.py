@@ -51,7 +51,7 @@ class WithTuple(Linear):
 
 
 class WithoutLabels(Linear):
-    """As models that are pretrained: it makes its own targets."""
+    """A model that makes its own targets, as in pretraining."""
 
     def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (self.logits(input_ids).square().mean(),)

@@ -42,7 +42,7 @@ def test_own_files_and_user_errors(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------ from end to end
 def add_perplexity(trainer: Any, results: dict[str, float]) -> None:
-    """By the model that the trainer leaves behind, without padding."""
+    """Add the perplexity of the trained model, computed without padding."""
     losses: list[torch.Tensor] = []
     for row in trainer.eval_dataset:
         ids = torch.tensor(row["input_ids"])

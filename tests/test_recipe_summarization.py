@@ -44,7 +44,7 @@ def test_own_files_and_user_errors(tmp_path: Path) -> None:
 
 
 def add_generated(trainer: Any, results: dict[str, float]) -> None:
-    """By the model that the trainer leaves behind."""
+    """Add the texts that the trained model generates."""
     batch = trainer.data_collator([trainer.eval_dataset[index] for index in range(len(trainer.eval_dataset))])
     ids = {name: batch[name] for name in ("input_ids", "attention_mask")}
     tokens = trainer.model.eval().generate(**ids, max_length=trainer.args.generation_max_length, num_beams=2)

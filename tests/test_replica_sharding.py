@@ -80,7 +80,7 @@ def test_elastic_training_with_cached_layers_equals_one_process() -> None:
 
 # ------------------------------------------------------------------------------------------ checkpoints
 def train_some(rank: int, world_size: int, folder: str, resumes: bool) -> Outcome:
-    """On one process by the stock Trainer."""
+    """A training; in one process, the stock Trainer's."""
     run = MODELS["llama-tied"].with_options(save_strategy="steps", save_steps=2)
     sharded = {"stages": 2, "replica_sharding": "optimizer"}
     trainer: Any = (reference_trainer if world_size == 1 else partial(pipeline_trainer, **sharded))(run, folder=folder)

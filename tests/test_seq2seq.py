@@ -47,12 +47,12 @@ class Metrics:
 
 
 def without_padding(rows: Any) -> list[list[int]]:
-    """To how many tokens a row is padded, and with what, depends on the rows beside it."""
+    """The rows without padding: its length and token depend on the other rows of a batch."""
     return [[int(token) for token in row if token not in (PAD, -100)] for row in np.asarray(rows)]
 
 
 class PadLeft(PadCollator):
-    """For a model that goes on behind the last token of a row."""
+    """Padding on the left, for a model that generates behind the last token of a row."""
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         batch = super().__call__(samples)
@@ -208,7 +208,7 @@ def test_frozen_layers_and_their_cache_do_not_change_what_is_generated(tmp_path:
 
 
 def with_little_memory(rank: int, world_size: int) -> None:
-    """On a device with 100 bytes."""
+    """A training on a device with 100 bytes."""
     words = "every process generates with the whole T5ForConditionalGeneration"
     generation.device_budget = lambda device: 100  # type: ignore[assignment]
     generation.fits = lambda size, device: size < 100  # type: ignore[assignment]

@@ -177,7 +177,7 @@ def resume_the_plan(rank: int, world_size: int, run: Run, folder: str) -> tuple[
 
 
 def test_resuming_is_bit_exact_with_dropout_and_goes_on_with_the_plan(tmp_path: Path) -> None:
-    """It depends on how it came about, and with dropout the weights on it."""
+    """The plan depends on its history, and with dropout the weights depend on the plan."""
     run = Run("question-answering", samples=96)
     for whole, resumed in run_ranks(resume_the_plan, WORLD, run, str(tmp_path)):
         assert largest_difference(whole.weights, resumed.weights)[0] == 0

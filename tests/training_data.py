@@ -91,7 +91,7 @@ class PadCollator:
 
 
 def _padded(rows: list[list[int]], filler: int, length: int = 0) -> torch.Tensor:
-    """To the longest row, or to `length` where that is more."""
+    """Pad to the longest row, or to `length` if that is more."""
     padded = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=filler)
     return torch.nn.functional.pad(padded, (0, max(0, length - padded.shape[1])), value=filler)
 

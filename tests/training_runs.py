@@ -54,7 +54,7 @@ class Run:
         return replace(self, options={**self.options, **options})
 
     def build_model(self) -> nn.Module:
-        """In float32; T5 in float64, as rounding may take an activation over the kink of its ReLU."""
+        """The model in float32; T5 in float64, as rounding may take an activation over the kink of its ReLU."""
         model = without_dropout(MODELS[self.model or ZOO_MODEL[self.kind]].build())
         return model.double() if self.kind == "seq2seq" else model
 
@@ -314,7 +314,7 @@ class MeasureMemory(TrainerCallback):
 
 
 class FreezeAt(TrainerCallback):
-    """For a reference: the same parameters stop training after the same steps."""
+    """Freezes the same parameters after the same steps in a reference training."""
 
     def __init__(self, table: dict[int, int], model: nn.Module, layers: FreezableLayers) -> None:
         self.table, self.model, self.layers = table, model, layers

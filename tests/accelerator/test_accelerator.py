@@ -1,4 +1,4 @@
-"""On a device that behaves like an accelerator: no mixed devices, no wrong groups, and no more waits than noted."""
+"""Trainings on a device that behaves like an accelerator: no mixed devices, no wrong groups, only the noted waits."""
 
 from __future__ import annotations
 

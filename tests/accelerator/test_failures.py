@@ -45,5 +45,5 @@ def fail(rank: int, world_size: int, library: Path) -> bool:
 
 
 def test_the_cache_does_not_keep_a_training_that_has_failed(library: Path) -> None:
-    """Its writer waits for the device."""
+    """The cache's writer waits for the device."""
     assert run_ranks(fail, 1, library, env=fake_device.ENVIRONMENT, timeout=90) == [True]

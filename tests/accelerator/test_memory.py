@@ -43,7 +43,7 @@ class Memory:
 
     @property
     def bound(self) -> int:
-        """As the docstring of `pipeline.transfer` has it."""
+        """The bound that the docstring of `pipeline.transfer` names."""
         return max(self.before, self.after) + 2 * CHUNK_BYTES + self.largest_flows
 
 

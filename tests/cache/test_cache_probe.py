@@ -168,7 +168,7 @@ def third(change: Callable[[Tensor], Tensor]) -> Case:
 
 
 def with_mixed_inputs() -> Case:
-    """As a mixup does it, before the model sees the inputs."""
+    """A loss that mixes the inputs before the model sees them, as mixup does."""
     case = zoo("bert-classification")
     case.loss_of = lambda batch: case.model(**{**batch, "input_ids": batch["input_ids"].flip(0)}).loss
     return case

@@ -132,7 +132,7 @@ def test_a_step_of_several_batches() -> None:
 
 
 def test_fsdp_divides_all_but_two_layers() -> None:
-    """In as few batches as fit; its first gather is not hidden, and neither is anything where links are slow."""
+    """FSDP takes as few batches as fit. Its first gather is not hidden; with slow links no transfer is."""
     fast = plain(made(4, of=workload(activation_bytes=10)), FSDP)
     assert fast["step_seconds"] == pytest.approx(12 * 3 * 4) and fast["num_microbatches"] == 1
     shards = 12 * MEMORY_BYTES * (1 + 1 + 2) // 4 + 4 * MEMORY_BYTES
@@ -168,7 +168,7 @@ def test_first_stages_of_a_node_read_at_once() -> None:
 
 @pytest.mark.parametrize(("stages", "per_node"), [(3, 8), (2, 1)])
 def test_only_what_the_first_stage_can_read_is_put(stages: int, per_node: int) -> None:
-    """Each other stage keeps a unit, and what lies on another node cannot be read."""
+    """Each other stage keeps a unit, and entries on another node cannot be read."""
     options: dict[str, Any] = {"batch": 18, "pipeline_parallel_size": stages, "is_elastic": False}
     filling = made(stages, 3, SchedulePolicy({1: 12}), on=machine(per_node=per_node), **options)["epochs"][1]
     assert 0 < filling["puts"] == (10 if per_node > stages else filling["stage_bounds"][1]) < 11

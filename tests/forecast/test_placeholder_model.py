@@ -97,7 +97,7 @@ def test_a_hub_that_cannot_be_reached(
 
 
 def test_a_hub_that_never_answers(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes connections and is silent, as behind some firewalls: the timeout holds for all attempts together."""
+    """The hub accepts connections and is silent, as behind some firewalls. One timeout holds for all attempts."""
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.05)
     begin = time.perf_counter()
     with pytest.raises(UnknownModelError, match="cannot be reached"):

@@ -38,7 +38,7 @@ def placeholders(model: Any) -> Any:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_sample_takes_the_predicted_bytes(is_causal: bool, tmp_path: Path) -> None:
-    """To the last byte: of a classifier its logits, of a language model the last hidden state."""
+    """A classifier's logits, or a language model's last hidden state, take the predicted bytes exactly."""
     make = language_model if is_causal else classifier
     teacher: Any = make(4)
     cost = measure_teacher(placeholders(teacher), WIDTH)

@@ -242,7 +242,7 @@ def test_a_policys_state_must_be_plain() -> None:
 # ------------------------------------------------------------------------------------ resuming
 @pytest.mark.parametrize(("saved_at", "restored_by"), [(3, "callback"), (7, "trainer")])
 def test_resume_goes_on_with_what_is_frozen(saved_at: int, restored_by: str) -> None:
-    """At an epoch's end, where the decision is yet to come, and within an epoch, where it was made."""
+    """Resumed at an epoch's end, before its decision, and within an epoch, after it."""
     options = {
         "save_strategy": "steps",
         "save_steps": 1,

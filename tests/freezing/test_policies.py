@@ -1,4 +1,4 @@
-"""Each policy against a table made by hand; what no policy may break, for any input."""
+"""Each policy against a table made by hand; rules that every policy must keep, for any input."""
 
 from __future__ import annotations
 

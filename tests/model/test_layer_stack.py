@@ -88,7 +88,7 @@ def test_discovery_leaves_the_model_as_it_was() -> None:
 
 # ------------------------------------------------------------------------------------ models that are made for a test
 class RunsLayers(torch.autograd.Function):
-    """As Reformer's: it calls layers without a graph, and again in the backward."""
+    """A function as Reformer's: it calls layers without a graph, and again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
@@ -113,14 +113,14 @@ class Layer(GradientCheckpointingLayer):
 
 
 class Halving(GradientCheckpointingLayer):
-    """As Donut's, which returns the size of its image, too: the next layer needs it."""
+    """A layer as Donut's: it also returns the size of its image, and the next layer needs it."""
 
     def forward(self, hidden: Tensor, size: int) -> tuple[Tensor, int]:
         return hidden.view(-1, size // 2, 2).sum(-1), size // 2
 
 
 class KeepsHidden(Layer):
-    """As Gemma 3n's: it leaves something behind for later layers, which passes by the layers' outputs."""
+    """A layer as Gemma 3n's: it leaves a tensor for later layers that is not in its output."""
 
     def forward(self, x: Tensor, index: int, left_behind: dict[int, Tensor]) -> Tensor:
         left_behind[index] = x

@@ -23,7 +23,7 @@ SHIFTS = ("llama-tied", "gpt2")
 
 
 def loss_of(model: nn.Module, batch: Batch, items: NumItems) -> torch.Tensor:
-    """As the Trainer calls a model: `num_items_in_batch` only where it is taken."""
+    """Call a model as the Trainer does: with `num_items_in_batch` only if the model takes it."""
     takes_count = "kwargs" in model.forward.__code__.co_varnames
     loss: torch.Tensor = model(**batch, **({"num_items_in_batch": items} if takes_count and items else {})).loss
     return loss

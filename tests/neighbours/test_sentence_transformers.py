@@ -208,9 +208,9 @@ def equal_in_each_way(rank: int, world_size: int, models: str, folder: str, kind
 
 
 def test_losses_are_those_of_the_stock_trainer(models: str, tmp_path: Path) -> None:
-    """With freezing and a warm cache, too. "cached" calls the model in its backward.
+    """Freezing and a warm cache are tried, too. "cached" calls the model in its backward.
 
-    The other one without a launcher, under which the stock trainer of version 6.2 fails in DDP with a cross-encoder.
+    The cross-encoder has no launcher: under one, the stock trainer of version 6.2 fails in DDP.
     """
     run_ranks(equal_in_each_way, 2, models, str(tmp_path), "cached", timeout=250)
     equal_in_each_way(0, 1, models, str(tmp_path), "cross-encoder")

@@ -109,7 +109,7 @@ def follow(trainer: Any) -> None:
 
 
 def wrapped(trainer: Any) -> None:
-    """As `Accelerator.prepare_model` does under mixed precision."""
+    """Wrap a forward as `Accelerator.prepare_model` does under mixed precision."""
     forward = trainer.teacher.forward
     trainer.teacher.forward = MethodType(convert_outputs_to_fp32(forward.__func__), trainer.teacher)
 
@@ -199,7 +199,7 @@ TWO: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "options"), TWO)
 def test_two_processes(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """In two stages the process that computes the loss reads; of two replicas each reads its samples."""
+    """With two stages, the process that computes the loss reads; with two replicas, each reads its samples."""
     options = {**options, "per_device_train_batch_size": BATCH // 2}
     results = run_ranks(in_two_processes, 2, str(tmp_path), name, options, timeout=200)
     expected = trained(tmp_path / "stock", CASES[name], is_ours=False)

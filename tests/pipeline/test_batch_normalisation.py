@@ -38,7 +38,7 @@ class StaysInEval(nn.BatchNorm2d):
 
 
 def freeze(model: nn.Module) -> None:
-    """As users do: `model.train()` leaves batch normalisation in eval mode."""
+    """Freeze as users do: `model.train()` leaves batch normalisation in eval mode."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.__class__ = StaysInEval
@@ -59,7 +59,7 @@ def one_process(rank: int, world_size: int) -> tuple[Outcome, Outcome]:
 
 
 def in_stages(rank: int, world_size: int, folder: str, half: int) -> tuple[Outcome, Outcome, Outcome]:
-    """In training mode, in eval mode in micro-batches, and resumed from the first one's checkpoint of a step."""
+    """Trainings in training mode, in eval mode with micro-batches, and resumed from a checkpoint of the first one."""
     options = {"num_microbatches": "auto", "save_strategy": "epoch"}
     whole = trained(pipeline_trainer(PIPELINE, STAGES, f"{folder}/whole", **options))
     frozen = trained(pipeline_trainer(PIPELINE, STAGES, f"{folder}/frozen", num_microbatches=4), is_frozen=True)

@@ -57,7 +57,7 @@ def contrastive(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
 
 
 def two_calls(trainer: Any, model: Any, inputs: Inputs) -> Tensor:
-    """As R-Drop."""
+    """A loss of two calls, as in R-Drop."""
     one, other = model(**inputs), model(**inputs)
     difference = F.kl_div(one.logits.log_softmax(-1), (1.1 * other.logits).softmax(-1), reduction="batchmean")
     return one.loss + other.loss + difference
@@ -197,7 +197,7 @@ CASES += [("text-classification", "contrastive", 2), ("causal-lm", "cached_gradi
 
 @cache
 def expected(case: Case) -> Outcome:
-    """In the test's own process: in one that a launcher has started, the stock Trainer would wrap the model."""
+    """Trained in the test's own process: in a launcher's process the stock Trainer would wrap the model."""
     kind, name, accumulation = case
     run = replace(run_of(kind, LOSSES[name]), per_device=BATCH // WORLD)
     return outcome_of(reference_trainer(run.with_options(gradient_accumulation_steps=accumulation)))

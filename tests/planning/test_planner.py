@@ -33,7 +33,7 @@ def test_auto_says_what_is_missing() -> None:
 
 
 def test_more_micro_batches_where_only_that_makes_the_stages_fit() -> None:
-    """By counts; with the number of the rule (2 K) the training was refused."""
+    """More micro-batches than usual (2 K) fit, by counted bytes; the training was refused."""
     units = tuple(unit(k, activation_bytes=100) for k in range(8))
     options: dict[str, Any] = {"world_size": 2, "units": units, "rows_per_device": 12}
     assert layout_of(2, **options).num_microbatches == 4
@@ -47,7 +47,7 @@ def test_more_micro_batches_where_only_that_makes_the_stages_fit() -> None:
 
 # ------------------------------------------------------------------------------------------ after a freeze
 def test_compression_takes_the_shortest_pipeline_that_fits() -> None:
-    """Its largest stage may need no more bytes than the largest did at the start."""
+    """The largest stage may need no more bytes than the largest one did at the start."""
     planner, sizes = planner_of(4, 4, num_microbatches=4), []
     layout = planner.first
     for frozen in range(1, 9):

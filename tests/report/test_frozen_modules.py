@@ -158,7 +158,7 @@ def test_what_peft_freezes_is_not_said_to_be_frozen_by_the_user(tmp_path: Path) 
 
 
 def test_records_of_earlier_versions_are_read(folder: Path, tmp_path: Path) -> None:
-    """They counted a model that was not split as one layer, and did not name frozen modules."""
+    """Earlier records counted an unsplit model as one layer, and did not name frozen modules."""
     (event,) = events_of(folder / "read")
     del event["frozen_modules"]
     (tmp_path / EVENTS).write_text(json.dumps({**event, "num_layers": 1}) + "\n")

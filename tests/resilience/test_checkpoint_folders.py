@@ -178,7 +178,7 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 
 
 def test_what_the_user_has_put_into_a_replaced_checkpoint_stays(tmp_path: Path) -> None:
-    """As with the stock Trainer, which overwrites file by file."""
+    """The user's files stay, as with the stock Trainer: it overwrites file by file."""
     final = tmp_path / "checkpoint-4"
     for number in range(2):
         saving_folder(tmp_path).create()

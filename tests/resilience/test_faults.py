@@ -142,7 +142,7 @@ def seconds_to_notice(fault: Fault) -> float:
 
 
 def row_of(fault: Fault, folder: Path, ended_at: float, first_step_at: float, lost: int, how: str, **more: Any) -> str:
-    """For the table of `conftest.py`."""
+    """A row for the table of `conftest.py`."""
     happened_at, _ = when(folder)
     row: dict[str, Any] = {
         "fault": f"{fault.kind}{how}",

@@ -90,7 +90,7 @@ class Hosts:
 
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
-    """As many as the test's parameter says."""
+    """Network namespaces as hosts. The test's parameter is their number."""
     names = [f"hfp{os.getpid()}h{host}" for host in range(request.param)]
     bridge = f"hfp{os.getpid()}"
     made = Hosts(names)
@@ -178,7 +178,7 @@ def test_each_host_has_a_store_of_its_own_that_outlives_a_fault(
 def test_a_host_that_stands_still_is_named_and_the_job_goes_on(
     hosts: Hosts, tmp_path: Path, record_property: Recorder
 ) -> None:
-    """Its launcher lives: it asks its processes to end, as the other one wants a new attempt, and kills after 30 s."""
+    """The host's launcher lives: for a new attempt it asks its processes to end, and kills them after 30 s."""
     fault = Fault("stop_host", 3, "step", 4)
     output = run_job(hosts.torchrun(2), tmp_path, fault, timeout=280)
     assert re.search(r"\[rank ?[01]\]:? rank [23].* could not be reached for", output)

@@ -53,7 +53,7 @@ def train(rank: int, world_size: int, stages: int, event: str, method: str, fold
     ],
 )
 def test_on_the_main_process_only(stages: int, method: str, event: str, other: str, tmp_path: Path) -> None:
-    """It takes no timeout: ten minutes here."""
+    """The mistake is found before the timeout, which is ten minutes here."""
     outcomes = launch_ranks(train, 2, stages, event, method, tmp_path, timeout=SECONDS)
     said = f"rank 0 called {method}() in Alone._call; rank 1 {other}. {REMEDY}"
     assert type(outcomes[0].error) is ValueError and str(outcomes[0].error) == said, outcomes[0]

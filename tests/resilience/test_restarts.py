@@ -149,7 +149,7 @@ def test_a_launcher_restarts_the_job_once(
 def test_after_a_sigterm_to_one_process_the_launcher_restarts_the_job(
     tmp_path: Path, free_port: int, record_property: Recorder
 ) -> None:
-    """It knows of no exit code that means to come back later."""
+    """The launcher knows no exit code that means "resume later"."""
     fault = Fault("term", 2, "build", 5)
     output = run_job([command("torchrun", free_port)], tmp_path, fault, timeout=200)
     check(tmp_path, output, fault, record_property, "torchrun")

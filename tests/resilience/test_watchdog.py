@@ -53,7 +53,7 @@ def misbehave(kind: str) -> None:
 
 
 def said(outcome: RankOutcome) -> str:
-    """By its error, or in its log where it could raise none."""
+    """The log and the error of a process."""
     return f"{outcome.log}\n{outcome.error}"
 
 
@@ -137,7 +137,7 @@ def compute(seconds: float) -> None:
 
 
 def computes(rank: int, world_size: int) -> str:
-    """All of them for long, in the library's own code."""
+    """All processes compute for long, in the library's own code."""
     with watch(rank, limit=3):
         for step in range(2):
             PROGRESS.enter("step", step)

@@ -60,7 +60,7 @@ class PretrainedLine(PreTrainedModel):
 
 
 class NoisyLine(Line):
-    """It draws from all three global generators."""
+    """A model that draws from all three global generators."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
         return super().forward(x + 0.1 * torch.randn(1) + 0.1 * numpy.random.rand() + 0.1 * random.random(), labels)

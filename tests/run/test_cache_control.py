@@ -105,7 +105,7 @@ def with_workers(rank: int, world_size: int, run: Run) -> tuple[Outcome, list[di
 
 @pytest.mark.slow
 def test_loader_workers() -> None:
-    """They compute the keys; persistent ones follow the generations."""
+    """Workers compute the keys; persistent workers follow the generations."""
     run = replace(RUNS["bert"], samples=40)
     results = run_ranks(with_workers, 2, run, timeout=180)
     assert_same_training([outcome for outcome, _ in results], expected_of(replace(run, per_device=2), EPOCH_START))
@@ -147,7 +147,7 @@ def test_it_waits_for_more_layers_where_loading_takes_longer() -> None:
 
 
 def on_two_nodes(rank: int, world_size: int, options: dict[str, Any]) -> tuple[Outcome, list[dict[str, Any]]]:
-    """As a launcher with two processes on each of two nodes says it."""
+    """Set the variables of a launcher with two processes on each of two nodes."""
     os.environ.update(LOCAL_WORLD_SIZE="2", GROUP_RANK=str(rank // 2))
     return cached(rank, world_size, Run(epochs=6), {0: 2, 1: 2, 2: 1}, {3: 1, 6: 2}, **options)
 

@@ -158,7 +158,7 @@ def layer_of(model: nn.Module) -> Any:
 
 
 def negate(model: nn.Module) -> None:
-    """Their norms stay."""
+    """Negate the weights: their norms stay."""
     for parameter in layer_of(model).parameters():
         if not getattr(parameter, "is_elsewhere", False):
             parameter.data = -parameter.data
@@ -333,7 +333,7 @@ def test_another_function_finds_nothing_in_a_shared_folder(tmp_path: Path) -> No
 
 
 def stopped(rank: int, world_size: int, store: str) -> None:
-    """In the epoch that stores, behind other weights."""
+    """A training that stops in the epoch that stores, after a change of the weights."""
     trainer = Doubt("", callback=partial(Changes, "on_step_end", negate, 4)).trainer("on")
     trainer.args.activation_cache_dir = store
     trainer.add_callback(StopAfter(5))
@@ -342,7 +342,7 @@ def stopped(rank: int, world_size: int, store: str) -> None:
 
 @pytest.mark.slow
 def test_states_of_other_weights_do_not_stay_in_a_shared_folder(tmp_path: Path) -> None:
-    """They were put under the name of the earlier weights, which another training may have."""
+    """These outputs were put under the name of the earlier weights, which another training may have."""
     run_ranks(stopped, 2, str(tmp_path / "cache"))
     assert (tmp_path / "cache" / STORE).exists()
     assert list((tmp_path / "cache" / STORE).glob("0*-*")) == []

@@ -17,7 +17,7 @@ CHOICES = 3
 
 
 class Questions(Dataset):
-    """Each with some answers to choose from, of different lengths; the second answer of all is the same."""
+    """Questions, each with some answers to choose from, of different lengths. The second answer is always the same."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.seed = size, seed

@@ -77,7 +77,7 @@ FREEZING = {"freeze_policy": "schedule", "freeze_schedule": {1: 1}, "activation_
 
 
 def collecting(rank: int, world_size: int, ways: dict[str, dict[str, Any]]) -> dict[str, tuple[list[Any], int]]:
-    """In each way, the mean margins that this process logs in the steps, and of how many samples it has any."""
+    """For each way: the mean margins that this process logs in the steps, and its number of samples with a margin."""
     found = {}
     for name, options in ways.items():
         run = replace(COLLECTED, per_device=16 // world_size)
@@ -90,14 +90,14 @@ def collecting(rank: int, world_size: int, ways: dict[str, dict[str, Any]]) -> d
 
 
 def assert_gathered(results: list[Any]) -> None:
-    """As in one process."""
+    """Expect the gathered metrics of one process."""
     assert_same_training([outcome for outcome, _ in results], reference(0, 1, RUN))
     assert results[0][1] == [16, 16, 8]
 
 
 @pytest.mark.slow
 def test_what_compute_loss_collects_is_on_rank_0() -> None:
-    """In every schedule, and when a pipeline of two stages has become two replicas: then of rank 0's samples."""
+    """Holds in every schedule, and for rank 0's samples when two stages have become two replicas."""
     schedules = {name: {"pipeline_schedule": name, **DECLARED} for name in ("1f1b", "zbv")}
     schedules["driven"] = {}
     alone = collecting(0, 1, {"plain": {"use_cpu": True}, "elastic": {**FREEZING, "use_cpu": True}})

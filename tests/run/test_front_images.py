@@ -43,7 +43,7 @@ def test_equals_the_stock_trainer(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", few(VISION, "Qwen2_5_VL"))
 def test_the_layers_below_a_trained_merger_are_read(name: str, tmp_path: Path) -> None:
-    """They are called on cumulative lengths of the images, and of windows in them, besides the patches."""
+    """Besides patches, these layers get cumulative lengths of the images, and of windows in them."""
     assert_equals_stock(tmp_path, vlm_with_trained_merger(name))
     assert hit_rates(tmp_path / "ours") == [0.0, 1.0, 1.0]
     skipped = logged(tmp_path / "ours", "cache_layers_skipped")

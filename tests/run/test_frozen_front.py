@@ -150,7 +150,7 @@ class Acts(TrainerCallback):
 
 
 def scale(model: nn.Module) -> None:
-    """As PyTorch does not count it."""
+    """Scale the weights in a way that PyTorch does not count."""
     model.bert.encoder.layer[0].output.dense.weight.data.mul_(1.1)
 
 
@@ -323,7 +323,7 @@ def with_dropout() -> tuple[nn.Module, Columns]:
 
 
 def test_dropout_in_what_is_frozen(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    """It is the stock Trainer's, and computed, unless it is left out on demand."""
+    """Frozen modules with dropout run as in the stock Trainer, unless `eval_frozen_modules` turns dropout off."""
     assert_equals_stock(tmp_path, with_dropout)
     hints = [record for record in said.records if "eval_frozen_modules=True" in record.getMessage()]
     assert [record.levelname for record in hints] == ["WARNING"], "once, and as a warning"
@@ -406,7 +406,7 @@ def head_on_wav2vec2(norm: str = "group") -> tuple[nn.Module, Columns]:
 
 
 def convolutions_with_layer_norm() -> tuple[nn.Module, Columns]:
-    """Their output does not lie contiguously in memory."""
+    """wav2vec2's convolutions with an output that is not contiguous in memory."""
     model, columns = head_on_wav2vec2("layer")
     model.requires_grad_(True)
     model.freeze_feature_encoder()

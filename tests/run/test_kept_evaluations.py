@@ -24,7 +24,7 @@ def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def scale(model: nn.Module) -> None:
-    """As PyTorch does not count it."""
+    """Scale the weights in a way that PyTorch does not count."""
     model.bert.encoder.layer[0].output.dense.weight.data.mul_(1.1)
 
 
@@ -88,7 +88,7 @@ def scaled() -> tuple[nn.Module, Columns]:
 
 
 class ReplacesABuffer(TrainerCallback):
-    """In the middle of an evaluation after the training."""
+    """Replaces a buffer in the middle of an evaluation after the training."""
 
     def __init__(self) -> None:
         self.is_on, self.count = False, 0

@@ -228,7 +228,7 @@ def test_the_examination_before_the_first_step_takes_the_memory_of_a_layer(tmp_p
 
 
 class LogsOverAll(PipeTransformerTrainer):
-    """Its loss contains a collective, as losses over the samples of all processes do."""
+    """A trainer with a collective in its loss, as losses over the samples of all processes have."""
 
     def compute_loss(self, model: nn.Module, inputs: Any, *positional: Any, **keywords: Any) -> Any:
         loss = super().compute_loss(model, inputs, *positional, **keywords)

@@ -28,7 +28,7 @@ class Sgd(torch.optim.Optimizer):
 
 
 def _noise(p: torch.Tensor) -> torch.Tensor:
-    """As stochastic rounding draws."""
+    """Random numbers as stochastic rounding draws them."""
     return torch.rand_like(p) * 1e-3
 
 
@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], str | None]] = {
 
 
 def train(rank: int, world_size: int) -> dict[tuple[str, bool], str | None]:
-    """Each given as an optimizer, and as a class; why it was refused."""
+    """Pass each optimizer as an object and as a class; return the reasons of the refusals."""
     refused: dict[tuple[str, bool], str | None] = {}
     for name, is_users in itertools.product(OPTIMIZERS, (True, False)):
         kind, _ = OPTIMIZERS[name]

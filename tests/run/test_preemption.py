@@ -51,7 +51,7 @@ def preempted(rank: int, world_size: int, folder: str, stages: int, who: tuple[i
 
 
 def preempted_with_a_worker(rank: int, world_size: int, folder: str) -> int:
-    """As launchers do it: the signal goes to the process group."""
+    """The signal goes to the process group, as launchers send it."""
 
     class TermTheGroup(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -86,7 +86,7 @@ def preempted_while_evaluating(rank: int, world_size: int, folder: str) -> None:
 
 
 def preempted_at_the_end(rank: int, world_size: int, folder: str) -> int:
-    """By a signal to one process, when no step is left that would see to it."""
+    """One process gets the signal after the last step."""
     run = replace(RUN, per_device=8).with_options(save_strategy="no")
     trainer = pipeline_trainer(run, 2, folder)
 
@@ -116,7 +116,7 @@ def test_sigterm_saves_one_whole_checkpoint_and_leaves_on_one_process(tmp_path: 
 
 
 def test_sigterm_saves_one_whole_checkpoint_and_leaves_on_two_stages(tmp_path: Path) -> None:
-    """It comes before everything else, and behind the last step it loses no training."""
+    """Saving comes before everything else; after the last step no training is lost."""
     between, evaluating, end = (str(tmp_path / name) for name in ("between", "evaluating", "end"))
     calls = {
         "between": (preempted, between, 2, (1,)),
@@ -132,7 +132,7 @@ def test_sigterm_saves_one_whole_checkpoint_and_leaves_on_two_stages(tmp_path: P
 
 
 def train_evaluating(rank: int, world_size: int, folder: str, when: str, term_at: int | None = None) -> Any:
-    """Its learning rates depend on the evaluations: each one but the first lowers them. Layers freeze by the epoch."""
+    """A training with learning rates that each evaluation but the first lowers. Layers freeze by the epoch."""
     run = replace(RUN, per_device=8, epochs=3).with_options(
         eval_strategy=when,
         eval_steps=4,
@@ -159,7 +159,7 @@ def train_evaluating(rank: int, world_size: int, folder: str, when: str, term_at
 
 @pytest.mark.slow
 def test_an_evaluation_that_sigterm_left_out_is_made_up_for(tmp_path: Path) -> None:
-    """At the end of the first epoch, and of the last: what comes after depends on it."""
+    """The signal comes at the end of the first epoch, and of the last: later steps depend on the evaluation."""
     for when, term_at in (("steps", 3), ("epoch", 11)):
         whole, cut = (str(tmp_path / when / name) for name in ("whole", "cut"))
         cases = {"whole": (whole, when), "cut": (cut, when, term_at), "again": (cut, when)}

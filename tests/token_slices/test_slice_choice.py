@@ -80,7 +80,7 @@ def test_a_profile_keeps_the_time(
     noise: float,
     is_believed: bool,
 ) -> None:
-    """As many rounds over all sizes as fit; where not even one does, the costliest sizes are left out."""
+    """The profile makes as many rounds over all sizes as fit; if none fits, the costliest sizes are left out."""
     clock = FakeClock(monkeypatch, slice_choice.PROFILE_SECONDS / rounds_in_time, noise)
     with caplog.at_level(logging.WARNING):
         chooser().parts_of(stage, partial(whole, stage), BATCH)
@@ -93,7 +93,7 @@ def test_a_profile_keeps_the_time(
 
 
 def test_no_part_has_more_rows_than_are_known_to_fit(stage: StageModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By time alone one part of all rows would be the best."""
+    """One part of all rows would take the least time."""
     fixed = lambda *_: [(r, n, c, 1.0 + 1e-9 * r * n, 1.0) for r, n, c in points_to_measure(4, TOKENS)]  # noqa: E731
     monkeypatch.setattr(slice_choice, "measure_slices", fixed)
     for parts in (1, 2, 4):

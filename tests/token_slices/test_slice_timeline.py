@@ -14,7 +14,7 @@ from hf_pipetransformer.token_slices.slice_timeline import (
 
 
 def latency(fixed: float, per_token: float) -> StageLatency:
-    """Its backward takes twice its forward."""
+    """The latency of a slice: its backward takes twice its forward."""
     return StageLatency(SliceLatency(fixed, per_token, 0.0, 0.0), SliceLatency(2 * fixed, 2 * per_token, 0.0, 0.0))
 
 

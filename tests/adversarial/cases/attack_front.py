@@ -327,7 +327,7 @@ def images_of_several_sizes() -> Script:
 
 
 class Convolutions(nn.Module):
-    """As timm's: convolutions, batch normalisation, pooling."""
+    """A network as timm's: convolutions, batch normalisation, pooling."""
 
     def __init__(self, stays_in_evaluation: bool = False) -> None:
         super().__init__()
