@@ -69,8 +69,8 @@ def refuse_weights_with_state(model: nn.Module) -> None:
         if has_state(parameter):
             raise UnsupportedModelError(
                 model,
-                f"{name!r} is a {type(parameter).__name__}: its weights are quantized, and what they are computed with"
-                " is no plain tensor and cannot be moved between stages.",
+                f"{name!r} is a {type(parameter).__name__}: its weights are quantized, and the scales that"
+                " belong to them cannot be moved between stages.",
                 "Quantize it with torchao, load it without quantization, or set pipeline_parallel_size=1.",
             )
 

@@ -221,9 +221,9 @@ def find_front(
         if other_randomness() != at_start:
             why = why or "random numbers are drawn with Python or NumPy"
         if [*_versions(module), *versions_of(given)] != versions:
-            why = why or "it changes its buffers, or what it is given"
+            why = why or "it changes its buffers or its inputs"
         if _kept_by(module) != kept or arguments_of(args, kwargs)[1] != others:
-            why = why or "it keeps something of what it computes"
+            why = why or "it keeps a tensor that it computes"
         output = origins.returned(output)
         if users_hooks_on(module):
             origins.note_read(tensors_in(output))  # the hooks get the output, and may keep it
@@ -328,7 +328,7 @@ def _why_not(call: _FrozenCall, num_calls: int, inputs: Mapping[str, Any]) -> st
     if num_calls > 1:
         return "it is called several times in a forward pass"
     if versions_of([*call.inputs, *call.outputs]) != call.versions:
-        return "the model writes into what it returns"
+        return "the model writes into its output"
     if call.origins & {TRAINED, UNKNOWN}:  # before its own dropout, which is not the reason then
         return "its inputs are computed from trained parameters, or by functions that are not known"
     if call.why_not is not None:
@@ -369,7 +369,7 @@ def _chosen(calls: Sequence[_FrozenCall], origins: Origins, inputs: Mapping[str,
             call = front.pop(odd)
             if call.seconds > NOTICEABLE * seconds:
                 closed.add(odd)
-                why_not[odd] = "what it returns has no entry for each sample, or repeats values in memory"
+                why_not[odd] = "its output has no entry for each sample, or repeats values in memory"
             continue
         useless = [name for name, call in front.items() if not needed[name] and not _feeds(call, front)]
         dropped = useless or _cheap(front, needed, calls, origins)

@@ -70,7 +70,7 @@ from .rows import (
 )
 from .trial import FrontTrial, cleared, noisy, some_rows
 
-NOT_KEPT = "is not kept, as nothing had read it when the frozen modules were looked for"
+NOT_KEPT = "is not kept, as it was not read when the frozen modules were looked for"
 ITEMS = "num_items_in_batch"
 VERIFYING = 0.03
 """Upper bound for the share of the time spent on comparing stored outputs with computed ones."""

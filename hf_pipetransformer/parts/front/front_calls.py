@@ -52,7 +52,7 @@ MOST_OF_IT = 0.25
 """Minimum share of the forward pass of a stored part for which the log reports the whole frozen module as stored."""
 MOST_OPENED = 3
 """Maximum number of searches inside modules that cannot be stored as a whole."""
-NOTHING_FOUND = "it is not called on what comes from the batch alone, or nothing else reads what it returns"
+NOTHING_FOUND = "its inputs do not come from the batch alone, or its output is not read"
 """Why a frozen module is computed in every epoch if no other reason was found."""
 ENTRIES_VERSION = 8
 """Version of the contents of an entry in the store."""
@@ -310,7 +310,7 @@ class FrontCalls:
             front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self.writes)
             front.share = 0.0  # the search takes time itself
         else:
-            self._turn_off("what it returns for a sample depends on the other samples")
+            self._turn_off("its output for a sample depends on the other samples")
         found.calls.clear()
         return output
 

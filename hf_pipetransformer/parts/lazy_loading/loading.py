@@ -142,7 +142,7 @@ def _refuse_other_dtype(folder: Path, files: list[Path], options: Mapping[str, A
         raise ValueError(
             f"The checkpoint {folder} is stored in {stored}, but the model is to be loaded in {wanted}, so every"
             f" process would convert all weights in its memory. Pass dtype=torch.{stored} (bf16=True or fp16=True"
-            " still choose what is computed with), or convert the checkpoint once:"
+            " still choose the precision of the computation), or convert the checkpoint once:"
             f" from_pretrained(..., dtype=torch.{wanted}) and save_pretrained()."
         )
 
@@ -238,7 +238,7 @@ def map_from(model: PreTrainedModel, checkpoint: str, mesh: ProcessMesh) -> None
             elif found.shape != weight.shape:
                 raise ValueError(
                     f"{name!r} has the shape {tuple(found.shape)} in {checkpoint}, but {tuple(weight.shape)} in the"
-                    " model. Resume with a model that is changed (labels, vocabulary) as the one that was saved."
+                    " model. Resume with a model that has the same changes (labels, vocabulary) as the saved one."
                 )
             elif found.dtype == weight.dtype:
                 set_values(weight, [found])

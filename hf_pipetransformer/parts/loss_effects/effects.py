@@ -56,9 +56,9 @@ class OnLastStage:
     def _refuse(self, *_: Any) -> NoReturn:
         raise ValueError(
             f"trainer.{self._name} was changed by the loss, which runs on the last pipeline stage only, and this is"
-            " another stage. After each step, all stages get what the loss binds to plain values (numbers, strings,"
-            " short lists of these): assign such a value in the loss (loss.item(), for a tensor), read it on the main"
-            " process only, or set pipeline_parallel_size=1."
+            " another stage. After each step, all stages get the plain values (numbers, strings, short lists of these)"
+            " that the loss has assigned: assign such a value in the loss (loss.item(), for a tensor), read it on the"
+            " main process only, or set pipeline_parallel_size=1."
         )
 
     __bool__ = __len__ = __iter__ = __next__ = __contains__ = __getitem__ = __setitem__ = __call__ = _refuse

@@ -211,7 +211,7 @@ class RunLog(RunPart):
     def cached(self, plan: Layout) -> None:
         """Log a plan that changes only the number of cached layers. Collective over all processes."""
         numbers = self._record("cache", plan)
-        self._say(f"Step {self._state.global_step}: {describe_frozen(plan)}; nothing moves.")
+        self._say(f"Step {self._state.global_step}: {describe_frozen(plan)}; no weights move.")
         self._log_layout(numbers)
 
     def transformed(self, change: Transformation, freezable: FreezableLayers | None) -> None:
