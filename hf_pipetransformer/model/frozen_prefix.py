@@ -124,7 +124,7 @@ class FreezableLayers:
         count = f"{after - before} layer{'' if after - before == 1 else 's'}"
         text = f"freezing {count} ({_listed(self.described(before, after))})"
         if not stopped:
-            return f"{text}, which are frozen already: this only allows the cache to store their outputs"
+            return f"{text}, frozen already: this only lets the cache store outputs"
         outside = frozenset(stopped).difference(*self.inside[:after])
         others = self.trainable.union(*self.inside) - outside
         modules = dict.fromkeys(_widest(name, others) for name in sorted(outside))
