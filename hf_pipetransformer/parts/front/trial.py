@@ -89,9 +89,11 @@ class FrontTrial:
             last = max(tokens.width - 2 * columns, 1)
             cut = Tokens(tuple(slice(0, min(length, last)) for length in tokens.lengths), tokens.width)
             if self._hold(ran, part, rows, first, cut, columns):
-                self.cuts_padding, self.awaits_loss = True, may_cut
-                if not may_cut:
-                    self._keep_padding()
+                self.cuts_padding = True
+                if any(self.wide.get(output) for output in self._found.stored):  # else no padding is stored
+                    self.awaits_loss = may_cut
+                    if not may_cut:
+                        self._keep_padding()
                 return True
         part = self._tried(partial(forward, some_rows(inputs, reads, rows, first)))
         return self._hold(calls, part, rows, first)
