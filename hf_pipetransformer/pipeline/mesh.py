@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -75,7 +74,11 @@ class ProcessMesh:
         """Number of the accelerator's communicators that this process has here. They live until it ends."""
         self._subgroups: dict[tuple[tuple[tuple[int, ...], ...], str | None, int], dist.ProcessGroup | None] = {}
         self.control = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
+        self.alone: Any = None
+        """A group of this process alone; None if there is only one process."""
         if self.world_size > 1:
+            # on all processes at once: since torch 2.14, a group that only some create gives later ones other names
+            self.alone = dist.new_group([self.rank], timeout, "gloo", use_local_synchronization=True)
             self._connect(dist.group.WORLD)
 
     def groups(self, num_stages: int) -> PipelineGroups:
@@ -90,13 +93,6 @@ class ProcessMesh:
     def second_pipeline_group(self, num_stages: int) -> dist.ProcessGroup | None:
         """Another group of the same processes as `groups(num_stages).pipeline`. Collective like `groups`."""
         return self.subgroup(self._pipelines(num_stages), number=1)
-
-    @cached_property
-    def alone(self) -> dist.ProcessGroup:
-        """A group of this process alone. Not collective."""
-        group = dist.new_group([self.rank], timeout=self.timeout, backend="gloo", use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        return group
 
     def _replicas(self, num_stages: int) -> list[range]:
         return [range(stage, self.world_size, num_stages) for stage in range(num_stages)]
