@@ -32,6 +32,8 @@ from selection import few, slow
 from torch import nn
 from transformers import TrainerCallback, Wav2Vec2Config, Wav2Vec2ForSequenceClassification
 
+from hf_pipetransformer.parts.front import front_calls
+
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
@@ -521,3 +523,38 @@ def test_a_tower_that_gets_another_input_is_computed(tmp_path: Path) -> None:
         return SwapsInputs(), columns
 
     assert_equals_stock(tmp_path, build, num_train_epochs=5)
+
+
+class NumbersCalls(nn.Module):
+    """A frozen layer that gets another number in each call, which its output does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.lower, self.head = 0, Numbered().requires_grad_(False), nn.Linear(SIZE, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        self.calls += 1
+        scores = self.head(self.lower(x, self.calls))
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+class Numbered(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(SIZE, 512), nn.GELU(), nn.Linear(512, SIZE))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return super().forward(x) + 0.0 * number
+
+
+def test_calls_that_never_repeat_are_not_compared_for_ever(
+    tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front_calls, "CALLS_TO_MISS", 2)  # an epoch has four steps
+
+    def build() -> tuple[nn.Module, Columns]:
+        return NumbersCalls(), {"x": noise(SAMPLES, SIZE), "labels": torch.arange(SAMPLES) % 2}
+
+    expected = Trained(tmp_path / "stock", build, is_ours=False, num_train_epochs=3)
+    Trained(tmp_path / "ours", build, num_train_epochs=3, cached_modules=["lower"]).assert_same(expected)
+    assert rows_read(said) == 0
+    assert "none of the samples was found" in said.text

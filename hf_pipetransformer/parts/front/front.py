@@ -212,6 +212,7 @@ class FrozenFront:
             except NewCallError:  # e.g. no mask for a batch without padding: the stored outputs may still be valid
                 set_torch_states(before)
                 self._tries_to_widen -= wider is not None
+                self.num_missed, self.counts.hits = self.num_missed + 1, self.counts.hits - hits
             finally:
                 self._call = None
         self._call = call = FrontCall(batch)

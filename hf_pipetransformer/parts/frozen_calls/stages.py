@@ -40,7 +40,7 @@ from .watching import SeenCall
 
 logger = logging.getLogger(__name__)
 
-ALONE = "the code around the layers failed on the last stage alone"
+ALONE = "the code around the layers failed on the last stage alone with {}: {}"
 """Why no output is stored if the modules around the layers need more than this process has."""
 
 
@@ -154,10 +154,11 @@ class SplitRoot(FrozenRoot):
         try:
             with self._calls.serving_innermost():
                 return super()._look_up(calls, inputs)
-        except Exception:  # as served the call may succeed, or fail with the error that the user should see
+        except Exception as error:  # as served the call may succeed, or fail with the error that the user should see
             logger.debug("A call could not be looked up.", exc_info=True)
+            why = ALONE.format(type(error).__name__, error)
         set_torch_states(states)
-        self.end(ALONE)
+        self.end(why)
         return self._run(**inputs)
 
 
