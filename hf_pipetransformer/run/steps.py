@@ -107,6 +107,7 @@ class Steps:
         # a stock loss calls no collective
         self._has_own_loss = job.args.uses_pipeline and not loss.is_stock
         self._has_looked_for_nan = False
+        self._counted: int | float = 1  # items of the batch that was taken last
         self._divides: bool | None = None  # whether parts of a batch are run, from the first step on
         self._error: Exception | None = None  # that has left the last step
 
@@ -117,9 +118,22 @@ class Steps:
         if not self._data.is_shared and self._mesh.world_size > 1:
             refuse_different_numbers(self._job, len(taken), f" at step {self._trainer.state.global_step + 1}")
         self.batch.count_over_replicas(self._pipeline)
+        self._counted = self.batch.num_items
         return taken, self.batch.num_items
 
-    def step(self, inputs: dict[str, Any]) -> torch.Tensor:
+    def _use_number(self, num_items: float) -> None:
+        """Let the loss divide by a number that the user's code has given, for example a sum of weights."""
+        if self._pipeline.num_replicas > 1:
+            raise ValueError(
+                f"num_items_in_batch={num_items:g} was passed to training_step, but the trainer has counted"
+                f" {self._counted:g} items over {self._pipeline.num_replicas} replicas (get_batch_samples or"
+                " training_step is overridden). It is not known whether your number is one replica's or all"
+                " replicas'. Pass on the trainer's number and weigh items in compute_loss, or use a single pipeline."
+            )
+        if self._reduction.kind != "mean":  # such a loss is not told the number
+            self.batch.num_items, self._loss.is_told = num_items, True
+
+    def step(self, inputs: dict[str, Any], num_items: Any = None) -> torch.Tensor:
         """Run forward and backward of this pipeline's slice of a batch. Collective over all processes.
 
         1. Prepare the batch, with the tags of its samples; all stages use the batch of the last stage.
@@ -128,10 +142,16 @@ class Steps:
 
         Args:
             inputs: the argument of `training_step`.
+            num_items: likewise, the number of items that the loss is told; None for the one that `take` has counted.
 
         Returns:
             The loss of the global batch, the same on every process.
+
+        Raises:
+            ValueError: with several replicas, another number of items than `take` has counted.
         """
+        if num_items is not None and float(num_items) != float(self._counted):
+            self._use_number(float(num_items))
         try:
             return self._step(inputs)
         except Exception as error:

@@ -681,9 +681,9 @@ def not_finite_in_one_step() -> Script:
     return with_loss(trainer=own_loss(loss, Skips), options=options, observe=logged)
 
 
-@case("K2", "K2R2")
+@case("K1", "K2", "K2R2", "R2", expect="exact", because="num_items_in_batch")
 def counts_weights_of_samples() -> Script:
-    """`_get_num_items_in_batch` returns the sum of weights, by which the loss divides; with accumulation."""
+    """`get_batch_samples` returns the sum of weights, by which the loss divides; with accumulation."""
 
     class Weighs:
         def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
