@@ -127,7 +127,7 @@ def hooks_clamp_gradients() -> Script:
     return stock(model)
 
 
-@case("K2", expect="exact")
+@case("K2", expect="exact", because="begun to divide its batches")
 def hooks_clamp_gradients_later() -> Script:
     """Tensor hooks that clamp gradients are registered in the third step."""
 
@@ -138,7 +138,7 @@ def hooks_clamp_gradients_later() -> Script:
     return stock(callbacks=[At(change, [2])])
 
 
-@case("K2", expect="exact")
+@case("K2", expect="exact", because="begun to divide its batches")
 def hooks_on_accumulated_gradients_later() -> Script:
     """`register_post_accumulate_grad_hook` in the third step, with a sign."""
 
@@ -152,7 +152,7 @@ def hooks_on_accumulated_gradients_later() -> Script:
     return stock(callbacks=[At(change, [2])])
 
 
-@case("K2", expect="exact")
+@case("K2")
 def gradient_of_a_layer_normalised() -> Script:
     """A backward hook on a layer divides the gradient by its norm over the whole batch."""
     model = bert()
@@ -162,7 +162,7 @@ def gradient_of_a_layer_normalised() -> Script:
     return stock(model)
 
 
-@case("K2", expect="exact")
+@case("K2", expect="exact", because="begun to divide its batches")
 def gradient_of_a_layer_normalised_later() -> Script:
     """Likewise, from the third step on."""
 
@@ -180,7 +180,7 @@ def centred(module: Any, given: Any, output: Any) -> Any:
     return output - 0.5 * output.mean(0, keepdim=True)
 
 
-@case("K2", expect="exact")
+@case("K2")
 def layer_centred_over_the_batch() -> Script:
     """A forward hook on a layer, from the start."""
     model = bert()
@@ -198,7 +198,7 @@ def layer_centred_over_the_batch_later() -> Script:
     return stock(callbacks=[At(change, [2])])
 
 
-@case("K2", expect="exact")
+@case("K2")
 def layers_centred_over_the_batch_under_a_loss() -> Script:
     """Layers of the user's that take the mean over the batch from what they return."""
 
@@ -219,13 +219,13 @@ class Normalised(Layer):
         return x
 
 
-@case("K2", expect="exact")
+@case("K2")
 def gradient_normalised_in_the_forward() -> Script:
     """Layers register a tensor hook that divides the gradient by its norm over the batch."""
     return driven(model=Network(layer=Normalised))
 
 
-@case("K2", expect="exact")
+@case("K2")
 def gradient_normalised_in_the_forward_of_a_declared_mean() -> Script:
     """Likewise, with a loss that is declared to be a mean."""
     return driven(model=Network(layer=Normalised), product={"loss_reduction": "mean"})
@@ -391,7 +391,7 @@ class Penalised(Network):
         return outputs
 
 
-@case("K2", "R2", expect="exact")
+@case("K2", "R2")
 def penalty_in_the_models_forward() -> Script:
     """The model's own forward adds an L1 penalty of all layers to the loss."""
     return driven(model=Penalised())
@@ -504,42 +504,31 @@ def set_global(trainer: Any, model: Any, number: float) -> None:
     SCALE = number
 
 
-@case("K2", expect="exact")
+@case("K2", expect="exact", because="the code of the model's modules reads")
 def global_set_by_the_loss() -> Script:
     """The loss sets a global variable of the script that layers read."""
     return setting(ReadsGlobal, set_global)
 
 
-@case("K2", expect="exact")
+@case("K2", expect="exact", because="the code of the model's modules reads")
 def context_set_by_the_loss() -> Script:
     """The loss sets a context variable that layers read."""
     return setting(ReadsContext, lambda trainer, model, number: TEMPERATURE.set(number) and None)
 
 
-@case("K2", expect="exact")
+@case("K2", expect="exact", because="the code of the model's modules reads")
 def namespace_set_by_the_loss() -> Script:
     """The loss sets a number on an object of the script that layers read."""
     return setting(ReadsNamespace, lambda trainer, model, number: setattr(SETTINGS, "scale", number))
 
 
-@case("K2", expect="exact")
+@case("K2", expect="exact", because="the code of the model's modules reads")
 def class_set_by_the_loss() -> Script:
     """The loss sets a number on the layers' class."""
     return setting(ReadsClass, lambda trainer, model, number: setattr(ReadsClass, "scale", number))
 
 
-@case("K2", expect="exact")
-def array_set_by_the_loss() -> Script:
-    """The loss writes into a NumPy array of each layer."""
-
-    def change(trainer: Any, model: Any, number: float) -> None:
-        for layer in model.layers:
-            layer.table[0] = number
-
-    return setting(ReadsTable, change)
-
-
-@case("K2", expect="exact")
+@case("K2")
 def tuple_set_by_the_loss() -> Script:
     """The loss gives each layer another tuple."""
 
@@ -550,7 +539,7 @@ def tuple_set_by_the_loss() -> Script:
     return setting(ReadsTable, change)
 
 
-@case("K2", expect="exact")
+@case("K2")
 def set_set_by_the_loss() -> Script:
     """The loss gives each layer another set of numbers."""
 
@@ -561,7 +550,7 @@ def set_set_by_the_loss() -> Script:
     return setting(ReadsTable, change)
 
 
-@case("K2", expect="exact")
+@case("K2")
 def global_set_in_a_callback() -> Script:
     """A callback of every process sets the global variable."""
 
@@ -589,7 +578,7 @@ def dtype_set_by_the_loss() -> Script:
     return driven(loss, Network(layer=Makes))
 
 
-@case("K2", expect="exact")
+@case("K2")
 def layers_seeded_by_the_loss() -> Script:
     """The loss seeds torch's generator before each call, and layers have dropout."""
 
@@ -901,19 +890,19 @@ def weight_norms() -> Script:
     return driven(model=of_layers(lambda linear: parametrizations.weight_norm(linear)), options=ADAMW)
 
 
-@case("K2", expect="exact")
+@case("K2")
 def weight_norms_by_hooks() -> Script:
     """Likewise, by the older function, whose hook sets the weight before each forward."""
     return driven(model=of_layers(lambda linear: torch.nn.utils.weight_norm(linear)))
 
 
-@case("K2", expect="exact")
+@case("K2")
 def orthogonal_weights() -> Script:
     """All layers have orthogonal weights, by a parametrisation."""
     return driven(model=of_layers(lambda linear: parametrizations.orthogonal(linear)))
 
 
-@case("K2", expect="exact")
+@case("K2")
 def parametrisations_cached() -> Script:
     """The loss calls the model twice within `parametrize.cached()`."""
 
@@ -938,7 +927,7 @@ class Counted(Layer):
         return self.batch_norm(y.flatten(0, 1)).view_as(y)
 
 
-@case("K2", expect="exact")
+@case("K2")
 def batch_norm_in_each_layer() -> Script:
     """Layers with batch normalisation, and two calls of the model in the loss."""
 
