@@ -38,6 +38,10 @@ from .attack_recipes_front import logged
 ADAMW: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 5e-3, "adam_epsilon": 1e-3, "weight_decay": 0.05}
 
 
+LATER = "a forward that mixes samples only after the first step is not noticed"
+OWN_STAGE = "hooks collect the gradients of their own stage only"
+
+
 def stock(model: Any = None, **fields: Any) -> Script:
     """Six steps of a BERT with its own loss, whose log is compared."""
     fields["options"] = {"num_train_epochs": 1, "max_grad_norm": 0.5, **fields.get("options", {})}
@@ -188,7 +192,7 @@ def layer_centred_over_the_batch() -> Script:
     return stock(model)
 
 
-@case("K2", expect="exact")
+@case("K2", expect="exact", fails=LATER)
 def layer_centred_over_the_batch_later() -> Script:
     """Likewise, from the third step on."""
 
@@ -231,7 +235,7 @@ def gradient_normalised_in_the_forward_of_a_declared_mean() -> Script:
     return driven(model=Network(layer=Normalised), product={"loss_reduction": "mean"})
 
 
-@case("K2", "K2R2", expect="exact")
+@case("K2", expect="exact", fails=OWN_STAGE)
 def rate_by_hooked_norms() -> Script:
     """Hooks collect the gradients' norms, by which a callback sets the rate."""
     model, norms = bert(), []
