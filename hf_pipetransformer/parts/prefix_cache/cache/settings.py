@@ -136,11 +136,14 @@ class Settings:
 class ReadOutside:
     """A snapshot of what users' code in modules reads outside of them: globals, closures, attributes of classes.
 
+    The insides of objects that are also attributes of the modules do not count, nor does a Trainer.
+
     Args:
         modules: the modules.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
         slots, functions = list[Slot](), list[FunctionType]()
         for base in dict.fromkeys(base for cls in dict.fromkeys(map(type, modules)) for base in _bases(cls)):
             for name, value in vars(base).items() if _is_users(base) else ():
@@ -154,7 +157,10 @@ class ReadOutside:
         self._slots = slots
         self._noted = self._now()
         values = [value for value in self._noted if not isinstance(value, Trainer)]  # what a loss does to it is sent
-        self._containers = [(one, list(_entries(one))) for one in _containers_in(values)]
+        attributes = chain.from_iterable(vars(module).values() for module in modules)
+        of_modules = set(map(id, _containers_in(attributes)))
+        containers = [one for one in _containers_in(values) if id(one) not in of_modules]
+        self._containers = [(one, list(_entries(one))) for one in containers]
 
     def changed(self) -> str:
         """The name of a value that has changed; empty if all are the same."""
