@@ -319,7 +319,7 @@ class PipeTransformerTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         if self._pipeline_run is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        return self._pipeline_run.step(inputs)
+        return self._pipeline_run.step(inputs, num_items_in_batch)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
         stock = partial(super().compute_loss, model, inputs, *positional, **keywords)

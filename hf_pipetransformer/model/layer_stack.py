@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..errors import UnsupportedModelError
 from ..randomness import global_state_kept
@@ -205,8 +206,9 @@ class LayerStack:
             if not runner.units:
                 raise UnsupportedModelError(model, "its forward calls none of its layers.", USE_ONE_STAGE)
             table = ParameterTable(model)
-            with refusing_what_fails(model):
+            with refusing_what_fails(model), _NotingHooks() as hooks:
                 reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
+            why = "its forward registers hooks, which would see the gradients of parts of a batch" * hooks.found
             unreached = frozenset(table.names) - frozenset().union(*reached)
             # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then does
             # not show which unit needs it: if the minimal candidate fails, all units get it. At last all units get all
@@ -216,7 +218,7 @@ class LayerStack:
             owners.append(tuple(names | outside for names in owners[-1]))
             with refusing_what_fails(model):
                 needs = UnitNeeds(owners[0], _boundaries(runner, used), unreached, only_returned, owners[0])
-                stack = cls(runner, table, needs)
+                stack = cls(runner, table, needs, why)
                 if stack._equals_uncut(whole, batch):  # 3
                     return stack
                 # with the gradients of training: only in eval mode, wav2vec 2.0 chooses codes without a gradient
@@ -225,7 +227,7 @@ class LayerStack:
                 used = [one | other for one, other in zip(used, used_in_training, strict=True)]
                 for names in owners:
                     needs = replace(needs, owners=names, boundaries=_boundaries(runner, used, all_used=True))
-                    stack = cls(runner, table, needs)
+                    stack = cls(runner, table, needs, why)
                     if stack._equals_uncut(whole, batch):
                         return stack
         finally:
@@ -314,10 +316,30 @@ def why_whole(stack: LayerStack) -> str:
     """
     if stack.whole_because:
         return stack.whole_because
-    for name, parameter in stack.model.named_parameters():
+    return hooked(stack.model) or normalised_by_batch(stack.model) or ""
+
+
+def hooked(model: nn.Module) -> str:
+    """Return which hook on a parameter or a module would see the gradients of parts of a batch; empty without one."""
+    for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return f"a hook on the parameter {name} would see the gradients of parts of a batch"
-    return normalised_by_batch(stack.model) or ""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"a backward hook on {name or 'the model'} would see the gradients of parts of a batch"
+    return ""
+
+
+class _NotingHooks(TorchFunctionMode):
+    """Notes whether a forward registers hooks on what it computes; they would see gradients of parts of a batch."""
+
+    found = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.found |= func is torch.Tensor.register_hook
+        return func(*args, **(kwargs or {}))
 
 
 def _reached_by_each_unit(

@@ -6,7 +6,7 @@ buffers; training must begin as if they had never been called.
 
 from __future__ import annotations
 
-import collections
+import collections.abc
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -41,11 +41,35 @@ STOCK = (
 Undo = Callable[[], None]
 
 
+class _Noted:
+    """An iterator that keeps what it has returned.
+
+    Args:
+        iterator: the iterator that is read.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator, self.taken = iterator, list[Any]()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.taken.append(next(self.iterator))
+        return self.taken[-1]
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether a value is an iterator of Python's own (a counter, a generator): to read it is to change it."""
+    return isinstance(value, collections.abc.Iterator) and type(value).__module__ in ("builtins", "itertools")
+
+
 @contextmanager
 def left_as_found(*objects: Any) -> Iterator[None]:
     """Inside, objects may change; afterwards their attributes, containers and buffers are restored.
 
-    For parameters only `requires_grad` is restored, because a probe takes no optimizer step.
+    For parameters only `requires_grad` is restored, because a probe takes no optimizer step. Attributes that are
+    iterators return again what has been taken from them.
 
     Args:
         objects: modules, with all their submodules, or any other objects. Modules (a criterion) and user objects among
@@ -79,8 +103,13 @@ def _restoring(owner: Any) -> Iterator[Undo]:
         yield from _contents(owner, [MAX_ENTRIES], MAX_DEPTH)
         return
     attributes = vars(owner)
-    yield partial(_refill, attributes, dict(attributes))
-    for value in attributes.values():
+    before = dict(attributes)
+    noted = {name: _Noted(value) for name, value in before.items() if is_iterator(value)}
+    attributes.update(noted)
+    yield partial(_refill, attributes, before)
+    for name, iterator in noted.items():
+        yield partial(_put_back, attributes, name, iterator)
+    for value in before.values():
         if not isinstance(value, torch.Tensor):
             yield from _contents(value, [MAX_ENTRIES], MAX_DEPTH)
         elif value.numel() <= MAX_ELEMENTS:
@@ -110,6 +139,12 @@ def _refill(container: Any, before: Any) -> None:
         return
     container.clear()
     (container.extend if isinstance(container, (list, collections.deque)) else container.update)(before)
+
+
+def _put_back(attributes: dict[str, Any], name: str, noted: _Noted) -> None:
+    """Let an iterator return again what a probe has taken from it."""
+    if noted.taken:
+        attributes[name] = itertools.chain(noted.taken, noted.iterator)
 
 
 def _are_the_same(one: Any, other: Any) -> bool:

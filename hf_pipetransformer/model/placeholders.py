@@ -96,6 +96,7 @@ class ParameterTable:
         self.aliases: dict[str, tuple[str, ...]] = {}
         first_name: dict[int, str] = {}
         self._paths: dict[str, tuple[list[str], str]] = {}
+        self._known = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in model.named_parameters(remove_duplicate=False):
             first = first_name.setdefault(id(parameter), name)
             self.aliases[first] = (*self.aliases.get(first, ()), name)
@@ -111,14 +112,23 @@ class ParameterTable:
         # as `model.get_parameter` does, which takes forty times as long
         modules, attribute = self._paths[name]
         module: Any = self.model
-        for child in modules:
-            module = module._modules[child]
-        parameter: nn.Parameter = module._parameters[attribute]
+        try:
+            for child in modules:
+                module = module._modules[child]
+            parameter: nn.Parameter = module._parameters[attribute]
+        except (KeyError, AttributeError):  # the user's code has removed it: pruned a weight, or cut layers off
+            return self._known[name]
         return parameter
+
+    def exchanged(self) -> list[str]:
+        """Names of the parameters that the user's code has added to the model, replaced or removed."""
+        now = dict(self.model.named_parameters(remove_duplicate=False))
+        return [name for name in {**self._known, **now} if now.get(name) is not self._known.get(name)]
 
     def __setitem__(self, name: str, parameter: nn.Parameter) -> None:
         """Replace a parameter under all its names; only before other code refers to the model."""
         for alias in self.aliases[name]:
+            self._known[alias] = parameter
             owner, _, attribute = alias.rpartition(".")
             setattr(self.model.get_submodule(owner), attribute, parameter)
 

@@ -15,10 +15,12 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..randomness import global_state_kept, seed_all
+from .batch_statistics import normalised_by_batch
 from .dropout import WithoutDropout
 from .layer_range import Carry, Unit
 from .layer_stack import LayerStack, output_tensors
 from .mapped_weights import FileMappings, is_written
+from .micro_batch import batch_rows, numbers_of_rows, slice_rows
 from .nested import are_close, tensors_of
 from .placeholders import evaluation_mode, values_of
 from .refusals import USE_ONE_STAGE
@@ -109,6 +111,51 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
     if head is None or not _are_close(whole, head):
         return "what lies behind its layers reads more than the outputs of the last ones"
     return ""
+
+
+@torch.no_grad()
+def why_mixed(stack: LayerStack, batch: dict[str, Any]) -> str:
+    """Why the layers must run on whole batches: their outputs for a sample depend on the others; empty if they do not.
+
+    It runs the layers in evaluation mode, where nothing is random, on all samples and on the first one. The caller
+    undoes the forwards' changes in the model.
+
+    Args:
+        stack: the units of the complete model.
+        batch: the model's inputs, for a few samples.
+    """
+    rows = batch_rows(batch)
+    if rows < 2 or len(numbers_of_rows(batch)) > 1 or normalised_by_batch(stack.model):
+        return ""
+    runner = stack.runner
+    runner.install()
+    try:
+        with global_state_kept(), evaluation_mode(stack.model):
+            whole = runner.run(0, stack.num_units, None, batch)
+            whole = {of: tuple(value.clone() for value in values) for of, values in whole.items()}
+            alone = runner.run(0, stack.num_units, None, slice_rows(batch, 0, 1))
+    finally:
+        runner.remove()
+    pairs = [pair for of, values in whole.items() for pair in zip(values, alone[of], strict=True)]
+    if all(_begins_with(*pair, rows) for pair in pairs):
+        return ""
+    return "its layers' outputs for a sample depend on the other samples of the batch"
+
+
+def _begins_with(whole: torch.Tensor, part: torch.Tensor, rows: int) -> bool:
+    """Whether a value for all samples begins with that for the first one, up to the rounding of other kernels.
+
+    Values that have no entry for each sample are not judged.
+    """
+    sizes = zip(whole.shape, part.shape, strict=False)
+    different = [dim for dim, (one, other) in enumerate(sizes) if one != other]
+    if (
+        whole.dim() != part.dim()
+        or len(different) != 1
+        or whole.shape[different[0]] != rows * part.shape[different[0]]
+    ):
+        return True
+    return are_close(whole.narrow(different[0], 0, part.shape[different[0]]), part, 1e-3, 5e-2)
 
 
 def _behind_all(stack: LayerStack, batch: dict[str, Any], final: Carry) -> dict[str, torch.Tensor] | None:

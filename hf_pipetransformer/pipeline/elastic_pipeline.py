@@ -37,7 +37,8 @@ from .weights import Weights
 class ElasticPipeline(nn.Module):
     """One process's part in running a model under a layout, and under the layouts that follow it.
 
-    Its only child is the current stage: `parameters()`, `zero_grad()`, `train()` and `no_sync()` act on it.
+    Its only child is the current stage: `parameters()`, `zero_grad()`, `train()` and `no_sync()` act on it. With one
+    stage, its parameters are also those that the user's code has added to the model since it was placed.
 
     Args:
         stack: the units of the model, which is complete on every process.
@@ -78,6 +79,18 @@ class ElasticPipeline(nn.Module):
         self._wrap_replicas = wrap_replicas
         self._optimizer: OptimizerState | None = None
         self._gradients_synchronise = True
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        known = set()
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            known.add(id(parameter))
+            yield name, parameter
+        if recurse and self.layout is not None and self.num_stages == 1:
+            for name, parameter in self.model.named_parameters(f"{prefix}{'.' * bool(prefix)}model"):
+                if id(parameter) not in known:
+                    yield name, parameter
 
     # ------------------------------------------------------------------------------------ layout
     @property
@@ -403,6 +416,8 @@ class ElasticPipeline(nn.Module):
         Collective over all processes. Gradients are complete afterwards, unless inside `no_sync`.
         """
         self.running.step(batch, loss, self._gradients_synchronise)
+        if self._optimizer is not None and self.num_stages == 1 < self.num_replicas:
+            self._optimizer.adopt_added()  # the user's code may have added a group in a callback
         if self._optimizer is not None and self._optimizer.outside and self._gradients_synchronise:
             replicas = self.mesh.groups(self.num_stages).replicas
             self._optimizer.average_outside(replicas if self.computes_loss else None)
@@ -414,7 +429,18 @@ class ElasticPipeline(nn.Module):
         unscale: Callable[[], None] | None = None,
         loss_scale: float = 1.0,
     ) -> torch.Tensor:
-        """Clip by the norm of the gradient over all stages: `StageGradients.clip`. Collective over the pipeline."""
+        """Clip by the norm of the gradient over all stages: `StageGradients.clip`. Collective over the pipeline.
+
+        Raises:
+            ValueError: the user's code has exchanged parameters of a model with several stages.
+        """
+        if self.num_stages > 1 and (exchanged := self.stack.table.exchanged()):
+            raise ValueError(
+                f"pipeline_parallel_size={self.num_stages}, but {exchanged[0]!r} and {len(exchanged) - 1} more"
+                " parameters were added to the model, replaced or removed during the training (probably by a callback:"
+                " a new head, pruning, layers cut off). The other stages do not have them. Change the values in place,"
+                " change the model before train(), or set pipeline_parallel_size=1."
+            )
         return self.running.gradients.clip(parameters, max_norm, unscale, loss_scale, self._optimizer)
 
     # ------------------------------------------------------------------------------------ the optimizer

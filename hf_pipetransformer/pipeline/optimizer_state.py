@@ -249,8 +249,11 @@ class OptimizerState:
 
     # ------------------------------------------------------------------------------------ outside of the model
     def adopt_added(self) -> None:
-        """Count parameters that were added to the optimizer's groups since it was created as outside of the model."""
-        known = {id(p) for p in (*self._table.model.parameters(), *self.outside, self._idle_parameter)}
+        """Count parameters that were added to the optimizer's groups since it was created as outside of the model.
+
+        They may be in the model by now: then the model had another head when the optimizer was created.
+        """
+        known = {*self._name_of, *map(id, (*self.outside, self._idle_parameter))}
         self.outside += [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
 
     def share_outside(self) -> None:

@@ -55,6 +55,8 @@ class Loss:
         self.shifts_labels = bool(getattr(trainer, "_loss_shifts_labels", False))
         self.is_stock = is_stock_model and not job.overrides_loss and trainer.compute_loss_func is None
         self._num_hooks = len(self.model._forward_pre_hooks)
+        self.is_told = False
+        """Whether the user's code has given a number of items of its own, which the loss gets in any case."""
 
     @property
     def may_exchange_inputs(self) -> bool:
@@ -79,6 +81,8 @@ class Loss:
     def passes_items(self, batch: Batch) -> bool:
         """Whether the stock Trainer passes `num_items_in_batch` for such a batch; otherwise it passes None."""
         trainer = self.job.trainer
+        if self.is_told:
+            return True
         return "labels" in batch and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
 
     def is_scaled_for_accumulation(self, num_items: Any) -> bool:

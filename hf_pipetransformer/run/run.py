@@ -297,13 +297,13 @@ class PipelineRun(TrainerCallback):
         PROGRESS.enter("callbacks")
         return taken
 
-    def step(self, inputs: dict[str, Any]) -> torch.Tensor:
+    def step(self, inputs: dict[str, Any], num_items: Any = None) -> torch.Tensor:
         """Run forward and backward of a batch, and return its loss: `Steps.step`. Collective over all processes."""
         self.serve_callbacks()
         PROGRESS.begin_round(f"is in step {self.job.trainer.state.global_step + 1}")
         PROGRESS.enter("step")
         self.follow_flags()
-        loss = self.steps.step(inputs)
+        loss = self.steps.step(inputs, num_items)
         PROGRESS.enter("callbacks")
         return loss
 

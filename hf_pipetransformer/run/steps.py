@@ -18,6 +18,7 @@ from accelerate.utils.memory import clear_device_cache
 from ..data.numbered_batches import TrainingBatches
 from ..errors import in_one_line
 from ..model.frozen_prefix import frozen_modules
+from ..model.layer_stack import hooked, why_whole
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, naming_long_rows
 from ..model.tags import NO_TAGS, TAGS, blanked
@@ -36,11 +37,12 @@ logger = logging.getLogger(__name__)
 OF_CONTROL = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 """Requests to the Trainer's loop that a loss may make."""
 
-VOTES = ("exchanged_inputs", "other_flags", *OF_CONTROL)
+VOTES = ("exchanged_inputs", "other_flags", "other_hooks", *OF_CONTROL)
 """The votes of each process in a step, before the parts' votes.
 
 exchanged_inputs: the last stage has called the model on other inputs than the earlier stages.
 other_flags: other code than a callback has set `requires_grad`.
+other_hooks: there is a hook for gradients, and batches were divided before there was one.
 others: as in `TrainerControl`. The loss may have set the flag, on the last stage only.
 """
 
@@ -105,6 +107,8 @@ class Steps:
         # a stock loss calls no collective
         self._has_own_loss = job.args.uses_pipeline and not loss.is_stock
         self._has_looked_for_nan = False
+        self._counted: int | float = 1  # items of the batch that was taken last
+        self._divides: bool | None = None  # whether parts of a batch are run, from the first step on
         self._error: Exception | None = None  # that has left the last step
 
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
@@ -114,9 +118,22 @@ class Steps:
         if not self._data.is_shared and self._mesh.world_size > 1:
             refuse_different_numbers(self._job, len(taken), f" at step {self._trainer.state.global_step + 1}")
         self.batch.count_over_replicas(self._pipeline)
+        self._counted = self.batch.num_items
         return taken, self.batch.num_items
 
-    def step(self, inputs: dict[str, Any]) -> torch.Tensor:
+    def _use_number(self, num_items: float) -> None:
+        """Let the loss divide by a number that the user's code has given, for example a sum of weights."""
+        if self._pipeline.num_replicas > 1:
+            raise ValueError(
+                f"num_items_in_batch={num_items:g} was passed to training_step, but the trainer has counted"
+                f" {self._counted:g} items over {self._pipeline.num_replicas} replicas (get_batch_samples or"
+                " training_step is overridden). It is not known whether your number is one replica's or all"
+                " replicas'. Pass on the trainer's number and weigh items in compute_loss, or use a single pipeline."
+            )
+        if self._reduction.kind != "mean":  # such a loss is not told the number
+            self.batch.num_items, self._loss.is_told = num_items, True
+
+    def step(self, inputs: dict[str, Any], num_items: Any = None) -> torch.Tensor:
         """Run forward and backward of this pipeline's slice of a batch. Collective over all processes.
 
         1. Prepare the batch, with the tags of its samples; all stages use the batch of the last stage.
@@ -125,10 +142,16 @@ class Steps:
 
         Args:
             inputs: the argument of `training_step`.
+            num_items: likewise, the number of items that the loss is told; None for the one that `take` has counted.
 
         Returns:
             The loss of the global batch, the same on every process.
+
+        Raises:
+            ValueError: with several replicas, another number of items than `take` has counted.
         """
+        if num_items is not None and float(num_items) != float(self._counted):
+            self._use_number(float(num_items))
         try:
             return self._step(inputs)
         except Exception as error:
@@ -152,6 +175,8 @@ class Steps:
     def _step(self, inputs: dict[str, Any]) -> torch.Tensor:
         pipeline, state = self._pipeline, self._trainer.state
         self._switch_to_training()
+        if self._divides is None:
+            self._divides = pipeline.num_stages > 1 and not why_whole(pipeline.stack)
         # 1
         self.batch.begin(inputs, pipeline)
         # call it on each part, because each part records its own answer for its votes
@@ -243,10 +268,11 @@ class Steps:
         """Reduce the loss and the votes over all processes. Collective over all processes if there are several.
 
         Raises:
-            ValueError: a process reports `exchanged_inputs` or `other_flags`.
+            ValueError: a process reports `exchanged_inputs`, `other_flags` or `other_hooks`.
         """
         pipeline, control, voting = self._pipeline, self._trainer.control, self._parts.having("vote")
-        votes = [bool(current.exchanged_inputs), pipeline.weights.flags_changed]
+        has_other_hooks = self._divides is True and bool(hooked(self._model))
+        votes = [bool(current.exchanged_inputs), pipeline.weights.flags_changed, has_other_hooks]
         votes += [getattr(control, name) and pipeline.num_stages > 1 for name in OF_CONTROL]
         for part in voting:
             mine = part.vote(facts)
@@ -256,7 +282,7 @@ class Steps:
         if self._mesh.world_size > 1:
             PROGRESS.enter("all-reduce")
             loss, votes = agree(loss, votes, self._mesh)
-            exchanged_inputs, other_flags = votes[:2]
+            exchanged_inputs, other_flags, other_hooks = votes[:3]
             if exchanged_inputs:
                 everyone = self._mesh.gather_objects(current.exchanged_inputs)
                 raise_for_exchanged_inputs(self._model, set().union(*everyone))
@@ -266,7 +292,13 @@ class Steps:
                     " training_step). With several processes, all of them must know of the change before the step."
                     " Change it in a TrainerCallback, for example in on_step_begin."
                 )
-        for name, is_asked in zip(OF_CONTROL, votes[2:], strict=False):
+            if other_hooks:
+                why = next(filter(None, self._mesh.gather_objects(hooked(self._model))), "")
+                raise ValueError(
+                    f"pipeline_parallel_size={pipeline.num_stages}: {why}, and it was registered after the training"
+                    " had begun to divide its batches. Register it before train(): then batches are not divided."
+                )
+        for name, is_asked in zip(OF_CONTROL, votes[3:], strict=False):
             if is_asked:
                 setattr(control, name, True)
         first = len(VOTES)

@@ -38,6 +38,7 @@ from ...model.tags import TAGS
 from ...pipeline.messages import FailedBelow, PipelineMessages
 from ...pipeline.stage import StageModule
 from ...progress import PROGRESS
+from ..prefix_cache.cache.settings import ReadOutside
 from .left_behind import StateOnLast
 from .module_state import Changes
 from .orders import POSITIONAL, Ask, Backward, End, Forward, Own, StageCalls, autocast_state, refuse_objects
@@ -62,6 +63,7 @@ class ServedCalls(StageCalls):
         self._unread: Collection[str] = ()
         self._own: dict[int, tuple[int, int]] = {}  # id of a tensor of the batch -> its index and version
         self._state = StateOnLast(stage, self.modules)
+        self._outside: ReadOutside | None = None
         self._drops = self._runs_whole = False  # in the current modes: whether dropout is active, and calls stay whole
         self._finds_rows = True  # whether calls are split unevenly; constant in a batch: calls may be repeated
         self._not_of_samples: set[str] = set()  # names of inputs without a row for each sample
@@ -91,6 +93,8 @@ class ServedCalls(StageCalls):
         self._first_call = self._number + 1
         self.has_gone_back = False
         self._given, self._unread = RecordedInputs(batch), unread
+        if self._outside is None or self._outside.changed():
+            self._outside = ReadOutside(self.model.modules())
         with self._overriding():
             result = code()
             self._order(End(self._state.end()))
@@ -176,6 +180,13 @@ class ServedCalls(StageCalls):
         wanted = {i: v for i, v in enumerate(tensors_of(inputs)) if has_gradients and v.requires_grad}
         keys = {} if name else self._tags_of(args, kwargs)
         changes = self._state.for_call(name)
+        if self._outside is not None and (what := self._outside.changed()):
+            raise ValueError(
+                f"The loss has changed {what}, which the code of the model's modules reads: a global variable, a"
+                " closure, or an attribute of a class. The loss runs on the last pipeline stage only, and the other"
+                " stages would compute with the old value. Set an attribute of the model's modules in its place, pass"
+                " the value as an argument of the model, change it in a callback, or set pipeline_parallel_size=1."
+            )
         if changes or self._number == self._first_call:
             self._drops, self._runs_whole = may_drop(self.model), bool(why_whole(self.stage.stack))
         order = Forward(
@@ -194,7 +205,10 @@ class ServedCalls(StageCalls):
         if wanted:
             origin = _Inputs.apply(self, order.call, *wanted.values())
         with self._state.running(is_split=bool(order.spans)):
-            return self._run_call(order, forward, args, kwargs, {**inputs, **keys}, origin)
+            outputs = self._run_call(order, forward, args, kwargs, {**inputs, **keys}, origin)
+        if self._outside is not None and self._outside.changed():  # the model's own code has changed it, on all stages
+            self._outside = ReadOutside(self.model.modules())
+        return outputs
 
     def _run_call(
         self,

@@ -13,6 +13,7 @@ it:
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -31,6 +32,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from transformers.cache_utils import Cache
 
 from ...model.called_inputs import NOT_OF_STATES
+from ...model.left_as_found import is_iterator
 from ...model.method_override import MethodOverride
 from ...model.micro_batch import batch_rows
 from ...model.training_check import LIBRARIES
@@ -204,6 +206,8 @@ def find_front(
         why = None if odd is None else f"it is given a {type(odd).__name__}"
         if foreign[name]:
             why = FOREIGN.format(foreign[name], name)
+        if why is None and any(map(is_iterator, itertools.chain(*(vars(part).values() for part in module.modules())))):
+            why = "it has an iterator, which returns something else in each call"
         if why is None and (name_of_hook := _users_hook(module)) is not None:
             why = f"it has a hook inside ({name_of_hook})"
         before, versions, kept = torch_states(), [*_versions(module), *versions_of(given)], _kept_by(module)

@@ -32,7 +32,7 @@ from ...model.micro_batch import (
 from ...model.nested import tensors_of
 from ...model.placeholders import ParameterTable, num_bytes
 from ...model.refusals import refuse_overlapping_weights, refuse_weights_with_state
-from ...model.training_check import check_training
+from ...model.training_check import check_training, why_mixed
 from ...model.units import CalledWith
 from ...pipeline.devices import fits, is_on, memory_budget
 from ...pipeline.elastic_pipeline import ElasticPipeline
@@ -278,6 +278,7 @@ def _probe_units(job: TrainingJob, places: Sequence[ExampleInputs], sample: Batc
         unit_costs, whole_because = _costs_of_units(stack, padded, freezable.never_frozen if freezable else ())
         if job.args.uses_pipeline:
             whole_because = check_training(stack, inputs) or whole_because or _why_no_rows(inputs, padded)
+            whole_because = whole_because or stack.whole_because or why_mixed(stack, inputs)
     found = replace(stack.describe(), whole_because=whole_because if job.args.uses_pipeline else "")
     return _Probed(found, freezable, unit_costs, examples)
 

@@ -26,7 +26,7 @@ import torch
 import xxhash
 from torch import nn
 from torch.nn import functional
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....model.method_override import MethodOverride
@@ -131,6 +131,47 @@ class Settings:
         code += [own for of in self._owners if "forward" in of and (own := _own_forward(of)) is not None]
         values = [of.get(name) for of, name in self._slots]
         return sizes, [*values, *map(_content, self._cells)], code
+
+
+class ReadOutside:
+    """A snapshot of what users' code in modules reads outside of them: globals, closures, attributes of classes.
+
+    The insides of objects that are also attributes of the modules do not count, nor does a Trainer.
+
+    Args:
+        modules: the modules.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        slots, functions = list[Slot](), list[FunctionType]()
+        for base in dict.fromkeys(base for cls in dict.fromkeys(map(type, modules)) for base in _bases(cls)):
+            for name, value in vars(base).items() if _is_users(base) else ():
+                function = _function_in(value)
+                if isinstance(function, FunctionType):
+                    functions.append(function)
+                elif not name.startswith("__"):
+                    slots.append((vars(base), name))
+        self._cells: list[CellType] = []
+        slots += _read_by(functions, self._cells)
+        self._slots = slots
+        self._noted = self._now()
+        values = [value for value in self._noted if not isinstance(value, Trainer)]  # what a loss does to it is sent
+        attributes = chain.from_iterable(vars(module).values() for module in modules)
+        of_modules = set(map(id, _containers_in(attributes)))
+        containers = [one for one in _containers_in(values) if id(one) not in of_modules]
+        self._containers = [(one, list(_entries(one))) for one in containers]
+
+    def changed(self) -> str:
+        """The name of a value that has changed; empty if all are the same."""
+        names = [*(name for _, name in self._slots), *("a closure" for _ in self._cells)]
+        for name, value, noted in zip(names, self._now(), self._noted, strict=True):
+            if value is not noted and _value(value) != _value(noted):
+                return name
+        return "" if all(map(_is_same_inside, self._containers)) else "a container or object"
+
+    def _now(self) -> list[Any]:
+        return [*(of.get(name) for of, name in self._slots), *map(_content, self._cells)]
 
 
 def are_identical(now: Sequence[Any], noted: Sequence[Any]) -> bool:
