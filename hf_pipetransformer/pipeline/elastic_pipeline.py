@@ -83,11 +83,10 @@ class ElasticPipeline(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        known = set()
-        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            known.add(id(parameter))
-            yield name, parameter
-        if recurse and self.layout is not None and self.num_stages == 1:
+        mine = list(super().named_parameters(prefix, recurse, remove_duplicate))
+        yield from mine
+        if recurse and self.layout is not None and self.num_stages == 1 and self.stack.table.exchanged():
+            known = {id(parameter) for _, parameter in mine}
             for name, parameter in self.model.named_parameters(f"{prefix}{'.' * bool(prefix)}model"):
                 if id(parameter) not in known:
                     yield name, parameter
