@@ -40,7 +40,7 @@ from .watching import SeenCall
 
 logger = logging.getLogger(__name__)
 
-ALONE = "the code around the layers failed on the last stage alone with {}: {}"
+ALONE = "the code around the layers failed on the last stage alone ({}: {})"
 """Why no output is stored if the modules around the layers need more than this process has."""
 
 
@@ -156,7 +156,8 @@ class SplitRoot(FrozenRoot):
                 return super()._look_up(calls, inputs)
         except Exception as error:  # as served the call may succeed, or fail with the error that the user should see
             logger.debug("A call could not be looked up.", exc_info=True)
-            why = ALONE.format(type(error).__name__, error)
+            lines = str(error).strip().splitlines() or ["no text"]
+            why = ALONE.format(type(error).__name__, lines[0].rstrip("."))
         set_torch_states(states)
         self.end(why)
         return self._run(**inputs)
