@@ -55,6 +55,7 @@ from torch import nn
 
 from hf_pipetransformer.parts.driven.orders import Forward, StageCalls
 from hf_pipetransformer.parts.driven.served_calls import ServedCalls
+from hf_pipetransformer.parts.front.front_calls import FrontCalls
 from hf_pipetransformer.parts.frozen_calls.watching import LossWatch
 from hf_pipetransformer.parts.records.history import read_trainings
 from hf_pipetransformer.report.words import verdict
@@ -336,6 +337,29 @@ def test_one_stage_that_was_chosen_computes_the_calls(tmp_path: Path) -> None:
     splits = run_ranks(in_stages, 2, str(tmp_path), "without adapters", options, timeout=200)
     assert_equal_to_stock(splits, "without adapters", tmp_path)
     assert splits[0].result.num_read == 0
+
+
+def failing_alone(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> Split:
+    """From the second epoch on, a call that is looked up fails, after outputs were stored."""
+    run = FrontCalls.run
+
+    def failing_run(calls: FrontCalls, *args: Any, **kwargs: Any) -> Any:
+        if calls.epoch >= 1:
+            raise KeyError("what the last stage lacks")
+        return run(calls, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FrontCalls, "run", failing_run)
+        return in_stages(rank, world_size, folder, "without adapters", options)
+
+
+def test_the_error_of_a_call_that_fails_on_the_last_stage_alone_is_named(tmp_path: Path) -> None:
+    options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2}
+    splits = run_ranks(failing_alone, 2, str(tmp_path), options, timeout=200)
+    assert_equal_to_stock(splits, "without adapters", tmp_path)
+    why = "the code around the layers failed on the last stage alone (KeyError: 'what the last stage lacks')."
+    assert splits[0].result.text.count(why) == 1
+    assert splits[0].num_calls[STEPS:] == [2] * (EPOCHS - 1) * STEPS and splits[0].result.num_read == 0
 
 
 def test_no_call_after_a_backward_in_the_loss_is_read(tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ from .watching import SeenCall
 
 logger = logging.getLogger(__name__)
 
-ALONE = "the code around the layers failed on the last stage alone"
-"""Why no output is stored if the modules around the layers need more than this process has."""
+ALONE = "the code around the layers failed on the last stage alone ({}: {})"
+"""Why no output is stored if the modules around the layers need more than this process has: an error's type, its text."""
 
 
 class CallsOfStage(Protocol):
@@ -154,10 +154,12 @@ class SplitRoot(FrozenRoot):
         try:
             with self._calls.serving_innermost():
                 return super()._look_up(calls, inputs)
-        except Exception:  # as served the call may succeed, or fail with the error that the user should see
+        except Exception as error:  # as served the call may succeed, or fail with the error that the user should see
             logger.debug("A call could not be looked up.", exc_info=True)
+            lines = str(error).strip().splitlines() or ["no text"]
+            why = ALONE.format(type(error).__name__, lines[0].rstrip("."))
         set_torch_states(states)
-        self.end(ALONE)
+        self.end(why)
         return self._run(**inputs)
 
 
