@@ -32,7 +32,8 @@ from selection import few, slow
 from torch import nn
 from transformers import TrainerCallback, Wav2Vec2Config, Wav2Vec2ForSequenceClassification
 
-from hf_pipetransformer.parts.front import front_calls
+from hf_pipetransformer.parts.front.front import FrozenFront
+from hf_pipetransformer.parts.front.front_calls import CALLS_TO_MISS, OTHER_ARGUMENTS
 
 
 @pytest.fixture
@@ -316,6 +317,47 @@ def test_what_inputs_do_not_show(how: str, tmp_path: Path, said: pytest.LogCaptu
     assert how not in UNREADABLE or rows_read(said) == 0
 
 
+class Counts(nn.Module):
+    """A frozen part gets a number that it ignores, which is another one in each run of `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.part, self.head = Ignores(), nn.Linear(SIZE, 2)
+
+    def forward(self, values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        scores = self.head(self.part(values, self.calls))
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+class Ignores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE).requires_grad_(False)
+
+    def forward(self, values: torch.Tensor, number: int) -> torch.Tensor:
+        return self.linear(values)
+
+
+def test_calls_that_never_match_end_the_cache(
+    tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each was computed and compared without end."""
+    compared: list[int] = []
+    compare = FrozenFront._compare
+    monkeypatch.setattr(FrozenFront, "_compare", lambda *args: (compared.append(1), compare(*args))[1])
+    columns = {"values": noise(SAMPLES, SIZE), "labels": torch.arange(SAMPLES) % 2}
+    build: Build = lambda: (Counts(), columns)  # noqa: E731
+    options: dict[str, Any] = {"per_device_train_batch_size": 2, "num_train_epochs": 8}
+    expected = Trained(tmp_path / "stock", build, is_ours=False, **options)
+    Trained(tmp_path / "ours", build, cached_modules=["part"], **options).assert_same(expected)
+    assert said.text.count(f"The output of part is not cached: {OTHER_ARGUMENTS}.") == 1
+    assert rows_read(said) == 0
+    # in the fourth epoch: with the first call of each epoch, which is always compared
+    assert len(compared) == CALLS_TO_MISS + 3
+
+
 def with_dropout() -> tuple[nn.Module, Columns]:
     model, columns = head_on_bert()
     for module in model.modules():
@@ -523,38 +565,3 @@ def test_a_tower_that_gets_another_input_is_computed(tmp_path: Path) -> None:
         return SwapsInputs(), columns
 
     assert_equals_stock(tmp_path, build, num_train_epochs=5)
-
-
-class NumbersCalls(nn.Module):
-    """A frozen layer that gets another number in each call, which its output does not depend on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.lower, self.head = 0, Numbered().requires_grad_(False), nn.Linear(SIZE, 2)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
-        self.calls += 1
-        scores = self.head(self.lower(x, self.calls))
-        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
-
-
-class Numbered(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(SIZE, 512), nn.GELU(), nn.Linear(512, SIZE))
-
-    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        return super().forward(x) + 0.0 * number
-
-
-def test_calls_that_never_repeat_are_not_compared_for_ever(
-    tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(front_calls, "CALLS_TO_MISS", 2)  # an epoch has four steps
-
-    def build() -> tuple[nn.Module, Columns]:
-        return NumbersCalls(), {"x": noise(SAMPLES, SIZE), "labels": torch.arange(SAMPLES) % 2}
-
-    expected = Trained(tmp_path / "stock", build, is_ours=False, num_train_epochs=3)
-    Trained(tmp_path / "ours", build, num_train_epochs=3, cached_modules=["lower"]).assert_same(expected)
-    assert rows_read(said) == 0
-    assert "none of the samples was found" in said.text

@@ -115,8 +115,8 @@ class FrozenFront:
         self._verified = 0.0, 0.0, 0
         """Time of that comparison, seconds that computing took, and number of calls read until then."""
         self._looks_for_draws = False  # in each module, because some module of the model draws random numbers
-        self.num_missed = self.num_found = self.num_read = 0
-        """Number of calls without any stored sample, number of calls with one, and number of calls read."""
+        self.num_missed = self.num_found = self.num_read = self.num_unmatched = 0
+        """Number of calls without any stored sample, with one, read, and, since then, stored for other arguments."""
         self._model, self._entries, self._device, self._storage_dtype = model, entries, device, storage_dtype
         self.trial = FrontTrial(found, self._tried)
         """Results of the front's trials."""
@@ -196,7 +196,7 @@ class FrozenFront:
             self._call = found
             try:
                 output = forward()
-                self.num_read += hits > 0
+                self.num_read, self.num_unmatched = self.num_read + (hits > 0), 0
                 self.counts.layers_skipped += hits  # of one layer, which the front counts as
                 if found.missing and writes:
                     self._write(found)
@@ -212,7 +212,7 @@ class FrozenFront:
             except NewCallError:  # e.g. no mask for a batch without padding: the stored outputs may still be valid
                 set_torch_states(before)
                 self._tries_to_widen -= wider is not None
-                self.num_missed, self.counts.hits = self.num_missed + 1, self.counts.hits - hits
+                self.num_unmatched += not found.missing  # a module may not run on missing samples alone
             finally:
                 self._call = None
         self._call = call = FrontCall(batch)

@@ -58,6 +58,8 @@ ENTRIES_VERSION = 8
 """Version of the contents of an entry in the store."""
 OTHER_INPUTS = "none of the samples was found: their inputs change from epoch to epoch, or their padding"
 """Why a front is closed if no stored sample was found where one could have been."""
+OTHER_ARGUMENTS = "in each call its modules get other arguments than those its output was stored for"
+"""Why a front is closed if the samples are stored, but no call matches the stored one."""
 MOST_UNREAD = 0.1
 """Share of the store's space that may be filled before the first sample is found."""
 MOST_SEARCHES = 5
@@ -259,6 +261,8 @@ class FrontCalls:
             self._turn_off(self._front.trouble or f"it cannot be stored ({failure})", is_wrong)
         elif not self._is_decided and self._front.share:
             self._decide()
+        elif self._front.num_unmatched >= CALLS_TO_MISS:  # first, as the number of calls read stays the same
+            self._turn_off(OTHER_ARGUMENTS)
         elif self._front.num_read == READS_TO_JUDGE:
             self._judge()
         elif self._front.num_missed >= CALLS_TO_MISS and not self._front.num_read and self.epoch >= self._expected_in:

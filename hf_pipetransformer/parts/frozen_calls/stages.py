@@ -41,7 +41,7 @@ from .watching import SeenCall
 logger = logging.getLogger(__name__)
 
 ALONE = "the code around the layers failed on the last stage alone ({}: {})"
-"""Why no output is stored if the modules around the layers need more than this process has."""
+"""Why no output is stored if the modules around the layers need more than this process has; its error."""
 
 
 class CallsOfStage(Protocol):
