@@ -271,7 +271,8 @@ class Steps:
             ValueError: a process reports `exchanged_inputs`, `other_flags` or `other_hooks`.
         """
         pipeline, control, voting = self._pipeline, self._trainer.control, self._parts.having("vote")
-        has_other_hooks = self._divides is True and pipeline.stack.table.has_hooks()
+        divides = pipeline.num_stages > 1 and self._divides is True
+        has_other_hooks = divides and pipeline.stack.table.has_hooks()
         votes = [bool(current.exchanged_inputs), pipeline.weights.flags_changed, has_other_hooks]
         votes += [getattr(control, name) and pipeline.num_stages > 1 for name in OF_CONTROL]
         for part in voting:
