@@ -10,6 +10,8 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -98,7 +100,7 @@ class ParameterTable:
         self._paths: dict[str, tuple[list[str], str]] = {}
         self._known = dict(model.named_parameters(remove_duplicate=False))
         self._modules = list(model.modules())
-        self._ids = self._ids_now()
+        self._seen = self._seen_now()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             first = first_name.setdefault(id(parameter), name)
             self.aliases[first] = (*self.aliases.get(first, ()), name)
@@ -124,19 +126,20 @@ class ParameterTable:
 
     def exchanged(self) -> list[str]:
         """Names of the parameters that the user's code has added to the model, replaced or removed."""
-        if self._ids_now() == self._ids:  # in each step: ten times as fast as a walk with names
+        seen = self._seen_now()  # in each step: many times as fast as a walk with names
+        if len(seen) == len(self._seen) and all(map(is_, seen, self._seen)):
             return []
         now = dict(self.model.named_parameters(remove_duplicate=False))
         names = [name for name in {**self._known, **now} if now.get(name) is not self._known.get(name)]
         if not names:
             self._modules = list(self.model.modules())
-            self._ids = self._ids_now()
+            self._seen = self._seen_now()
         return names
 
-    def _ids_now(self) -> list[int]:
-        """Identities of the modules' parameters and of their children; both are kept, so that none is used again."""
-        held = (each for module in self._modules for each in (module._parameters, module._modules))
-        return [id(value) for values in held for value in values.values()]
+    def _seen_now(self) -> list[nn.Parameter | nn.Module | None]:
+        """Return the parameters and the children of all modules."""
+        held = chain(map(attrgetter("_parameters"), self._modules), map(attrgetter("_modules"), self._modules))
+        return list(chain.from_iterable(map(dict.values, held)))
 
     def has_hooks(self) -> bool:
         """Whether there is a hook for gradients on a parameter or a module."""

@@ -124,7 +124,8 @@ class Loss:
         loss = self._call(self.model, batch, last_stages, num_items_in_batch=asked)
         if not self.is_stock and not self.is_scaled_for_accumulation(asked):
             loss = loss / self.job.trainer.current_gradient_accumulation_steps
-        return loss.mean() * share
+        loss = loss.mean() if loss.dim() else loss  # an operation less, forwards and backwards, in each step
+        return loss if share == 1 else loss * share
 
     def of_part(
         self,
@@ -229,7 +230,8 @@ class BatchInFlight:
         else:
             self.losses.append(part.detach())
         pipeline.weights.refreeze()
-        return part * (pipeline.num_replicas * self._loss.scale)
+        factor = pipeline.num_replicas * self._loss.scale
+        return part if factor == 1 else part * factor
 
     def drive(self) -> None:
         """Compute the loss of this pipeline's slice, and its backward, as one process would. Called on the last stage.
@@ -256,6 +258,8 @@ class BatchInFlight:
 
     def total(self, device: torch.device) -> torch.Tensor:
         """Return the sum of the losses of all micro-batches that this process has computed, 0-dimensional."""
+        if len(self.losses) == 1:
+            return self.losses[0]
         return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=device)
 
     def _of_part(self, model: nn.Module, batch: Batch) -> torch.Tensor:

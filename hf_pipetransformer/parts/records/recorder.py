@@ -43,6 +43,8 @@ RECORDED_ARGUMENTS = (
     *("elastic", "activation_cache", "activation_cache_dtype", "activation_cache_max_gib", "eval_frozen_modules"),
 )
 """Recorded training arguments. Others may contain tokens and paths."""
+SECONDS_BETWEEN_LOOKS = 0.1
+"""At the resident memory, at least."""
 LEAST_FROZEN = 0.01
 """Smallest share of the parameters for which frozen modules are recorded. Many models have a small frozen table."""
 MOST_NAMES = 20
@@ -77,6 +79,7 @@ class RunRecorder(TrainerCallback):
         self._mark = 0.0
         self._micro_batches: Counter[int] = Counter()
         self._most_resident = 0
+        self._looked = 0.0  # when the resident memory was read last: it costs a small model's step a percent
         self._process = psutil.Process()
 
     def _reset(self) -> None:
@@ -222,7 +225,9 @@ class RunRecorder(TrainerCallback):
         self._lap("steps")
         for tally in self._tallies:
             tally.steps += 1
-        self._most_resident = max(self._most_resident, self._process.memory_info().rss)
+        if self._mark > self._looked + SECONDS_BETWEEN_LOOKS or not self._most_resident:
+            self._looked = self._mark
+            self._most_resident = max(self._most_resident, self._process.memory_info().rss)
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         self._doing = "evaluating"
