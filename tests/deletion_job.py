@@ -27,6 +27,7 @@ PARTS = (
     "frozen_calls",
     "lazy_loading",
     "loss_effects",
+    "optimizer_check",
     "preemption",
     "prefix_cache",
     "records",
@@ -43,7 +44,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "parts.watchdog": {"pipeline_parallel_size": 2, "watchdog_timeout": 20.0},
     "token_slices": {"pipeline_parallel_size": 2, "token_slices": 2},
 }
-"""The arguments that ask for a part; none asks for preemption and the records, and `load_lazily` for lazy loading."""
+"""The arguments that ask for a part; none asks for preemption, the records and the check of the optimizer, and `load_lazily` for lazy loading."""
 
 
 class Without(importlib.abc.MetaPathFinder):

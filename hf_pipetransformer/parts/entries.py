@@ -8,6 +8,7 @@
     front           activation_cache, with one stage   reads the outputs of frozen modules
     loss_effects    several stages                     copies the loss's changes of the trainer to all stages
     frozen_calls    activation_cache, with an own loss reads the outputs of frozen modules that the loss calls
+    optimizer_check several stages, or sharding        refuses an optimizer, hooks and rates that stages cannot share
     watchdog        watchdog_timeout                   ends the job when a process dies or hangs
 
 A new part is a folder `parts/<name>` with a module `part.py`, and a line in `ENTRIES`.
@@ -80,6 +81,7 @@ ENTRIES = [
     Entry("front", lambda job: job.may_cache_front, _cache_is_on),
     Entry("loss_effects", lambda job: job.args.uses_pipeline, _own_code),
     Entry("frozen_calls", _may_call_frozen),
+    Entry("optimizer_check", lambda job: job.args.uses_pipeline or job.args.replica_sharding != "none"),
     Entry("watchdog", lambda job: job.mesh.world_size > 1 and job.args.watchdog_timeout > 0, _timeout),
 ]
 """All parts, in calling order."""

@@ -107,6 +107,9 @@ class RunPart:
     def chosen(self, is_resumed: bool) -> None:
         """The first layout has been chosen."""
 
+    def optimizer_found(self, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
+        """The optimizer is known, and does not yet know the layout. A `ValueError` refuses it."""
+
     def placed(self, layout: Layout) -> None:
         """The model is placed in its first layout."""
 

@@ -36,7 +36,6 @@ from .lazy_model import warn_of_unsaved
 from .parts import Ending, LayoutChange, Parts, Wish
 from .resuming import refuse_best_model_that_some_lack, saved_state
 from .setup.cutting import CutModel, FindUnits
-from .setup.optimizer_probe import coupling_of
 from .setup.placing import examine, first_layout
 from .steps import Steps
 
@@ -180,7 +179,7 @@ class PipelineRun(TrainerCallback):
         if trainer.optimizer is None:
             with pipeline.weights.as_on_one_process():
                 optimizer = make_optimizer()
-            self._attach(optimizer)
+            self._attach(optimizer, pipeline.current_layout)
         assert trainer.optimizer is not None
         return trainer.optimizer
 
@@ -207,7 +206,7 @@ class PipelineRun(TrainerCallback):
                     " for the pipeline stages. Create your optimizer over the whole model without calling super(), or"
                     " pass it as optimizers=(optimizer, None)."
                 )
-            self._attach(optimizer)
+            self._attach(optimizer, pipeline.current_layout)
         if optimizer is not None and self.job.mesh.world_size > 1:
             pipeline.adopt_outside()
             if pipeline.execution.serves_callbacks:  # a process that serves must not be ahead of one that calls
@@ -215,23 +214,21 @@ class PipelineRun(TrainerCallback):
                 self._entered.callback(step.remove)
         return pipeline
 
-    def _attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let a new optimizer update the placed model. Collective over all processes."""
-        pipeline, layout = self.pipeline, self.pipeline.current_layout
-        self._refuse_coupling(coupling_of(self.job, pipeline.stack, optimizer, layout), layout)
-        pipeline.attach_optimizer(optimizer)
-
-    def _refuse_coupling(self, coupling: str | None, layout: Layout) -> None:
-        """Refuse an optimizer that cannot be divided among stages or replicas, if the layout does so.
+    def _attach(self, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
+        """Let a new optimizer update the model. Collective over all processes.
 
         Raises:
-            ValueError: it is refused. Every process raises it.
+            ValueError: a part refuses it. Every process raises it.
         """
-        if coupling is not None and (layout.pipeline_parallel_size > 1 or layout.shards_optimizer):
-            assert self._cut is not None
+        assert self._cut is not None
+        try:
+            for part in self.parts.having("optimizer_found"):
+                part.optimizer_found(optimizer, layout)
+        except ValueError:
             self._cut.finish()
             self.job.trainer.optimizer = None
-            raise ValueError(coupling)
+            raise
+        self._cut.pipeline.attach_optimizer(optimizer)
 
     def place(self) -> ElasticPipeline:
         """Determine how to split the model and place it. An existing optimizer is attached to the pipeline.
@@ -247,10 +244,6 @@ class PipelineRun(TrainerCallback):
         # 1
         found = examine(job, data, self._find_units, lambda plan: self.publish("slices", plan))
         self._cut, self.planner, pipeline = found.cut, found.planner, found.cut.pipeline
-        coupling = None
-        if trainer.optimizer is not None and not pipeline.updates_with(trainer.optimizer):
-            coupling = coupling_of(job, pipeline.stack, trainer.optimizer, self.planner.first)
-            pipeline.attach_optimizer(trainer.optimizer)
         kept = saved_state(job)
         self.watches_steps = any(job.mesh.gather_objects(job.watches_steps))
         # 2
@@ -264,7 +257,8 @@ class PipelineRun(TrainerCallback):
         for part in self.parts.having("chosen"):
             part.chosen(is_resumed)
         refuse_generation_that_does_not_fit(job, self.planner, layout)
-        self._refuse_coupling(coupling, layout)
+        if trainer.optimizer is not None and not pipeline.updates_with(trainer.optimizer):
+            self._attach(trainer.optimizer, layout)
         calls = job.mesh.any(job.may_call_model)
         self.steps = Steps(job, pipeline, found.loss, found.reduction, data, self.parts, self.watches_steps)
         pipeline.place(layout, Execution(found.slicing, found.is_driven, calls, found.unreached))

@@ -18,7 +18,6 @@ from accelerate.utils.memory import clear_device_cache
 from ..data.numbered_batches import TrainingBatches
 from ..errors import in_one_line
 from ..model.frozen_prefix import frozen_modules
-from ..model.layer_stack import hooked, why_whole
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, naming_long_rows
 from ..model.tags import NO_TAGS, TAGS, blanked
@@ -37,12 +36,11 @@ logger = logging.getLogger(__name__)
 OF_CONTROL = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 """Requests to the Trainer's loop that a loss may make."""
 
-VOTES = ("exchanged_inputs", "other_flags", "other_hooks", *OF_CONTROL)
+VOTES = ("exchanged_inputs", "other_flags", *OF_CONTROL)
 """The votes of each process in a step, before the parts' votes.
 
 exchanged_inputs: the last stage has called the model on other inputs than the earlier stages.
 other_flags: other code than a callback has set `requires_grad`.
-other_hooks: there is a hook for gradients, and batches were divided before there was one.
 others: as in `TrainerControl`. The loss may have set the flag, on the last stage only.
 """
 
@@ -108,7 +106,6 @@ class Steps:
         self._has_own_loss = job.args.uses_pipeline and not loss.is_stock
         self._has_looked_for_nan = False
         self._counted: int | float = 1  # items of the batch that was taken last
-        self._divides: bool | None = None  # whether parts of a batch are run, from the first step on
         self._error: Exception | None = None  # that has left the last step
 
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
@@ -175,8 +172,6 @@ class Steps:
     def _step(self, inputs: dict[str, Any]) -> torch.Tensor:
         pipeline, state = self._pipeline, self._trainer.state
         self._switch_to_training()
-        if self._divides is None:
-            self._divides = pipeline.num_stages > 1 and not why_whole(pipeline.stack)
         # 1
         self.batch.begin(inputs, pipeline)
         # call it on each part, because each part records its own answer for its votes
@@ -268,12 +263,10 @@ class Steps:
         """Reduce the loss and the votes over all processes. Collective over all processes if there are several.
 
         Raises:
-            ValueError: a process reports `exchanged_inputs`, `other_flags` or `other_hooks`.
+            ValueError: a process reports `exchanged_inputs` or `other_flags`.
         """
         pipeline, control, voting = self._pipeline, self._trainer.control, self._parts.having("vote")
-        divides = pipeline.num_stages > 1 and self._divides is True
-        has_other_hooks = divides and pipeline.stack.table.has_hooks()
-        votes = [bool(current.exchanged_inputs), pipeline.weights.flags_changed, has_other_hooks]
+        votes = [bool(current.exchanged_inputs), pipeline.weights.flags_changed]
         votes += [getattr(control, name) and pipeline.num_stages > 1 for name in OF_CONTROL]
         for part in voting:
             mine = part.vote(facts)
@@ -283,7 +276,7 @@ class Steps:
         if self._mesh.world_size > 1:
             PROGRESS.enter("all-reduce")
             loss, votes = agree(loss, votes, self._mesh)
-            exchanged_inputs, other_flags, other_hooks = votes[:3]
+            exchanged_inputs, other_flags = votes[:2]
             if exchanged_inputs:
                 everyone = self._mesh.gather_objects(current.exchanged_inputs)
                 raise_for_exchanged_inputs(self._model, set().union(*everyone))
@@ -293,13 +286,7 @@ class Steps:
                     " training_step). With several processes, all of them must know of the change before the step."
                     " Change it in a TrainerCallback, for example in on_step_begin."
                 )
-            if other_hooks:
-                why = next(filter(None, self._mesh.gather_objects(hooked(self._model))), "")
-                raise ValueError(
-                    f"pipeline_parallel_size={pipeline.num_stages}: {why}, and it was registered after the training"
-                    " had begun to divide its batches. Register it before train(): then batches are not divided."
-                )
-        for name, is_asked in zip(OF_CONTROL, votes[3:], strict=False):
+        for name, is_asked in zip(OF_CONTROL, votes[2:], strict=False):
             if is_asked:
                 setattr(control, name, True)
         first = len(VOTES)

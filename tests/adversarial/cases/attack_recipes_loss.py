@@ -39,7 +39,6 @@ ADAMW: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 5e-3, "adam_ep
 
 
 LATER = "a forward that mixes samples only after the first step is not noticed"
-OWN_STAGE = "hooks collect the gradients of their own stage only"
 
 
 def stock(model: Any = None, **fields: Any) -> Script:
@@ -235,9 +234,8 @@ def gradient_normalised_in_the_forward_of_a_declared_mean() -> Script:
     return driven(model=Network(layer=Normalised), product={"loss_reduction": "mean"})
 
 
-@case("K2", expect="exact", fails=OWN_STAGE)
-def rate_by_hooked_norms() -> Script:
-    """Hooks collect the gradients' norms, by which a callback sets the rate."""
+def by_hooked_norms(name: str, steps: range) -> Script:
+    """Hooks collect the gradients' norms, by which a callback sets a number in the optimizer's groups."""
     model, norms = bert(), []
     for parameter in model.parameters():
         parameter.register_hook(lambda grad: norms.append(float(grad.norm())))
@@ -245,10 +243,36 @@ def rate_by_hooked_norms() -> Script:
     def end(each: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         total = sum(norm**2 for norm in norms) ** 0.5
         norms.clear()
-        for group in optimizer.param_groups:
-            group["lr"] = 0.05 / (1 + total)
+        for group in optimizer.param_groups if state.global_step in steps else ():
+            group[name] = 0.05 / (1 + total)
 
     return stock(model, callbacks=[Each(end, "on_pre_optimizer_step")])
+
+
+@case("K2", expect="exact", because="optimizer.param_groups")
+def rate_by_hooked_norms() -> Script:
+    """In each step, the rate. One process sets the same number, from the norm over all layers."""
+    return by_hooked_norms("lr", range(99))
+
+
+@case("K2", expect="exact", because="optimizer.param_groups")
+def decay_by_hooked_norms_in_the_last_step() -> Script:
+    """The weight decay, when no step follows that would notice it."""
+    return by_hooked_norms("weight_decay", range(5, 99))
+
+
+@case("K2", expect="exact")
+def rate_by_the_norm_over_all_layers() -> Script:
+    """A callback sets the rate from the norm that `accelerator.clip_grad_norm_` returns, on all processes the same."""
+    script = stock(options={"max_grad_norm": 0.0})
+
+    def end(each: Any, state: Any, control: Any, optimizer: Any = None, model: Any = None, **_: Any) -> None:
+        norm = float(each.trainer.accelerator.clip_grad_norm_(model.parameters(), 1e9))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + norm)
+
+    script.callbacks.append(Each(end, "on_pre_optimizer_step"))
+    return script
 
 
 @case("K2", expect="exact")

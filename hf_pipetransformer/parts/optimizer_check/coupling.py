@@ -19,7 +19,7 @@ from ...model.layer_stack import LayerStack
 from ...pipeline.optimizer_state import unwrapped
 from ...planning.layout import Layout
 from ...randomness import seeded
-from ..job import TrainingJob
+from ...run.job import TrainingJob
 
 INDEPENDENT = ("torch.optim.", "transformers.optimization", "bitsandbytes.")
 """Modules whose optimizers are known to update each parameter by its own gradient; they are not probed."""
@@ -45,7 +45,7 @@ def coupling_of(job: TrainingJob, stack: LayerStack, optimizer: torch.optim.Opti
         job: the training job.
         stack: the model's units.
         optimizer: the optimizer, with or without Accelerate's wrapper.
-        layout: any of this training's layouts. All of them divide the same state among replicas.
+        layout: the first layout.
     """
     optimizer, sharding, why = unwrapped(optimizer), layout.replica_sharding, None
     if sharding != "none":
