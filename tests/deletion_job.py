@@ -44,7 +44,10 @@ ASKS: dict[str, dict[str, Any]] = {
     "parts.watchdog": {"pipeline_parallel_size": 2, "watchdog_timeout": 20.0},
     "token_slices": {"pipeline_parallel_size": 2, "token_slices": 2},
 }
-"""The arguments that ask for a part; none asks for preemption, the records and the check of the optimizer, and `load_lazily` for lazy loading."""
+"""The arguments that ask for a part; `load_lazily` asks for lazy loading.
+
+None asks for preemption, the records and the check of the optimizer.
+"""
 
 
 class Without(importlib.abc.MetaPathFinder):

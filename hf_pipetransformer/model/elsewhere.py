@@ -41,9 +41,10 @@ GRADIENT_REMEDY = (
     " stages, and returns it, with float('inf') as well; or set pipeline_parallel_size=1."
 )
 
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _READ_ONLY = frozenset(
     getattr(torch.Tensor, name).__get__
-    for name in ("device", "dtype", "is_leaf", "is_sparse", "layout", "ndim", "shape", "_version")
+    for name in ("device", "dtype", "is_leaf", "is_sparse", "layout", "ndim", "shape", "_version", *_HOOKS)
 ) | {torch.Tensor.size, torch.Tensor.numel, torch.Tensor.dim, torch.Tensor.is_floating_point}
 """Frequent accesses that read no values; they run without the dispatch mode."""
 _WITHOUT_DISPATCH = frozenset(
@@ -66,6 +67,7 @@ _WITHOUT_DISPATCH = frozenset(
 """Accesses to values that do not dispatch."""
 _FLAG = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SETS_FLAG = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
+_REGISTERS_HOOK = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
 _GRADIENT = torch.Tensor.__dict__.get("grad", torch._C.TensorBase.grad).__get__
 _SETS_GRADIENT = torch.Tensor.__dict__.get("grad", torch._C.TensorBase.grad).__set__
 
@@ -110,6 +112,17 @@ def _refuse_clearing(parameter: Hidden, clears: bool) -> None:
         )
 
 
+@contextmanager
+def _trained(parameter: Hidden) -> Iterator[None]:
+    """Inside, hooks can be registered on a parameter that is trained elsewhere; they run once its layer moves here."""
+    before = parameter.requires_grad
+    parameter.requires_grad_(before or parameter.is_trained)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(before)
+
+
 class Hidden(torch.Tensor):
     """A tensor that cannot be read here. Made by `hide`, and made readable again by `show`."""
 
@@ -128,6 +141,9 @@ class Hidden(torch.Tensor):
                 return function(*args, **kwargs) if is_library else args[0].is_trained
             if function in _SETS_FLAG and not _is_in(_caller(), OURS):
                 args[0].is_trained = bool([*args[1:], *kwargs.values(), True][0])
+            if function in _REGISTERS_HOOK:
+                with _trained(args[0]):
+                    return function(*args, **kwargs)
             if function in _WITHOUT_DISPATCH:
                 _refuse(function, args, kwargs)
             if function == _GRADIENT:

@@ -141,11 +141,6 @@ class ParameterTable:
         held = chain(map(attrgetter("_parameters"), self._modules), map(attrgetter("_modules"), self._modules))
         return list(chain.from_iterable(map(dict.values, held)))
 
-    def has_hooks(self) -> bool:
-        """Whether there is a hook for gradients on a parameter or a module."""
-        of_modules = any(module._backward_hooks or module._backward_pre_hooks for module in self._modules)
-        return of_modules or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._known.values())
-
     def __setitem__(self, name: str, parameter: nn.Parameter) -> None:
         """Replace a parameter under all its names; only before other code refers to the model."""
         for alias in self.aliases[name]:

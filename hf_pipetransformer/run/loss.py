@@ -27,7 +27,7 @@ from .job import TrainingJob
 
 
 class Loss:
-    """The loss as the trainer computes it, user-defined or not, and its properties, as they are before the first step.
+    """The loss as the trainer computes it, user-defined or not, and its properties.
 
     It alone calls `compute_loss`.
 
@@ -55,8 +55,8 @@ class Loss:
         self.shifts_labels = bool(getattr(trainer, "_loss_shifts_labels", False))
         self.is_stock = is_stock_model and not job.overrides_loss and trainer.compute_loss_func is None
         self._num_hooks = len(self.model._forward_pre_hooks)
-        self.is_told = False
-        """Whether the user's code has given a number of items of its own, which the loss gets in any case."""
+        self.is_told: bool | None = None
+        """Whether the loss gets the number of items in this step; None: as in the stock Trainer's loop."""
 
     @property
     def may_exchange_inputs(self) -> bool:
@@ -79,10 +79,10 @@ class Loss:
         return scaler.get_scale() if scaler is not None else 1.0
 
     def passes_items(self, batch: Batch) -> bool:
-        """Whether the stock Trainer passes `num_items_in_batch` for such a batch; otherwise it passes None."""
+        """Whether `num_items_in_batch` is passed for such a batch; otherwise None is passed."""
         trainer = self.job.trainer
-        if self.is_told:
-            return True
+        if self.is_told is not None:
+            return self.is_told
         return "labels" in batch and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
 
     def is_scaled_for_accumulation(self, num_items: Any) -> bool:

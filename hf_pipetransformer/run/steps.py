@@ -106,6 +106,7 @@ class Steps:
         self._has_own_loss = job.args.uses_pipeline and not loss.is_stock
         self._has_looked_for_nan = False
         self._counted: int | float = 1  # items of the batch that was taken last
+        self._averages = False  # whether the loss is a mean over this batch, and accumulated ones are averaged
         self._error: Exception | None = None  # that has left the last step
 
     def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
@@ -118,16 +119,25 @@ class Steps:
         self._counted = self.batch.num_items
         return taken, self.batch.num_items
 
-    def _use_number(self, num_items: float) -> None:
-        """Let the loss divide by a number that the user's code has given, for example a sum of weights."""
-        if self._pipeline.num_replicas > 1:
+    def _use_number(self, num_items: float | None) -> None:
+        """Let the loss divide by the number of items that the user's code has passed to `training_step`.
+
+        If it has passed none, the loss is a mean over this batch, and accumulated ones are averaged.
+        """
+        self.batch.num_items, self._loss.is_told = self._counted, None
+        self._averages = num_items is None
+        if num_items is None:
+            self._loss.is_told = None if self._loss.is_stock or self._reduction.kind != "whole" else False
+        elif num_items == float(self._counted):
+            return
+        elif self._pipeline.num_replicas > 1:
             raise ValueError(
                 f"num_items_in_batch={num_items:g} was passed to training_step, but the trainer has counted"
                 f" {self._counted:g} items over {self._pipeline.num_replicas} replicas (get_batch_samples or"
                 " training_step is overridden). It is not known whether your number is one replica's or all"
                 " replicas'. Pass on the trainer's number and weigh items in compute_loss, or use a single pipeline."
             )
-        if self._reduction.kind != "mean":  # such a loss is not told the number
+        elif self._reduction.kind != "mean":  # such a loss is not told the number
             self.batch.num_items, self._loss.is_told = num_items, True
 
     def step(self, inputs: dict[str, Any], num_items: Any = None) -> torch.Tensor:
@@ -139,7 +149,7 @@ class Steps:
 
         Args:
             inputs: the argument of `training_step`.
-            num_items: likewise, the number of items that the loss is told; None for the one that `take` has counted.
+            num_items: likewise, the number of items that the loss divides by; None for a mean over this batch.
 
         Returns:
             The loss of the global batch, the same on every process.
@@ -147,8 +157,7 @@ class Steps:
         Raises:
             ValueError: with several replicas, another number of items than `take` has counted.
         """
-        if num_items is not None and float(num_items) != float(self._counted):
-            self._use_number(float(num_items))
+        self._use_number(None if num_items is None else float(num_items))
         try:
             return self._step(inputs)
         except Exception as error:
@@ -174,6 +183,9 @@ class Steps:
         self._switch_to_training()
         # 1
         self.batch.begin(inputs, pipeline)
+        if self._averages:
+            parts = self._trainer.current_gradient_accumulation_steps * pipeline.num_replicas
+            self.batch.num_items = (self.batch.current.items or 1) * parts
         # call it on each part, because each part records its own answer for its votes
         blanks_tags = True in {part.blanks_tags() for part in self._parts.having("blanks_tags")}
         batch, loses_tags = self._prepare(inputs, blanks_tags)

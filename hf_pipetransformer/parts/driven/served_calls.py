@@ -97,6 +97,7 @@ class ServedCalls(StageCalls):
             self._outside = ReadOutside(self.model.modules())
         with self._overriding():
             result = code()
+            self._refuse_changes_outside()
             self._order(End(self._state.end()))
         self.wait()
         self._batch, self._own = {}, {}
@@ -162,6 +163,16 @@ class ServedCalls(StageCalls):
         finally:
             self._only = before
 
+    def _refuse_changes_outside(self) -> None:
+        """Raise a `ValueError` if the loss has changed values outside of the model that its code reads."""
+        if self._outside is not None and (what := self._outside.changed()):
+            raise ValueError(
+                f"The loss has changed {what}, which the code of the model's modules reads: a global variable, a"
+                " closure, or an attribute of a class. The loss runs on the last pipeline stage only, and the other"
+                " stages would compute with the old value. Set an attribute of the model's modules in its place, pass"
+                " the value as an argument of the model, change it in a callback, or set pipeline_parallel_size=1."
+            )
+
     def _drain(self) -> None:
         """Receive the remaining messages of a call that has failed here. The user's code may continue."""
         with suppress(FailedBelow):
@@ -180,13 +191,7 @@ class ServedCalls(StageCalls):
         wanted = {i: v for i, v in enumerate(tensors_of(inputs)) if has_gradients and v.requires_grad}
         keys = {} if name else self._tags_of(args, kwargs)
         changes = self._state.for_call(name)
-        if self._outside is not None and (what := self._outside.changed()):
-            raise ValueError(
-                f"The loss has changed {what}, which the code of the model's modules reads: a global variable, a"
-                " closure, or an attribute of a class. The loss runs on the last pipeline stage only, and the other"
-                " stages would compute with the old value. Set an attribute of the model's modules in its place, pass"
-                " the value as an argument of the model, change it in a callback, or set pipeline_parallel_size=1."
-            )
+        self._refuse_changes_outside()
         if changes or self._number == self._first_call:
             self._drops, self._runs_whole = may_drop(self.model), bool(why_whole(self.stage.stack))
         order = Forward(

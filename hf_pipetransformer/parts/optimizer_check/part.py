@@ -1,25 +1,31 @@
 """Refuses optimizers, hooks and settings that would differ between the stages of a pipeline.
 
 optimizer    computes one value from all gradients (Prodigy)    refused before the first step (`coupling.py`)
-hooks        for gradients, registered after the first step     refused in that step
+hooks        for gradients, registered after it was found that  refused in that step
+             batches are divided
 settings     of the groups (lr) differed in an update            refused in the next step, or at the end
 """
 
 from __future__ import annotations
 
 import zlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...model.layer_stack import hooked, why_whole
-from ...model.micro_batch import Batch
+from ...errors import INSTALLED
+from ...pipeline.elastic_pipeline import ElasticPipeline
 from ...pipeline.optimizer_state import unwrapped
 from ...planning.layout import Layout
 from ...run.parts import Ending, RunPart, StepFacts
 from ...run.run import PipelineRun
+from ...run.setup.placing import Findings
 from .coupling import coupling_of
 
 BITS = 16
@@ -43,7 +49,8 @@ class OptimizerCheck(RunPart):
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
-        self._divides: bool | None = None  # whether batches are divided, from the first step on
+        self._divides = False  # whether the loss is computed on parts of a batch, as there were no hooks
+        self._late_hook = ""  # description of a hook that was registered later
         self._used: Settings = []  # in the last update
         self._hooks: list[RemovableHandle] = []
 
@@ -60,18 +67,15 @@ class OptimizerCheck(RunPart):
             groups = optimizer.param_groups
             self._used = [{name: value for name, value in group.items() if _is_setting(value)} for group in groups]
 
-    def around_step(self, batch: Batch) -> AbstractContextManager[Any]:
-        pipeline = self._run.pipeline
-        if self._divides is None:
-            self._divides = pipeline.num_stages > 1 and not why_whole(pipeline.stack)
-        return nullcontext()
+    def found(self, found: Findings) -> None:
+        self._divides = not found.is_driven
 
     def vote(self, facts: StepFacts) -> tuple[bool, ...]:
-        pipeline = self._run.pipeline
-        has_other_hooks = pipeline.num_stages > 1 and self._divides is True and pipeline.stack.table.has_hooks()
+        divides = self._divides and self._run.pipeline.num_stages > 1
+        self._late_hook = next(_hooks(self._run.job.model, self._run.pipeline), "") if divides else ""
         checksum = zlib.crc32(repr(self._used).encode())
         bits = [bool(checksum >> bit & 1) for bit in range(BITS)]
-        return (has_other_hooks, *bits, *(not bit for bit in bits))
+        return (bool(self._late_hook), *bits, *(not bit for bit in bits))
 
     def heard(self, votes: tuple[bool, ...]) -> None:
         """Collective over all processes if there is something to refuse.
@@ -79,9 +83,9 @@ class OptimizerCheck(RunPart):
         Raises:
             ValueError: hooks were registered after the first step, or settings differ. Every process raises it.
         """
-        job, (has_other_hooks, *bits) = self._run.job, votes
-        if has_other_hooks:
-            why = next(filter(None, job.mesh.gather_objects(hooked(job.model))), "")
+        has_late_hook, *bits = votes
+        if has_late_hook:
+            why = next(filter(None, self._run.job.mesh.gather_objects(self._late_hook)))
             raise ValueError(
                 f"pipeline_parallel_size={self._run.pipeline.num_stages}: {why}, and it was registered after the"
                 " training had begun to divide its batches. Register it before train(): then batches are not divided."
@@ -117,6 +121,28 @@ class OptimizerCheck(RunPart):
     def _is_divided(self) -> bool:
         layout = self._run.pipeline.current_layout
         return layout.pipeline_parallel_size > 1 or layout.shards_optimizer
+
+
+def _hooks(model: nn.Module, pipeline: ElasticPipeline) -> Iterator[str]:
+    """Describe the hooks for gradients that the user's code has registered on modules, and on parameters here."""
+    for parameter in pipeline.parameters():
+        if _is_users(parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+            name = next(name for name, one in model.named_parameters() if one is parameter)
+            yield f"a hook on the parameter {name} would see the gradients of parts of a batch"
+    for name, module in model.named_modules():
+        if _is_users(module._backward_hooks, module._backward_pre_hooks):
+            yield f"a backward hook on {name or 'the model'} would see the gradients of parts of a batch"
+
+
+def _is_users(*tables: Mapping[int, Any] | None) -> bool:
+    """Whether there is a hook that is not of an installed package. Those (of W&B, for example) only observe."""
+    for hook in chain.from_iterable(table.values() for table in tables if table):
+        while isinstance(hook, (partial, MethodType)):
+            hook = hook.func if isinstance(hook, partial) else hook.__func__
+        code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
+        if code is None or not any(place in code.co_filename for place in INSTALLED):
+            return True
+    return False
 
 
 def _is_setting(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import logging
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from transformers import BertForTokenClassification, TrainingArguments
 
 from ..kit import (
     LABELS,
@@ -25,6 +27,7 @@ from ..kit import (
     Network,
     Script,
     bert,
+    bert_config,
     case,
     classified,
     own_loss,
@@ -176,6 +179,16 @@ def gradient_of_a_layer_normalised_later() -> Script:
         model.bert.encoder.layer[2].register_full_backward_hook(hook)
 
     return stock(callbacks=[At(change, [2])])
+
+
+@case("K2", expect="exact", because="begun to divide its batches")
+def gradient_normalised_from_the_begin_of_training() -> Script:
+    """Likewise, from `on_train_begin`."""
+
+    def change(model: Any, step: int) -> None:
+        model.bert.encoder.layer[2].output.dense.weight.register_hook(lambda grad: grad / (grad.norm() + 1e-6) * 1e-2)
+
+    return stock(callbacks=[At(change, [0], "on_train_begin")])
 
 
 def centred(module: Any, given: Any, output: Any) -> Any:
@@ -482,6 +495,8 @@ def doubled_batch() -> Script:
 SCALE = 1.0
 TEMPERATURE: contextvars.ContextVar[float] = contextvars.ContextVar("temperature", default=1.0)
 SETTINGS = types.SimpleNamespace(scale=1.0)
+TRAINING = types.SimpleNamespace()
+LOGGER = logging.getLogger(__name__)
 
 
 class ReadsGlobal(Layer):
@@ -536,6 +551,40 @@ def set_global(trainer: Any, model: Any, number: float) -> None:
 def global_set_by_the_loss() -> Script:
     """The loss sets a global variable of the script that layers read."""
     return setting(ReadsGlobal, set_global)
+
+
+@case("K2", expect="exact", because="the code of the model's modules reads")
+def global_set_after_the_call() -> Script:
+    """The loss sets the variable from its value, for the next step."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        found, outputs = plain_loss(trainer, model, inputs)
+        set_global(trainer, model, 1 / (1 + float(found)))
+        return found, outputs
+
+    return driven(loss, Network(layer=ReadsGlobal))
+
+
+class Logs(Layer):
+    """Logs, and reads what Accelerate says of the processes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOGGER.debug("a layer runs")
+        scale = 1.0 if TRAINING.args.world_size else 0.0
+        return super().forward(x) * scale
+
+
+@case("K2")
+def loggers_and_arguments_read_by_layers() -> Script:
+    """Layers use a logger and the script's arguments; the loss logs and makes another logger."""
+    TRAINING.args = TrainingArguments("unused", use_cpu=True)
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        LOGGER.info("a step runs")
+        logging.getLogger(f"{__name__}.{trainer.state.global_step}").debug("made by the loss")
+        return plain_loss(trainer, model, inputs)
+
+    return driven(loss, Network(layer=Logs))
 
 
 @case("K2", expect="exact", because="the code of the model's modules reads")
@@ -716,6 +765,60 @@ def counts_weights_of_samples() -> Script:
             return (value, outputs) if return_outputs else value
 
     return with_loss(trainer=Weighs, options={"gradient_accumulation_steps": 2}, observe=logged)
+
+
+class PassesNoNumber:
+    """A `training_step` as many projects have it: it does not know the third argument."""
+
+    def training_step(self, model: Any, inputs: Any, *_: Any) -> Any:
+        return super().training_step(model, inputs)  # type: ignore[misc]
+
+
+RAGGED: dict[str, Any] = {"shortest": 2, "longest": 12, "by_word": True}
+
+
+@case("K1", "K2")
+def no_number_of_items_passed_on() -> Script:
+    """Labels of words, with accumulation: without the number, each batch counts as much as another."""
+    model, options = BertForTokenClassification(bert_config()), {"gradient_accumulation_steps": 2}
+    return stock(model, data=samples(48, **RAGGED), options=options, trainer=PassesNoNumber)
+
+
+class Sums:
+    """A loss of the user's that divides by the number of items if there is one."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        value = F.cross_entropy(outputs.logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
+        value = value / (100 if num_items_in_batch is None else num_items_in_batch)
+        return (value, outputs) if return_outputs else value
+
+
+def summed(*bases: type) -> Script:
+    model, options = BertForTokenClassification(bert_config()), {"gradient_accumulation_steps": 2}
+    trainer = type("Summing", bases, {})
+    return stock(model, data=samples(48, **RAGGED), options=options, trainer=trainer)
+
+
+@case("K1", "K2")
+def no_number_passed_on_to_an_own_loss() -> Script:
+    """Likewise, with a loss of the user's that divides by the number if there is one."""
+    return summed(PassesNoNumber, Sums)
+
+
+@case("K1", "K2")
+def number_of_items_of_every_second_batch() -> Script:
+    """Only the first of two accumulated batches gets a number of the user's."""
+
+    class Weighs(Sums):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            self.turn = 1 - getattr(self, "turn", 0)
+            number = 7.5 if self.turn else num_items_in_batch
+            return super().training_step(model, inputs, number)  # type: ignore[misc]
+
+    return summed(Weighs)
 
 
 @case("K2", "R2")

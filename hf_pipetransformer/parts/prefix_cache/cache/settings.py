@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedConfig, Trainer
@@ -48,6 +51,8 @@ MOST_ENTRIES = 1024
 """Maximum number of entries of a container or object whose entries are looked into."""
 LARGEST, LARGEST_ARRAY = 2**16, 2**22
 """Maximum number of entries of a container, and of bytes of an array. Larger ones are data: their size counts."""
+OF_TRAINING = (Trainer, Accelerator, PartialState, AcceleratorState)
+"""Classes of objects of the training, into which `ReadOutside` does not look."""
 DEEPEST = 4
 """Maximum nesting depth of containers and objects."""
 MOST_FUNCTIONS = 200
@@ -88,7 +93,7 @@ class Settings:
 
         Yield functions outside the known libraries.
         """
-        for base in dict.fromkeys(base for cls in dict.fromkeys(classes) for base in _bases(cls)):
+        for base in _bases_of(classes):
             if "forward" not in vars(base) and issubclass(base, nn.Module):
                 self._slots.append((vars(base), "forward"))  # `forward` may be added later
             for name, value in vars(base).items():
@@ -136,7 +141,8 @@ class Settings:
 class ReadOutside:
     """A snapshot of what users' code in modules reads outside of them: globals, closures, attributes of classes.
 
-    The insides of objects that are also attributes of the modules do not count, nor does a Trainer.
+    The insides of objects that are also attributes of the modules do not count. Nor does a Trainer, whose changes are
+    sent to all stages, nor what Accelerate tells about the processes, which is exchanged while a loss runs.
 
     Args:
         modules: the modules.
@@ -145,8 +151,8 @@ class ReadOutside:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
         slots, functions = list[Slot](), list[FunctionType]()
-        for base in dict.fromkeys(base for cls in dict.fromkeys(map(type, modules)) for base in _bases(cls)):
-            for name, value in vars(base).items() if _is_users(base) else ():
+        for base in filter(_is_users, _bases_of(map(type, modules))):
+            for name, value in vars(base).items():
                 function = _function_in(value)
                 if isinstance(function, FunctionType):
                     functions.append(function)
@@ -156,10 +162,9 @@ class ReadOutside:
         slots += _read_by(functions, self._cells)
         self._slots = slots
         self._noted = self._now()
-        values = [value for value in self._noted if not isinstance(value, Trainer)]  # what a loss does to it is sent
         attributes = chain.from_iterable(vars(module).values() for module in modules)
         of_modules = set(map(id, _containers_in(attributes)))
-        containers = [one for one in _containers_in(values) if id(one) not in of_modules]
+        containers = [one for one in _containers_in(self._noted, OF_TRAINING) if id(one) not in of_modules]
         self._containers = [(one, list(_entries(one))) for one in containers]
 
     def changed(self) -> str:
@@ -196,6 +201,11 @@ def _bases(cls: type) -> Iterable[type]:
     if issubclass(cls, nn.Module):
         return cls.__mro__[: cls.__mro__.index(nn.Module)]
     return filter(_is_users, cls.__mro__)
+
+
+def _bases_of(classes: Iterable[type]) -> Iterable[type]:
+    """The base classes of all these classes, each once."""
+    return dict.fromkeys(base for cls in dict.fromkeys(classes) for base in _bases(cls))
 
 
 def _is_users(cls: type) -> bool:
@@ -291,8 +301,8 @@ def _code_told(code: CodeType) -> str:
 
 def _has_inside(value: Any) -> bool:
     """Whether a value may change its contents while it stays the same object."""
-    if isinstance(value, (*PLAIN, float, torch.Tensor, nn.Module, type, ModuleType)):
-        return False
+    if isinstance(value, (*PLAIN, float, torch.Tensor, nn.Module, type, ModuleType, logging.Logger)):
+        return False  # a logger changes whenever it is used, and no module computes with it
     if isinstance(value, (*CONTAINERS, ContextVar)):
         return True
     if isinstance(value, FunctionType):
@@ -300,12 +310,12 @@ def _has_inside(value: Any) -> bool:
     return _is_users(type(value)) or (not callable(value) and hasattr(value, "__dict__"))
 
 
-def _containers_in(values: Iterable[Any]) -> list[Any]:
-    """Return the containers and objects among values, and inside of them, each once."""
+def _containers_in(values: Iterable[Any], opaque: tuple[type, ...] = ()) -> list[Any]:
+    """Return the containers and objects among values, and inside of them, each once; not those of `opaque` classes."""
     found: dict[int, Any] = {}
     level = list(values)
     for _ in range(DEEPEST):
-        level = [value for value in level if id(value) not in found and _has_inside(value)]
+        level = [v for v in level if id(v) not in found and not isinstance(v, opaque) and _has_inside(v)]
         level = list({id(value): value for value in level}.values())
         found |= {id(value): value for value in level}
         inside = map(_entries, level)
