@@ -32,6 +32,7 @@ import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import pickle
+import pkgutil
 import signal
 import sys
 import tempfile
@@ -41,10 +42,15 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed
 
+import hf_pipetransformer.parts
+import hf_pipetransformer.token_slices
+
+_PACKAGES = (hf_pipetransformer.parts, hf_pipetransformer.token_slices)  # a rank imports what it uses of them
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
@@ -55,6 +61,9 @@ _context.set_forkserver_preload(
         "transformers.models.bert.modeling_bert",
         "transformers.models.llama.modeling_llama",
         "hf_pipetransformer.trainer",
+        *(one.name for of in _PACKAGES for one in pkgutil.walk_packages(of.__path__, f"{of.__name__}.")),
+        "training_runs",
+        "adversarial.runner",
     ]
 )
 
@@ -210,6 +219,14 @@ def patient(seconds: float) -> float:
 # ---------------------------------------------------------------------------------------------------------
 
 
+def _start_server() -> None:
+    """Start the fork server, with this folder among the paths that it imports from. Ranks get another environment."""
+    with mock.patch.dict(os.environ):
+        paths = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        multiprocessing.forkserver.ensure_running()
+
+
 class _Rank:
     """One rank, seen from the test's process."""
 
@@ -224,6 +241,7 @@ class _Rank:
         self.connection, rank_end = _context.Pipe(duplex=False)
         # not daemonic: a data loader's workers are children of the rank
         process = _context.Process(target=_rank_main, args=(rank_end, call, environment, str(self.log)))
+        _start_server()
         process.start()
         self.process = process
         rank_end.close()

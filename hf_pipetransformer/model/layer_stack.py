@@ -208,7 +208,9 @@ class LayerStack:
             table = ParameterTable(model)
             with refusing_what_fails(model), _NotingHooks() as hooks:
                 reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
-            why = "its forward registers hooks, which would see the gradients of parts of a batch" * hooks.found
+            why = (
+                "its forward registers hooks, which would see the gradients of parts of a batch" if hooks.found else ""
+            )
             unreached = frozenset(table.names) - frozenset().union(*reached)
             # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then does
             # not show which unit needs it: if the minimal candidate fails, all units get it. At last all units get all

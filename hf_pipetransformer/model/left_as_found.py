@@ -11,7 +11,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -58,6 +58,16 @@ class _Noted:
         self.taken.append(next(self.iterator))
         return self.taken[-1]
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "iterator" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.iterator, name)  # `send` of a generator
+
+    @cached_property
+    def again(self) -> Iterator[Any]:
+        """Returns first what has been taken. One for all attributes that have been the iterator."""
+        return itertools.chain(self.taken, self.iterator)
+
 
 def is_iterator(value: Any) -> bool:
     """Whether a value is an iterator of Python's own (a counter, a generator): to read it is to change it."""
@@ -75,7 +85,8 @@ def left_as_found(*objects: Any) -> Iterator[None]:
         objects: modules, with all their submodules, or any other objects. Modules (a criterion) and user objects among
             their attributes are restored as well.
     """
-    undo = [restore for value in _with_parts(objects) for restore in _restoring(value)]
+    noted: dict[int, _Noted] = {}  # an iterator may be an attribute of several objects
+    undo = [restore for value in _with_parts(objects) for restore in _restoring(value, noted)]
     try:
         yield
     finally:
@@ -94,20 +105,29 @@ def _with_parts(objects: Sequence[Any]) -> list[Any]:
             if not is_stock and hasattr(part, "__dict__") and not isinstance(part, type):
                 found.setdefault(id(part), part)
     modules = [value.modules() if isinstance(value, nn.Module) else [value] for value in found.values()]
-    return list(itertools.chain.from_iterable(modules))
+    return list({id(value): value for value in itertools.chain.from_iterable(modules)}.values())
 
 
-def _restoring(owner: Any) -> Iterator[Undo]:
-    """Yield functions that restore a container, or the attributes of another object."""
+def _restoring(owner: Any, noted: dict[int, _Noted]) -> Iterator[Undo]:
+    """Yield functions that restore a container, or the attributes of another object.
+
+    Args:
+        owner: the container or object.
+        noted: receives the iterators, by their identities.
+    """
     if not hasattr(owner, "__dict__"):
         yield from _contents(owner, [MAX_ENTRIES], MAX_DEPTH)
         return
     attributes = vars(owner)
     before = dict(attributes)
-    noted = {name: _Noted(value) for name, value in before.items() if is_iterator(value)}
-    attributes.update(noted)
+    iterators = {
+        name: noted.setdefault(id(value), _Noted(value))
+        for name, value in before.items()
+        if is_iterator(value) or isinstance(value, _Noted)
+    }
+    attributes.update(iterators)
     yield partial(_refill, attributes, before)
-    for name, iterator in noted.items():
+    for name, iterator in iterators.items():
         yield partial(_put_back, attributes, name, iterator)
     for value in before.values():
         if not isinstance(value, torch.Tensor):
@@ -144,7 +164,7 @@ def _refill(container: Any, before: Any) -> None:
 def _put_back(attributes: dict[str, Any], name: str, noted: _Noted) -> None:
     """Let an iterator return again what a probe has taken from it."""
     if noted.taken:
-        attributes[name] = itertools.chain(noted.taken, noted.iterator)
+        attributes[name] = noted.again
 
 
 def _are_the_same(one: Any, other: Any) -> bool:

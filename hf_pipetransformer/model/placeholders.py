@@ -101,7 +101,7 @@ class ParameterTable:
         self._known = dict(model.named_parameters(remove_duplicate=False))
         self._modules = list(model.modules())
         self._seen = self._seen_now()
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in self._known.items():
             first = first_name.setdefault(id(parameter), name)
             self.aliases[first] = (*self.aliases.get(first, ()), name)
             *modules, attribute = name.split(".")
@@ -136,10 +136,10 @@ class ParameterTable:
             self._seen = self._seen_now()
         return names
 
-    def _seen_now(self) -> list[nn.Parameter | nn.Module | None]:
-        """Return the parameters and the children of all modules."""
+    def _seen_now(self) -> list[str | nn.Parameter | nn.Module | None]:
+        """Return the names, parameters and children of all modules."""
         held = chain(map(attrgetter("_parameters"), self._modules), map(attrgetter("_modules"), self._modules))
-        return list(chain.from_iterable(map(dict.values, held)))
+        return list(chain.from_iterable(chain.from_iterable(map(dict.items, held))))
 
     def __setitem__(self, name: str, parameter: nn.Parameter) -> None:
         """Replace a parameter under all its names; only before other code refers to the model."""

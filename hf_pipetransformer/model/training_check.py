@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, in_one_line
 from ..randomness import global_state_kept, seed_all
 from .batch_statistics import normalised_by_batch
 from .dropout import WithoutDropout
@@ -134,10 +134,16 @@ def why_mixed(stack: LayerStack, batch: dict[str, Any]) -> str:
             whole = runner.run(0, stack.num_units, None, batch)
             whole = {of: tuple(value.clone() for value in values) for of, values in whole.items()}
             alone = runner.run(0, stack.num_units, None, slice_rows(batch, 0, 1))
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:  # of the user's layers: pairs, `squeeze()`
+        return f"its layers fail on one sample of a batch ({in_one_line(error)})"
     finally:
         runner.remove()
-    pairs = [pair for of, values in whole.items() for pair in zip(values, alone[of], strict=True)]
-    if all(_begins_with(*pair, rows) for pair in pairs):
+    pairs = [pair for of, values in whole.items() for pair in zip(values, alone[of], strict=False)]
+    if all(len(values) == len(alone[of]) for of, values in whole.items()) and all(
+        _begins_with(*pair, rows) for pair in pairs
+    ):
         return ""
     return "its layers' outputs for a sample depend on the other samples of the batch"
 

@@ -414,9 +414,11 @@ class ElasticPipeline(nn.Module):
 
         Collective over all processes. Gradients are complete afterwards, unless inside `no_sync`.
         """
+        if self._optimizer is not None and self.num_replicas > 1:
+            has_added = self._optimizer.adopt_added()  # the user's code may have added a group in a callback
+            if has_added and self.num_stages == 1:
+                self._share_outside()
         self.running.step(batch, loss, self._gradients_synchronise)
-        if self._optimizer is not None and self.num_stages == 1 < self.num_replicas:
-            self._optimizer.adopt_added()  # the user's code may have added a group in a callback
         if self._optimizer is not None and self._optimizer.outside and self._gradients_synchronise:
             replicas = self.mesh.groups(self.num_stages).replicas
             self._optimizer.average_outside(replicas if self.computes_loss else None)
@@ -428,18 +430,7 @@ class ElasticPipeline(nn.Module):
         unscale: Callable[[], None] | None = None,
         loss_scale: float = 1.0,
     ) -> torch.Tensor:
-        """Clip by the norm of the gradient over all stages: `StageGradients.clip`. Collective over the pipeline.
-
-        Raises:
-            ValueError: the user's code has exchanged parameters of a model with several stages.
-        """
-        if self.num_stages > 1 and (exchanged := self.stack.table.exchanged()):
-            raise ValueError(
-                f"pipeline_parallel_size={self.num_stages}, but {exchanged[0]!r} and {len(exchanged) - 1} more"
-                " parameters were added to the model, replaced or removed during the training (probably by a callback:"
-                " a new head, pruning, layers cut off). The other stages do not have them. Change the values in place,"
-                " change the model before train(), or set pipeline_parallel_size=1."
-            )
+        """Clip by the norm of the gradient over all stages: `StageGradients.clip`. Collective over the pipeline."""
         return self.running.gradients.clip(parameters, max_norm, unscale, loss_scale, self._optimizer)
 
     # ------------------------------------------------------------------------------------ the optimizer

@@ -248,13 +248,18 @@ class OptimizerState:
             self._idle_parameter.grad = torch.full_like(self._idle_parameter, value)
 
     # ------------------------------------------------------------------------------------ outside of the model
-    def adopt_added(self) -> None:
+    def adopt_added(self) -> bool:
         """Count parameters that were added to the optimizer's groups since it was created as outside of the model.
 
         They may be in the model by now: then the model had another head when the optimizer was created.
+
+        Returns:
+            Whether there were any.
         """
         known = {*self._name_of, *map(id, (*self.outside, self._idle_parameter))}
-        self.outside += [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
+        added = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]
+        self.outside += added
+        return bool(added)
 
     def share_outside(self) -> None:
         """Set the parameters outside of the model to rank 0's. Collective over all processes.

@@ -206,7 +206,9 @@ def find_front(
         why = None if odd is None else f"it is given a {type(odd).__name__}"
         if foreign[name]:
             why = FOREIGN.format(foreign[name], name)
-        if why is None and any(map(is_iterator, itertools.chain(*(vars(part).values() for part in module.modules())))):
+        if why is None and any(
+            map(is_iterator, itertools.chain.from_iterable(vars(part).values() for part in module.modules()))
+        ):
             why = "it has an iterator, which returns something else in each call"
         if why is None and (name_of_hook := _users_hook(module)) is not None:
             why = f"it has a hook inside ({name_of_hook})"

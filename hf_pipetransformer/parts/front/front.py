@@ -116,7 +116,7 @@ class FrozenFront:
         """Time of that comparison, seconds that computing took, and number of calls read until then."""
         self._looks_for_draws = False  # in each module, because some module of the model draws random numbers
         self.num_missed = self.num_found = self.num_read = self.num_unmatched = 0
-        """Number of calls without any stored sample, with one, read, and, since then, stored for other arguments."""
+        """Number of calls without a stored sample, with one, read, and (in a row) stored for other arguments only."""
         self._model, self._entries, self._device, self._storage_dtype = model, entries, device, storage_dtype
         self.trial = FrontTrial(found, self._tried)
         """Results of the front's trials."""

@@ -1,9 +1,9 @@
 """Refuses optimizers, hooks and settings that would differ between the stages of a pipeline.
 
-optimizer    computes one value from all gradients (Prodigy)    refused before the first step (`coupling.py`)
-hooks        for gradients, registered after it was found that  refused in that step
-             batches are divided
-settings     of the groups (lr) differed in an update            refused in the next step, or at the end
+optimizer    computes one value from all gradients (Prodigy)      refused before the first step (`coupling.py`)
+parameters   added, replaced or removed (a new head, pruning)     refused in that step
+hooks        registered after the loss was found to add up        refused in that step
+settings     of the groups (lr) differed in an update             refused in the next step, or at the end
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ class OptimizerCheck(RunPart):
         run: the run of the training.
     """
 
-    num_votes = 1 + 2 * BITS
+    num_votes = 2 + 2 * BITS
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
         self._divides = False  # whether the loss is computed on parts of a batch, as there were no hooks
         self._late_hook = ""  # description of a hook that was registered later
+        self._exchanged: list[str] = []  # names of parameters
         self._used: Settings = []  # in the last update
         self._hooks: list[RemovableHandle] = []
 
@@ -71,21 +72,31 @@ class OptimizerCheck(RunPart):
         self._divides = not found.is_driven
 
     def vote(self, facts: StepFacts) -> tuple[bool, ...]:
-        divides = self._divides and self._run.pipeline.num_stages > 1
-        self._late_hook = next(_hooks(self._run.job.model, self._run.pipeline), "") if divides else ""
+        pipeline = self._run.pipeline
+        has_stages = pipeline.num_stages > 1
+        self._exchanged = pipeline.stack.table.exchanged() if has_stages else []
+        self._late_hook = next(_hooks(self._run.job.model, pipeline), "") if has_stages and self._divides else ""
         checksum = zlib.crc32(repr(self._used).encode())
         bits = [bool(checksum >> bit & 1) for bit in range(BITS)]
-        return (bool(self._late_hook), *bits, *(not bit for bit in bits))
+        return (bool(self._exchanged), bool(self._late_hook), *bits, *(not bit for bit in bits))
 
     def heard(self, votes: tuple[bool, ...]) -> None:
         """Collective over all processes if there is something to refuse.
 
         Raises:
-            ValueError: hooks were registered after the first step, or settings differ. Every process raises it.
+            ValueError: parameters or hooks have changed, or settings differ. Every process raises it.
         """
-        has_late_hook, *bits = votes
+        mesh, (has_exchanged, has_late_hook, *bits) = self._run.job.mesh, votes
+        if has_exchanged:
+            names = next(filter(None, mesh.gather_objects(self._exchanged)))
+            raise ValueError(
+                f"pipeline_parallel_size={self._run.pipeline.num_stages}, but {names[0]!r} and {len(names) - 1} more"
+                " parameters were added to the model, replaced or removed during the training (probably by a callback:"
+                " a new head, pruning, layers cut off). The other stages do not have them. Change the values in place,"
+                " change the model before train(), or set pipeline_parallel_size=1."
+            )
         if has_late_hook:
-            why = next(filter(None, self._run.job.mesh.gather_objects(self._late_hook)))
+            why = next(filter(None, mesh.gather_objects(self._late_hook)))
             raise ValueError(
                 f"pipeline_parallel_size={self._run.pipeline.num_stages}: {why}, and it was registered after the"
                 " training had begun to divide its batches. Register it before train(): then batches are not divided."

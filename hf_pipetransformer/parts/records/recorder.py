@@ -44,7 +44,7 @@ RECORDED_ARGUMENTS = (
 )
 """Recorded training arguments. Others may contain tokens and paths."""
 SECONDS_BETWEEN_LOOKS = 0.1
-"""At the resident memory, at least."""
+"""Minimum time between two readings of the resident memory."""
 LEAST_FROZEN = 0.01
 """Smallest share of the parameters for which frozen modules are recorded. Many models have a small frozen table."""
 MOST_NAMES = 20

@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 from transformers import BertForTokenClassification, TrainingArguments
 
 from ..kit import (
@@ -189,6 +189,43 @@ def gradient_normalised_from_the_begin_of_training() -> Script:
         model.bert.encoder.layer[2].output.dense.weight.register_hook(lambda grad: grad / (grad.norm() + 1e-6) * 1e-2)
 
     return stock(callbacks=[At(change, [0], "on_train_begin")])
+
+
+@case("K2", expect="exact", because="position_embeddings.weight is held by")
+def embedding_pruned_by_a_callback() -> Script:
+    """A module with a single parameter is pruned in the second step; the new parameter has another name."""
+
+    def change(model: Any, step: int) -> None:
+        prune.random_unstructured(model.bert.embeddings.position_embeddings, "weight", 0.5)
+
+    return stock(callbacks=[At(change, [1])])
+
+
+@case("K2", expect="exact", because="the module head")
+def head_replaced_by_the_loss() -> Script:
+    """The loss, on the last stage, gives the model another head after its call."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        found, outputs = plain_loss(trainer, model, inputs)
+        if trainer.state.global_step == 2:
+            model.head = nn.Linear(WIDTH, LABELS)
+        return found, outputs
+
+    return driven(loss)
+
+
+class Squeezes(Layer):
+    """A layer that fails on a single sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + 0 * x.squeeze(0)[:, :1].unsqueeze(1).expand(len(x), 1, 1, WIDTH).squeeze(1)
+
+
+@case("K2", expect="exact")
+def layers_that_fail_on_one_sample() -> Script:
+    """Layers that run on whole batches only."""
+    return driven(model=Network(layer=Squeezes))
 
 
 def centred(module: Any, given: Any, output: Any) -> Any:
