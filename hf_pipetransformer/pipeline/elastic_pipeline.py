@@ -414,14 +414,18 @@ class ElasticPipeline(nn.Module):
 
         Collective over all processes. Gradients are complete afterwards, unless inside `no_sync`.
         """
-        if self._optimizer is not None and self.num_replicas > 1:
-            has_added = self._optimizer.adopt_added()  # the user's code may have added a group in a callback
-            if has_added and self.num_stages == 1:
-                self._share_outside()
+        self._adopt_added()  # by a callback
         self.running.step(batch, loss, self._gradients_synchronise)
+        self._adopt_added()  # by the loss
         if self._optimizer is not None and self._optimizer.outside and self._gradients_synchronise:
             replicas = self.mesh.groups(self.num_stages).replicas
             self._optimizer.average_outside(replicas if self.computes_loss else None)
+
+    def _adopt_added(self) -> None:
+        """Adopt parameters that the user's code has added to the optimizer of replicas: the same on all of them."""
+        has_added = self._optimizer is not None and self.num_replicas > 1 and self._optimizer.adopt_added()
+        if has_added and self.num_stages == 1:
+            self._share_outside()
 
     def clip_grad_norm(
         self,
