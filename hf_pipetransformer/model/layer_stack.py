@@ -7,7 +7,7 @@ the unsplit model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -321,13 +321,22 @@ def why_whole(stack: LayerStack) -> str:
     return hooked(stack.model) or normalised_by_batch(stack.model) or ""
 
 
-def hooked(model: nn.Module) -> str:
-    """Return which hook on a parameter or a module would see the gradients of parts of a batch; empty without one."""
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+def hooked(model: nn.Module, counts: Callable[..., bool] = lambda *hooks: any(hooks)) -> str:
+    """Return which hook on a parameter or a module would see the gradients of parts of a batch; empty without one.
+
+    Args:
+        model: the model.
+        counts: whether there is a hook that counts in the given tables.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # each step looks, and most parameters may be hidden
+        hooks = [(each, each._backward_hooks, each._post_accumulate_grad_hooks) for each in model.parameters()]
+    for parameter, *tables in hooks:
+        if counts(*tables):
+            name = next(name for name, one in model.named_parameters() if one is parameter)
             return f"a hook on the parameter {name} would see the gradients of parts of a batch"
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+    for module in model.modules():
+        if counts(module._backward_hooks, module._backward_pre_hooks):
+            name = next(name for name, one in model.named_modules() if one is module)
             return f"a backward hook on {name or 'the model'} would see the gradients of parts of a batch"
     return ""
 

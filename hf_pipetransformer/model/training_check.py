@@ -140,9 +140,10 @@ def why_mixed(stack: LayerStack, batch: dict[str, Any]) -> str:
         return f"its layers fail on one sample of a batch ({in_one_line(error)})"
     finally:
         runner.remove()
-    pairs = [pair for of, values in whole.items() for pair in zip(values, alone[of], strict=False)]
-    if all(len(values) == len(alone[of]) for of, values in whole.items()) and all(
-        _begins_with(*pair, rows) for pair in pairs
+    if all(
+        len(values) == len(alone[of])
+        and all(_begins_with(*pair, rows) for pair in zip(values, alone[of], strict=True))
+        for of, values in whole.items()
     ):
         return ""
     return "its layers' outputs for a sample depend on the other samples of the batch"

@@ -108,7 +108,7 @@ class RunPart:
         """The first layout has been chosen."""
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
-        """The optimizer is known, and does not yet know the layout. A `ValueError` refuses it."""
+        """An optimizer is about to update the model under this layout. A `ValueError` refuses it."""
 
     def placed(self, layout: Layout) -> None:
         """The model is placed in its first layout."""

@@ -9,18 +9,17 @@ settings     of the groups (lr) differed in an update             refused in the
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import INSTALLED
-from ...pipeline.elastic_pipeline import ElasticPipeline
+from ...model.layer_stack import hooked
 from ...pipeline.optimizer_state import unwrapped
 from ...planning.layout import Layout
 from ...run.parts import Ending, RunPart, StepFacts
@@ -75,7 +74,7 @@ class OptimizerCheck(RunPart):
         pipeline = self._run.pipeline
         has_stages = pipeline.num_stages > 1
         self._exchanged = pipeline.stack.table.exchanged() if has_stages else []
-        self._late_hook = next(_hooks(self._run.job.model, pipeline), "") if has_stages and self._divides else ""
+        self._late_hook = hooked(self._run.job.model, _is_users) if has_stages and self._divides else ""
         checksum = zlib.crc32(repr(self._used).encode())
         bits = [bool(checksum >> bit & 1) for bit in range(BITS)]
         return (bool(self._exchanged), bool(self._late_hook), *bits, *(not bit for bit in bits))
@@ -132,17 +131,6 @@ class OptimizerCheck(RunPart):
     def _is_divided(self) -> bool:
         layout = self._run.pipeline.current_layout
         return layout.pipeline_parallel_size > 1 or layout.shards_optimizer
-
-
-def _hooks(model: nn.Module, pipeline: ElasticPipeline) -> Iterator[str]:
-    """Describe the hooks for gradients that the user's code has registered on modules, and on parameters here."""
-    for parameter in pipeline.parameters():
-        if _is_users(parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
-            name = next(name for name, one in model.named_parameters() if one is parameter)
-            yield f"a hook on the parameter {name} would see the gradients of parts of a batch"
-    for name, module in model.named_modules():
-        if _is_users(module._backward_hooks, module._backward_pre_hooks):
-            yield f"a backward hook on {name or 'the model'} would see the gradients of parts of a batch"
 
 
 def _is_users(*tables: Mapping[int, Any] | None) -> bool:
