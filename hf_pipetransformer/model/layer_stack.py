@@ -7,11 +7,13 @@ the unsplit model.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from types import CodeType
 from typing import Any
 
 import torch
@@ -208,9 +210,9 @@ class LayerStack:
             table = ParameterTable(model)
             with refusing_what_fails(model), _NotingHooks() as hooks:
                 reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
-            why = (
-                "its forward registers hooks, which would see the gradients of parts of a batch" if hooks.found else ""
-            )
+            why = ""
+            if hooks.found or any(_may_register_hooks(type(one).forward) for one in model.modules()):
+                why = "its forward registers hooks, which would see the gradients of parts of a batch"
             unreached = frozenset(table.names) - frozenset().union(*reached)
             # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then does
             # not show which unit needs it: if the minimal candidate fails, all units get it. At last all units get all
@@ -351,6 +353,18 @@ class _NotingHooks(TorchFunctionMode):
     ) -> Any:
         self.found |= func is torch.Tensor.register_hook
         return func(*args, **(kwargs or {}))
+
+
+def _may_register_hooks(forward: Any) -> bool:
+    """Whether the code of a forward registers hooks on tensors, maybe in training mode only."""
+    codes = [getattr(inspect.unwrap(forward), "__code__", None)]
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            if torch.Tensor.register_hook.__name__ in code.co_names:
+                return True
+            codes += code.co_consts  # functions in it
+    return False
 
 
 def _reached_by_each_unit(

@@ -284,6 +284,20 @@ def gradient_normalised_in_the_forward_of_a_declared_mean() -> Script:
     return driven(model=Network(layer=Normalised), product={"loss_reduction": "mean"})
 
 
+@case("K2")
+def gradient_normalised_in_training_mode() -> Script:
+    """Likewise, in training mode only."""
+
+    class OnlyTrained(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            if self.training and x.requires_grad:
+                x.register_hook(lambda grad: grad / (grad.norm() + 1e-6) * 1e-2)
+            return x
+
+    return driven(model=Network(layer=OnlyTrained))
+
+
 def by_hooked_norms(name: str, steps: range) -> Script:
     """Hooks collect the gradients' norms, by which a callback sets a number in the optimizer's groups."""
     model, norms = bert(), []
