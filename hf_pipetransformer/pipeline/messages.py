@@ -3,8 +3,8 @@
 A virtual stage sends to the next one, which is on the next process, on the first one again, or, where a V turns, on
 the same one (`planning.placement`).
 
-control group    values without their tensors on the device (`packed`), and descriptions of the tensors that follow
-pipeline group   tensors on the device
+control group    values without their tensors on an accelerator (`packed`), and descriptions of the tensors that follow
+pipeline group   tensors on the accelerator; on the CPU the tensors of a boundary
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ from .stage import BoundaryShapes, CarriedTensor
 
 Pending = list[tuple[dist.Work, Any]]
 """Unfinished sends, with their tensors, which must be kept until the transfer is complete."""
+
+LENGTHS_BYTES = 24
+"""Three numbers at the begin of a value's first message: sizes of its pickled part, its content and its tensors."""
+FIRST_BYTES = 4096 + LENGTHS_BYTES
+"""Size of a value's first message. Most values need no other one, and a message takes longer than its bytes."""
+FIRST_ROOM = FIRST_BYTES - LENGTHS_BYTES
 
 
 class Crossing(NamedTuple):
@@ -298,10 +304,14 @@ class PipelineMessages:
         return work
 
     def _send(self, message: Packed, send: Callable[..., dist.Work | None]) -> Pending:
-        """Begin to send a value: its lengths, its content, and its tensors on the device if there are any."""
+        """Begin to send a value: a first message of fixed size, the rest of the content, the tensors on the device."""
         lengths = torch.tensor([message.pickled, message.content.numel(), message.on_device.numel()])
+        first = torch.zeros(FIRST_BYTES, dtype=torch.uint8)
+        first[:LENGTHS_BYTES] = lengths.view(torch.uint8)
+        begin, rest = message.content[:FIRST_ROOM], message.content[FIRST_ROOM:]
+        first[LENGTHS_BYTES : LENGTHS_BYTES + begin.numel()] = begin
         pending: Pending = []
-        for part, group in ((lengths, self.control), (message.content, self.control), (message.on_device, self.group)):
+        for part, group in ((first, self.control), (rest, self.control), (message.on_device, self.group)):
             if part.numel():
                 work = send(part, group=group)
                 assert work is not None
@@ -310,14 +320,16 @@ class PipelineMessages:
 
     def _receive(self, receive: Callable[[torch.Tensor, dist.ProcessGroup | None], Any], copies: bool = False) -> Any:
         """Receive a message that another stage sends by `_send`."""
-        lengths = torch.empty(3, dtype=torch.long)
-        receive(lengths, self.control)
-        pickled, size, size_on_device = lengths.tolist()
+        first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+        receive(first, self.control)
+        pickled, size, size_on_device = first[:LENGTHS_BYTES].view(torch.long).tolist()
         content = torch.empty(size, dtype=torch.uint8)
-        receive(content, self.control)
+        begin, rest = content[:FIRST_ROOM], content[FIRST_ROOM:]
+        begin.copy_(first[LENGTHS_BYTES : LENGTHS_BYTES + begin.numel()])
         on_device = torch.empty(size_on_device, dtype=torch.uint8, device=self.device)
-        if size_on_device:
-            receive(on_device, self.group)
+        for part, group in ((rest, self.control), (on_device, self.group)):
+            if part.numel():
+                receive(part, group)
         return unpacked(Packed(pickled, content, on_device), copies)
 
 

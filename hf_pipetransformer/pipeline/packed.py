@@ -19,9 +19,8 @@ class Packed(NamedTuple):
 
     Attributes:
         pickled: size in bytes of the pickled part of `content`.
-        content: on the CPU: the pickled value without its tensors, then the tensors that are elsewhere than on the
-            device.
-        on_device: the tensors that are on the device.
+        content: on the CPU: the pickled value without its tensors, then the tensors that are not on the accelerator.
+        on_device: the tensors on the accelerator.
     """
 
     pickled: int
@@ -44,7 +43,7 @@ class _Writer(pickle.Pickler):
         if not is_plain or value.is_quantized or value.is_meta:
             return None
         if id(value) not in self.places:
-            where = int(value.device.type == self._device.type)
+            where = int(value.device.type == self._device.type != "cpu")
             dense = value.detach().resolve_conj().resolve_neg().contiguous()
             start = self.lengths[where]
             self.tensors[where].append((start, dense))
@@ -74,7 +73,7 @@ def packed(value: Any, device: torch.device) -> Packed:
 
     Args:
         value: mappings, sequences and any values that can be pickled, with tensors anywhere.
-        device: the device of the tensors that stay in a buffer of their own.
+        device: the device whose tensors stay in a buffer of their own, unless it is the CPU.
     """
     file = io.BytesIO()
     writer = _Writer(file, device)
