@@ -174,6 +174,7 @@ def cached_layers(rank: int, world_size: int, folder: str, cache: str, resumes: 
     return seen
 
 
+@pytest.mark.slow
 def test_a_job_that_goes_on_counts_layers_as_cached_where_it_has_its_cache_only(tmp_path: Path) -> None:
     first = run_ranks(cached_layers, 2, str(tmp_path), "on", False)[0]
     assert first[10] == 2, first

@@ -197,6 +197,7 @@ def hits_of_cache(rank: int, world_size: int, stages: int, cache: str, folder: s
     return outcome, sum(entry.get("cache_hit_rate", 0.0) for entry in trainer.state.log_history)
 
 
+@pytest.mark.slow
 def test_frozen_layers_and_their_cache_do_not_change_what_is_generated(tmp_path: Path) -> None:
     ((wanted, _),) = run_ranks(hits_of_cache, 1, 1, "off", str(tmp_path / "off"))
     for outcome, hits in run_ranks(hits_of_cache, WORLD, 2, "on", str(tmp_path / "on")):

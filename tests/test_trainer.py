@@ -55,6 +55,7 @@ def predicted(rank: int, world_size: int) -> dict[str, Any]:
     return {**found, "counts": counted, "loss": after.metrics["test_loss"]}
 
 
+@pytest.mark.slow
 def test_predictions_are_those_of_one_process_and_metrics_see_every_row_once() -> None:
     (plain,) = run_ranks(predicted, 1)
     everyone = run_ranks(predicted, WORLD)
@@ -74,6 +75,7 @@ def bf16(rank: int, world_size: int) -> list[list[float]]:
     return [outcome_of(pipeline_trainer(run, k) if k else reference_trainer(run)).losses for k in layouts]
 
 
+@pytest.mark.slow
 def test_bf16_autocast_follows_one_process() -> None:
     """The same autocast as under the stock Trainer; what remains is the rounding of other batch shapes."""
     ((expected,),) = run_ranks(bf16, 1)

@@ -68,6 +68,7 @@ def filling(rank: int, world_size: int, folder: str, epochs: int, resume: bool) 
     return deleted
 
 
+@pytest.mark.slow
 def test_a_training_with_a_full_store_leaves_the_users_folders(tmp_path: Path) -> None:
     """The cache, the checkpoints (one is kept) and the user's files are in the same folder."""
     have_folders(tmp_path)

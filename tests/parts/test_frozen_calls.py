@@ -296,6 +296,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_on_another_stage_ends_reading(name: str, tmp_path: Path) -> None:
     options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2}
@@ -307,6 +308,7 @@ def test_a_change_on_another_stage_ends_reading(name: str, tmp_path: Path) -> No
     assert min(num_calls[CHANGE_AT:]) >= 2, "and is not read any more"
 
 
+@pytest.mark.slow
 def test_another_base_below_is_another_reference(tmp_path: Path) -> None:
     """The name of the stored outputs has a digest of the weights of all stages."""
     options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2, "num_train_epochs": 2}
@@ -353,6 +355,7 @@ def failing_alone(rank: int, world_size: int, folder: str, options: dict[str, An
         return in_stages(rank, world_size, folder, "without adapters", options)
 
 
+@pytest.mark.slow
 def test_the_error_of_a_call_that_fails_on_the_last_stage_alone_is_named(tmp_path: Path) -> None:
     options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2}
     splits = run_ranks(failing_alone, 2, str(tmp_path), options, timeout=200)
@@ -362,6 +365,7 @@ def test_the_error_of_a_call_that_fails_on_the_last_stage_alone_is_named(tmp_pat
     assert splits[0].num_calls[STEPS:] == [2] * (EPOCHS - 1) * STEPS and splits[0].result.num_read == 0
 
 
+@pytest.mark.slow
 def test_no_call_after_a_backward_in_the_loss_is_read(tmp_path: Path) -> None:
     """Hooks of gradients on other stages may have written into weights."""
     options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2}
@@ -370,6 +374,7 @@ def test_no_call_after_a_backward_in_the_loss_is_read(tmp_path: Path) -> None:
     assert set(splits[0].num_calls) == {3} and splits[0].result.num_read == 0
 
 
+@pytest.mark.slow
 def test_a_call_that_may_draw_random_numbers_is_not_read_in_stages(tmp_path: Path) -> None:
     options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2}
     on = run_ranks(in_stages, 2, str(tmp_path / "on"), "dropout", options, timeout=200)

@@ -67,6 +67,7 @@ def in_stages(rank: int, world_size: int, folder: str, half: int) -> tuple[Outco
     return whole, frozen, trained(resumed, f"{folder}/whole/checkpoint-{half}")
 
 
+@pytest.mark.slow
 def test_equals_one_process_also_when_resumed(tmp_path: Path) -> None:
     """The first stage has the stem's statistics, each stage its layers' ones; a checkpoint has them all."""
     ((expected, expected_frozen),) = run_ranks(one_process, 1)

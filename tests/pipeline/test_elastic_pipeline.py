@@ -136,6 +136,7 @@ def _scheduled(run: Run, folder: str, **options: Any) -> PipeTransformerTrainer:
     return trainer
 
 
+@pytest.mark.slow
 def test_resumes_with_what_was_frozen(tmp_path: Path) -> None:
     """Saved with one layer frozen on 2 x 2; goes on there, and freezes the second layer at its step."""
     outcomes = run_ranks(interrupt_and_resume, WORLD, RUNS["bert"], str(tmp_path))

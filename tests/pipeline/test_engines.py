@@ -46,6 +46,7 @@ def train_without_parts(rank: int, world_size: int, stages: int, run: Run, optio
     trainer.evaluate()
 
 
+@pytest.mark.slow
 def test_the_trainer_is_imported_without_the_parts() -> None:
     code = "import sys; from hf_pipetransformer.run import run; print([m for m in sys.modules if m.startswith(%r)])"
     names = tuple(f"hf_pipetransformer.{part}" for part in PARTS)

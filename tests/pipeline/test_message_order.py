@@ -202,6 +202,7 @@ FROZEN: dict[str, tuple[list[int], dict[tuple[int, int], int]]] = {
 """Stages without trained layers, and the result of `sent_to`: gradients are sent only if needed."""
 
 
+@pytest.mark.slow
 def test_messages_on_nccl() -> None:
     """One start for all ways, as it takes longer than they do."""
     ranks = run_ranks(train, STAGES, list(WAYS), timeout=250)

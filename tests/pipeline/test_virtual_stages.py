@@ -121,6 +121,7 @@ VIRTUAL = {0: 2, 1: 2, 2: 2, 5: 2, 6: 1}
 """Frozen layers -> virtual stages per stage."""
 
 
+@pytest.mark.slow
 def test_freezing_and_caching_equal_one_process(tmp_path: Path) -> None:
     """(2, 2) with two virtual stages each, which read cached layers and frozen ones that are not cached -> (1, 4)."""
     run = DeepRun(epochs=6)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from one_job import run_each
 from torch.utils.data import Dataset
@@ -66,6 +67,7 @@ def train(rank: int, world_size: int, name: str, cache: str, folder: str) -> tup
     return outcome, [entry["cache_hit_rate"] for entry in trainer.state.log_history if "cache_hit_rate" in entry]
 
 
+@pytest.mark.slow
 def test_cached(tmp_path: Path) -> None:
     cases = {f"{name} {mode}": (name, mode, str(tmp_path / name / mode)) for name in RUNS for mode in ("off", "on")}
     found = run_each(train, 1, cases)

@@ -51,6 +51,7 @@ def resume_as_rank_0_says(rank: int, world_size: int, folder: str) -> Outcome:
     return resume(rank, world_size, folder, 2, rank == 0)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(trained: Path, capfd: Any) -> None:
     names = sorted(path.name for path in trained.glob("checkpoint-*"))
     assert names == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
@@ -158,6 +159,7 @@ def train_on_a_full_disk(rank: int, world_size: int, folder: str, what: str) -> 
     return error.value
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_all_processes_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """All processes say that the second checkpoint failed, also behind a save's last collective. No file is left."""
     found = run_each(train_on_a_full_disk, 2, {what: (str(tmp_path / what), what) for what in FULL})

@@ -124,6 +124,7 @@ def many_lengths() -> tuple[nn.Module, Columns]:
     return ReadsPadding("tokens"), {"input_ids": ids, "attention_mask": mask, "labels": ids[:, 0] % 2}
 
 
+@pytest.mark.slow
 def test_padding_that_a_loss_reads_is_found_in_wider_batches(
     tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,6 +214,7 @@ def examined(rank: int, world_size: int, folder: Path) -> tuple[list[int], list[
     return looks.examining, looks.training
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which pages a process has written to")
 def test_the_examination_before_the_first_step_takes_the_memory_of_a_layer(tmp_path: Path) -> None:
     config = MODELS["llama"].build().config
@@ -276,6 +277,7 @@ def misused(rank: int, world_size: int, folder: Path) -> list[str]:
     return missing
 
 
+@pytest.mark.slow
 def test_a_distributed_model_is_trained_again_when_it_is_whole_and_not_used_by_one_process(tmp_path: Path) -> None:
     tied_llama(tmp_path / "checkpoint")
     assert all(run_ranks(misused, WORLD, tmp_path))

@@ -115,6 +115,7 @@ def test_sigterm_saves_one_whole_checkpoint_and_leaves_on_one_process(tmp_path: 
     assert latest_valid(tmp_path / "worker") == (tmp_path / "worker" / "checkpoint-4", [])
 
 
+@pytest.mark.slow
 def test_sigterm_saves_one_whole_checkpoint_and_leaves_on_two_stages(tmp_path: Path) -> None:
     """Saving comes before everything else; after the last step no training is lost."""
     between, evaluating, end = (str(tmp_path / name) for name in ("between", "evaluating", "end"))

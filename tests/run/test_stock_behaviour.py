@@ -289,6 +289,7 @@ def without_names(rank: int, world_size: int) -> dict[bool, str]:
     return found
 
 
+@pytest.mark.slow
 def test_batches_without_names_or_tensors_are_refused_with_stages() -> None:
     for found in run_ranks(without_names, 2):
         for is_tuple, told in found.items():

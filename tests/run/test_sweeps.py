@@ -66,6 +66,7 @@ def adapted(
     return outcome_of(trainer), counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [sharing, adapted], ids=["head", "adapters"])
 def test_a_second_trial_reads_from_its_first_step(train: Any, tmp_path: Path) -> None:
     """Seed, rate and dropout differ. The first trial stores outputs, although it has a single epoch."""

@@ -170,6 +170,7 @@ def on_rows(rank: int, world_size: int, **options: Any) -> list[Outcome]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_other_rows_in_two_stages() -> None:
     everyone = run_ranks(on_rows, 2, token_slices=3)
     for whole, *outcomes in zip(run_ranks(on_rows, 1)[0], *everyone, strict=True):
