@@ -46,7 +46,6 @@ IN_SHORT = (
 """The cases of `make test`: one for each question that the trainer examines before the first step."""
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_of_each_kind():
     check([(case, "K2") for case in IN_SHORT])

@@ -7,18 +7,18 @@ the unsplit model.
 
 from __future__ import annotations
 
-import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import UnsupportedModelError
 from ..randomness import global_state_kept
@@ -208,11 +208,14 @@ class LayerStack:
             if not runner.units:
                 raise UnsupportedModelError(model, "its forward calls none of its layers.", USE_ONE_STAGE)
             table = ParameterTable(model)
-            with refusing_what_fails(model), _NotingHooks() as hooks:
+            with refusing_what_fails(model), NotingHooks() as hooks:
                 reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
-            why = ""
-            if hooks.found or any(_may_register_hooks(type(one).forward) for one in model.modules()):
-                why = "its forward registers hooks, which would see the gradients of parts of a batch"
+                used_in_training = used
+                with _training_without_dropout(model), suppress(Exception):  # `check_training` tells what fails there
+                    _, used_in_training, _ = _reached_by_each_unit(runner, table, batch)
+            why = (
+                "its forward registers hooks, which would see the gradients of parts of a batch" if hooks.found else ""
+            )
             unreached = frozenset(table.names) - frozenset().union(*reached)
             # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then does
             # not show which unit needs it: if the minimal candidate fails, all units get it. At last all units get all
@@ -226,8 +229,6 @@ class LayerStack:
                 if stack._equals_uncut(whole, batch):  # 3
                     return stack
                 # with the gradients of training: only in eval mode, wav2vec 2.0 chooses codes without a gradient
-                with _training_without_dropout(model):
-                    _, used_in_training, _ = _reached_by_each_unit(runner, table, batch)
                 used = [one | other for one, other in zip(used, used_in_training, strict=True)]
                 for names in owners:
                     needs = replace(needs, owners=names, boundaries=_boundaries(runner, used, all_used=True))
@@ -343,28 +344,22 @@ def hooked(model: nn.Module, counts: Callable[..., bool] = lambda *hooks: any(ho
     return ""
 
 
-class _NotingHooks(TorchFunctionMode):
-    """Notes whether a forward registers hooks on what it computes; they would see gradients of parts of a batch."""
+class NotingHooks(TorchFunctionMode):
+    """Notes whether a forward registers hooks on what it computes; they would see gradients of parts of a batch.
+
+    Inside, a tensor without a gradient may be given one, as it may in a training.
+    """
 
     found = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.found |= func is torch.Tensor.register_hook
+        if func is torch.Tensor.register_hook:
+            self.found = True
+            if not args[0].requires_grad:
+                return RemovableHandle(OrderedDict())
         return func(*args, **(kwargs or {}))
-
-
-def _may_register_hooks(forward: Any) -> bool:
-    """Whether the code of a forward registers hooks on tensors, maybe in training mode only."""
-    codes = [getattr(inspect.unwrap(forward), "__code__", None)]
-    while codes:
-        code = codes.pop()
-        if isinstance(code, CodeType):
-            if torch.Tensor.register_hook.__name__ in code.co_names:
-                return True
-            codes += code.co_consts  # functions in it
-    return False
 
 
 def _reached_by_each_unit(

@@ -18,7 +18,7 @@ from ..randomness import global_state_kept, seed_all
 from .batch_statistics import normalised_by_batch
 from .dropout import WithoutDropout
 from .layer_range import Carry, Unit
-from .layer_stack import LayerStack, output_tensors
+from .layer_stack import LayerStack, NotingHooks, output_tensors
 from .mapped_weights import FileMappings, is_written
 from .micro_batch import batch_rows, numbers_of_rows, slice_rows
 from .nested import are_close, tensors_of
@@ -68,6 +68,7 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
             global_state_kept(),
             evaluation_mode(model),
             WithoutDropout(),
+            NotingHooks(),  # there are no gradients here
             runner.telling_entries(lambda: seed_all(0)),
         ):
             model.train()

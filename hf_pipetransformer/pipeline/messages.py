@@ -27,10 +27,9 @@ Pending = list[tuple[dist.Work, Any]]
 """Unfinished sends, with their tensors, which must be kept until the transfer is complete."""
 
 LENGTHS_BYTES = 24
-"""Three numbers at the begin of a value's first message: sizes of its pickled part, its content and its tensors."""
-FIRST_BYTES = 4096 + LENGTHS_BYTES
-"""Size of a value's first message. Most values need no other one, and a message takes longer than its bytes."""
-FIRST_ROOM = FIRST_BYTES - LENGTHS_BYTES
+"""Three numbers at the start of a value's first message: sizes of its pickled part, its content and its tensors."""
+FIRST_ROOM = 4096
+"""Bytes of content in the first message. Most values fit, and one more message costs more time than these bytes."""
 
 
 class Crossing(NamedTuple):
@@ -304,9 +303,9 @@ class PipelineMessages:
         return work
 
     def _send(self, message: Packed, send: Callable[..., dist.Work | None]) -> Pending:
-        """Begin to send a value: a first message of fixed size, the rest of the content, the tensors on the device."""
+        """Begin to send a value: a first message of fixed size, the rest of the content, tensors of accelerators."""
         lengths = torch.tensor([message.pickled, message.content.numel(), message.on_device.numel()])
-        first = torch.zeros(FIRST_BYTES, dtype=torch.uint8)
+        first = torch.zeros(LENGTHS_BYTES + FIRST_ROOM, dtype=torch.uint8)
         first[:LENGTHS_BYTES] = lengths.view(torch.uint8)
         begin, rest = message.content[:FIRST_ROOM], message.content[FIRST_ROOM:]
         first[LENGTHS_BYTES : LENGTHS_BYTES + begin.numel()] = begin
@@ -320,7 +319,7 @@ class PipelineMessages:
 
     def _receive(self, receive: Callable[[torch.Tensor, dist.ProcessGroup | None], Any], copies: bool = False) -> Any:
         """Receive a message that another stage sends by `_send`."""
-        first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+        first = torch.empty(LENGTHS_BYTES + FIRST_ROOM, dtype=torch.uint8)
         receive(first, self.control)
         pickled, size, size_on_device = first[:LENGTHS_BYTES].view(torch.long).tolist()
         content = torch.empty(size, dtype=torch.uint8)

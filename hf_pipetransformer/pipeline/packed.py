@@ -13,6 +13,9 @@ from ..model.nested import as_bytes
 ALIGNMENT = 64
 """Alignment of each tensor in a buffer, in bytes."""
 
+WITH_CONTENT = "cpu"
+"""The type of device whose tensors travel with the content, as messages of their own would only take longer."""
+
 
 class Packed(NamedTuple):
     """A value in buffers of bytes.
@@ -34,7 +37,7 @@ class _Writer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, device: torch.device) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._device = device
-        self.places: dict[int, tuple[Any, ...]] = {}  # by tensor: its buffer and offset, size, dtype and shape
+        self.places: dict[int, tuple[Any, ...]] = {}  # by tensor: its number, buffer, offset, size, dtype and shape
         self.tensors: tuple[list[tuple[int, torch.Tensor]], ...] = ([], [])  # of the content, on the device
         self.lengths = [0, 0]
 
@@ -43,12 +46,12 @@ class _Writer(pickle.Pickler):
         if not is_plain or value.is_quantized or value.is_meta:
             return None
         if id(value) not in self.places:
-            where = int(value.device.type == self._device.type != "cpu")
+            where = int(value.device.type == self._device.type and self._device.type != WITH_CONTENT)
             dense = value.detach().resolve_conj().resolve_neg().contiguous()
             start = self.lengths[where]
             self.tensors[where].append((start, dense))
             self.lengths[where] = _aligned(start + dense.nbytes)
-            self.places[id(value)] = (where, start, dense.nbytes, dense.dtype, tuple(dense.shape))
+            self.places[id(value)] = (len(self.places), where, start, dense.nbytes, dense.dtype, tuple(dense.shape))
         return self.places[id(value)]
 
 
@@ -61,7 +64,7 @@ class _Reader(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         if pid not in self._made:
-            where, start, size, dtype, shape = pid
+            _, where, start, size, dtype, shape = pid
             # `.data`: an in-place change of one tensor leaves the version counters of the others unchanged
             made = self._buffers[where][start : start + size].view(dtype).view(shape).data
             self._made[pid] = made.clone() if self._copies else made

@@ -20,6 +20,7 @@ from distributed import run_ranks
 from model_zoo import without_dropout
 from training_runs import Run, at_each_step, pipeline_trainer
 
+from hf_pipetransformer.pipeline import packed as packing
 from hf_pipetransformer.planning.layout import Layout
 
 Message = tuple[int, bool, int]
@@ -120,6 +121,7 @@ def train(rank: int, world_size: int, ways: Sequence[str]) -> dict[str, Seen]:
     """The messages on the pipeline's group, by way."""
     log: Log = []
     noting(log)
+    packing.WITH_CONTENT = ""  # as on an accelerator
     found = {}
     for way in ways:
         options = {"num_microbatches": MICRO_BATCHES, **WAYS[way]}

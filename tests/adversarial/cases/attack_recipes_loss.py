@@ -284,18 +284,30 @@ def gradient_normalised_in_the_forward_of_a_declared_mean() -> Script:
     return driven(model=Network(layer=Normalised), product={"loss_reduction": "mean"})
 
 
+def normalised(x: Tensor) -> Tensor:
+    """Registers a hook that divides the gradient by its norm."""
+    x.register_hook(lambda grad: grad / (grad.norm() + 1e-6) * 1e-2)
+    return x
+
+
+class NormalisedInTraining(Layer):
+    """Likewise, in training mode only and by a function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return normalised(x) if self.training else x
+
+
 @case("K2")
 def gradient_normalised_in_training_mode() -> Script:
-    """Likewise, in training mode only."""
+    """Likewise, in training mode only, whether or not the tensor requires a gradient."""
+    return driven(model=Network(layer=NormalisedInTraining))
 
-    class OnlyTrained(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            x = super().forward(x)
-            if self.training and x.requires_grad:
-                x.register_hook(lambda grad: grad / (grad.norm() + 1e-6) * 1e-2)
-            return x
 
-    return driven(model=Network(layer=OnlyTrained))
+@case("K2")
+def gradient_normalised_in_training_mode_under_the_stock_loss() -> Script:
+    """Likewise, under the loss of the model."""
+    return stock(Network(layer=NormalisedInTraining))
 
 
 def by_hooked_norms(name: str, steps: range) -> Script:
