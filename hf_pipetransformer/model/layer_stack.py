@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -210,12 +210,7 @@ class LayerStack:
             table = ParameterTable(model)
             with refusing_what_fails(model), NotingHooks() as hooks:
                 reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
-                used_in_training = used
-                with _training_without_dropout(model), suppress(Exception):  # `check_training` tells what fails there
-                    _, used_in_training, _ = _reached_by_each_unit(runner, table, batch)
-            why = (
-                "its forward registers hooks, which would see the gradients of parts of a batch" if hooks.found else ""
-            )
+            why = REGISTERS_HOOKS if hooks.found else ""
             unreached = frozenset(table.names) - frozenset().union(*reached)
             # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then does
             # not show which unit needs it: if the minimal candidate fails, all units get it. At last all units get all
@@ -229,6 +224,8 @@ class LayerStack:
                 if stack._equals_uncut(whole, batch):  # 3
                     return stack
                 # with the gradients of training: only in eval mode, wav2vec 2.0 chooses codes without a gradient
+                with _training_without_dropout(model):
+                    _, used_in_training, _ = _reached_by_each_unit(runner, table, batch)
                 used = [one | other for one, other in zip(used, used_in_training, strict=True)]
                 for names in owners:
                     needs = replace(needs, owners=names, boundaries=_boundaries(runner, used, all_used=True))
@@ -342,6 +339,9 @@ def hooked(model: nn.Module, counts: Callable[..., bool] = lambda *hooks: any(ho
             name = next(name for name, one in model.named_modules() if one is module)
             return f"a backward hook on {name or 'the model'} would see the gradients of parts of a batch"
     return ""
+
+
+REGISTERS_HOOKS = "its forward registers hooks, which would see the gradients of parts of a batch"
 
 
 class NotingHooks(TorchFunctionMode):

@@ -18,7 +18,7 @@ from ..randomness import global_state_kept, seed_all
 from .batch_statistics import normalised_by_batch
 from .dropout import WithoutDropout
 from .layer_range import Carry, Unit
-from .layer_stack import LayerStack, NotingHooks, output_tensors
+from .layer_stack import REGISTERS_HOOKS, LayerStack, NotingHooks, output_tensors
 from .mapped_weights import FileMappings, is_written
 from .micro_batch import batch_rows, numbers_of_rows, slice_rows
 from .nested import are_close, tensors_of
@@ -68,15 +68,15 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
             global_state_kept(),
             evaluation_mode(model),
             WithoutDropout(),
-            NotingHooks(),  # there are no gradients here
+            NotingHooks() as hooks,
             runner.telling_entries(lambda: seed_all(0)),
         ):
             model.train()
             before = _state_of(model)
             batch = stack.runner.arguments(batch)
             seed_all(0)
-            with runner.to_the_end(0, None, note):
-                whole = _called(stack, batch)
+            with runner.to_the_end(0, None, note), torch.enable_grad(), _saving_nothing():
+                whole = _called(stack, batch)  # with gradients: a forward may register hooks only then
             changed = _changed(before, _state_of(model))
             cut = []
             for seed in (0, 1):
@@ -107,11 +107,18 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
             " or leave behind.",
             USE_ONE_STAGE,
         )
+    if hooks.found:
+        return REGISTERS_HOOKS
     if changed is not None:
         return f"each forward pass in training mode changes {changed}"
     if head is None or not _are_close(whole, head):
         return "what lies behind its layers reads more than the outputs of the last ones"
     return ""
+
+
+def _saving_nothing() -> torch.autograd.graph.saved_tensors_hooks:
+    """Inside, no tensor is kept for a backward, which is not run."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
 
 
 @torch.no_grad()
