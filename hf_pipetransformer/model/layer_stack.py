@@ -347,7 +347,8 @@ REGISTERS_HOOKS = "its forward registers hooks, which would see the gradients of
 class NotingHooks(TorchFunctionMode):
     """Notes whether a forward registers hooks on what it computes; they would see gradients of parts of a batch.
 
-    Inside, a tensor without a gradient may be given one, as it may in a training.
+    Inside, a hook on a tensor that requires no gradient is not registered, and no error is raised: in a training the
+    tensor may require one.
     """
 
     found = False

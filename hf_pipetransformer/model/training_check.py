@@ -44,8 +44,9 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
         batch: the model's inputs, for a few samples.
 
     Returns:
-        Why each call must run whole batches in one forward; empty if it need not. Either a call changes state, or the
-        code after the layers reads more than the last layers' outputs (two towers that call the same layers).
+        Why each call must run whole batches in one forward; empty if it need not. The forward
+        registers hooks on tensors, a call changes state, or the code after the layers reads more than the last layers'
+        outputs (two towers that call the same layers).
 
     Raises:
         UnsupportedModelError: in training the model draws random numbers before the layers and reads them behind the
