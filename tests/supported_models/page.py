@@ -33,26 +33,23 @@ $ hf-pipetransformer inspect reformer --task sequence-classification
 error: ReformerForSequenceClassification cannot be trained as a pipeline: ... Set pipeline_parallel_size=1.
 ```
 
-With `pipeline_parallel_size=1` every model trains as in the stock Trainer. For several stages, the tables below list
-every class in {tried} of the {mappings} mappings behind the Auto classes of transformers {transformers}
-([the others](#left-out)):
+With `pipeline_parallel_size=1` every model trains as in the stock Trainer. For several stages, the tables list every
+class in {tried} of the {mappings} mappings behind the Auto classes of transformers {transformers} ([the others](#left-out)):
 
 - **supported**: split in two, the model gives the outputs and gradients of the whole model, within
   {tolerance:g} of the largest value.
 - **refused**: several stages raise an `UnsupportedModelError` before the first step.
-- **failing**: another error, or another result. This is a fault of the library.
-- **not tried**: no small instance or no input could be made from the default configuration. The trainer checks your
-  own model and data in the same way before the first step.
+- **failing**: another error, or another result.
+- **not tried**: no small instance or input could be made. The trainer checks your own model and data before the first
+  step.
 
-These results are from torch {torch} on the CPU, {date}.{kept}
-[How each class was tried](evidence/supported_models.md).
+[Tried](evidence/supported_models.md) with torch {torch} on the CPU, {date}{kept}.
 """
 
 
 LEFT_OUT = """## Left out
 
-Classes in these mappings alone were not tried: bare models, backbones, encoders and codecs have no head and no loss.
-Their classes with a head are in the tables above.
+Classes in these mappings alone were not tried: they have no head and no loss.
 
 """
 
@@ -91,7 +88,7 @@ def write_page(findings: Sequence[Finding], path: Path, num_kept: int, left_out:
             transformers=version("transformers"),
             torch=version("torch").split("+")[0],
             date=datetime.now(timezone.utc).date(),
-            kept=f" The results of {num_kept} classes were kept from an earlier page." if num_kept else "",
+            kept=f"; {num_kept} results are older" if num_kept else "",
             tolerance=TOLERANCE,
         )
     ]
@@ -108,7 +105,7 @@ def write_page(findings: Sequence[Finding], path: Path, num_kept: int, left_out:
         "",
         "## Supported",
         "",
-        "By model type. Brackets name a setting that is needed, or how the class was tried.",
+        "Brackets name a setting that is needed, or how the class was tried.",
         "",
     ]
     families: dict[str, list[Finding]] = {}

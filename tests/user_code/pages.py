@@ -13,8 +13,8 @@ from .verdicts import GOOD, Finding
 
 INTRODUCTION = """# Users' code
 
-Does code like yours train the same? We trained each piece of code below in several layouts, and compared it with the
-stock Trainer in one process on the whole batch. To run a case yourself:
+Does code like yours train the same? Each case below was trained in several layouts, and compared with the stock Trainer
+in one process. To run a case yourself:
 
 ```bash
 python -m tests.user_code --only penalty                        # the cases with this word in their names
@@ -38,7 +38,7 @@ python -m tests.user_code --table docs/users_code.md            # all, and write
 | cache | a schedule freezes layers; with the cache |
 | zbv | `pipeline_schedule="zbv"`: each backward pass is split in two, for inputs and for weights |
 
-A layout that is in neither column was not tried. A message that ends in … goes on with the remedy.
+Layouts that are missing were not tried.
 """
 END = "<!-- What follows is not made by the command. -->"
 
