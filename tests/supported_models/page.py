@@ -34,7 +34,8 @@ error: ReformerForSequenceClassification cannot be trained as a pipeline: ... Se
 ```
 
 With `pipeline_parallel_size=1` every model trains as in the stock Trainer. For several stages, the tables list every
-class in {tried} of the {mappings} mappings behind the Auto classes of transformers {transformers} ([the others](#left-out)):
+class in {tried} of the {mappings} mappings behind the Auto classes of transformers {transformers}
+([the others](#left-out)):
 
 - **supported**: split in two, the model gives the outputs and gradients of the whole model, within
   {tolerance:g} of the largest value.

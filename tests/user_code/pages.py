@@ -13,8 +13,8 @@ from .verdicts import GOOD, Finding
 
 INTRODUCTION = """# Users' code
 
-Does code like yours train the same? Each case below was trained in several layouts, and compared with the stock Trainer
-in one process. To run a case yourself:
+Does code like yours train the same? Each case below was trained in several layouts, and compared with the stock
+Trainer in one process. To run a case yourself:
 
 ```bash
 python -m tests.user_code --only penalty                        # the cases with this word in their names
