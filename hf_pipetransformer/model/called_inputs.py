@@ -18,18 +18,10 @@ LABELS_AND_DECODER: frozenset[str] = frozenset(
 )
 """Inputs that only the loss, or the decoder of an encoder-decoder model, reads."""
 
-NOT_OF_STATES: frozenset[str] = frozenset(
-    {
-        "num_items_in_batch",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "return_loss",
-        "shift_labels",
-        "skip_logits",
-        "use_cache",
-    }
-)
+SELECTING: frozenset[str] = frozenset({"output_attentions", "output_hidden_states", "return_dict", "use_cache"})
+"""Arguments that select what a module returns."""
+
+NOT_OF_STATES: frozenset[str] = SELECTING | {"num_items_in_batch", "return_loss", "shift_labels", "skip_logits"}
 """Model arguments that select the returned values and the form of the loss; they change no layer's output."""
 
 PLAIN = (bool, int, float, str, type(None))

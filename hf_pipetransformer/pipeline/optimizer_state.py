@@ -7,7 +7,7 @@ replica 1 updates                       w   b     after each step each replica g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ..model.placeholders import ParameterTable
@@ -195,13 +196,15 @@ class OptimizerState:
     def keep_what_is_here(self) -> None:
         """Remove the state of parameters that this process does not update or that are permanently frozen.
 
-        Parameters that the user has frozen temporarily keep their state.
+        Parameters that the user has frozen temporarily keep their state, and so do entries that belong to no parameter
+        (`_of_no_parameter`).
         """
         self._show_all()
         self._elsewhere = {id(self._table[name]) for name in self._table.names if not self._updates(name)}
         self._shows_idle = self._has_idle_parameter
         listed = {id(p) for group in self.optimizer.param_groups for p in group["params"]} | {id(self._idle_parameter)}
-        for parameter in [p for p in self.optimizer.state if id(p) in self._elsewhere or id(p) not in listed]:
+        own = [p for p in self.optimizer.state if isinstance(p, torch.Tensor)]
+        for parameter in [p for p in own if id(p) in self._elsewhere or id(p) not in listed]:
             del self.optimizer.state[parameter]
 
     def _parameter(self, member: Member) -> nn.Parameter:
@@ -324,8 +327,9 @@ class OptimizerState:
             for group, members in zip(self.optimizer.param_groups, self._group_members, strict=True):
                 groups.append({**group, "params": list(range(first, first + len(members)))})
                 first += len(members)
+            numbered = {number: values for number, values in enumerate(states) if values}
             self._gathered = {
-                "state": {number: values for number, values in enumerate(states) if values},
+                "state": {**numbered, **_of_no_parameter(self.optimizer.state)},
                 "param_groups": groups,
             }
         try:
@@ -348,15 +352,22 @@ class OptimizerState:
         numbered = zip(
             (n for numbers in saved for n in numbers), (m for of in self._group_members for m in of), strict=True
         )
-        mine = [number for number, member in numbered if self._updates(member)]
+        others = {number for number, member in numbered if not self._updates(member)}
         # copied, because a memory-mapped file may be damaged or deleted later
-        states = {number: state_dict["state"][number] for number in mine if number in state_dict["state"]}
-        state = {number: {key: _own(value) for key, value in values.items()} for number, values in states.items()}
+        state = {key: _own(values) for key, values in state_dict["state"].items() if key not in others}
         return {**state_dict, "state": state}
 
 
 def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    return tree_map_only(torch.Tensor, torch.Tensor.clone, value)
+
+
+def _of_no_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The entries of an optimizer's `state` that belong to no parameter, such as MADGRAD's count of steps.
+
+    All processes have the same ones (`parts/optimizer_check` refuses those computed from gradients).
+    """
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
 def unwrapped(optimizer: Any) -> Any:

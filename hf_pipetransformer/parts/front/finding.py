@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten
 from transformers.cache_utils import Cache
 
-from ...model.called_inputs import NOT_OF_STATES
+from ...model.called_inputs import NOT_OF_STATES, SELECTING
 from ...model.left_as_found import is_iterator
 from ...model.method_override import MethodOverride
 from ...model.micro_batch import batch_rows
@@ -39,7 +39,7 @@ from ...model.training_check import LIBRARIES
 from ...pipeline.devices import synchronise
 from ...randomness import torch_states
 from ..prefix_cache.cache.guards import unnoticed
-from ..prefix_cache.cache.known_code import FOREIGN, OF_ALL, candidates, hooks_of, is_known
+from ..prefix_cache.cache.known_code import FOREIGN, OF_ALL, candidates, is_known, kept_by, users_hook_inside
 from ..prefix_cache.cache.origins import RANDOM, TRAINED, UNKNOWN, Origins, tensors_in
 from .divided import Rows, rows_of
 from .entries import dense_order
@@ -56,7 +56,7 @@ NOTICEABLE = 0.05
 
 
 class Others(NamedTuple):
-    """The arguments of a module that are no tensors, in words: all of them, and those that are not None.
+    """The arguments of a module that are no tensors, in words: all of them, and those that change its states.
 
     In place of a tensor there may be None in another call, as for the mask of a batch without padding.
     """
@@ -143,7 +143,8 @@ def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list
     leaves, structure = tree_flatten(given)
     others = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     plain = {k: leaf for k, leaf in others.items() if leaf is not None}
-    words = Others(f"{others} in {structure}", f"{plain} in {structure}")
+    selecting = {name: kwargs[name] for name in sorted(SELECTING & kwargs.keys())}
+    words = Others(f"{others} {selecting} in {structure}", f"{plain} in {structure}")
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], words
 
 
@@ -210,9 +211,9 @@ def find_front(
             map(is_iterator, itertools.chain.from_iterable(vars(part).values() for part in module.modules()))
         ):
             why = "it has an iterator, which returns something else in each call"
-        if why is None and (name_of_hook := _users_hook(module)) is not None:
+        if why is None and (name_of_hook := users_hook_inside(module)) is not None:
             why = f"it has a hook inside ({name_of_hook})"
-        before, versions, kept = torch_states(), [*_versions(module), *versions_of(given)], _kept_by(module)
+        before, versions, kept = torch_states(), [*_versions(module), *versions_of(given)], kept_by(module)
         synchronise(device)
         origins.is_paused = False
         began = time.perf_counter()
@@ -228,7 +229,7 @@ def find_front(
             why = why or "random numbers are drawn with Python or NumPy"
         if [*_versions(module), *versions_of(given)] != versions:
             why = why or "it changes its buffers or its inputs"
-        if _kept_by(module) != kept or arguments_of(args, kwargs)[1] != others:
+        if kept_by(module) != kept or arguments_of(args, kwargs)[1] != others:
             why = why or "it keeps a tensor that it computes"
         output = origins.returned(output)
         if users_hooks_on(module):
@@ -305,24 +306,6 @@ def users_hooks_at_rest(model: nn.Module) -> Iterator[None]:
         for table, hooks in before:
             table.clear()
             table.update(hooks)
-
-
-def _users_hook(module: nn.Module) -> str | None:
-    """Name of a user's hook on a part of a module; None without one. It may do anything when the part runs."""
-    for part in module.modules():
-        for hook in hooks_of(part) if part is not module else ():
-            if not is_known(hook):
-                return str(getattr(hook, "__qualname__", type(hook).__qualname__))
-    return None
-
-
-def _kept_by(module: nn.Module) -> list[dict[str, int]]:
-    """The identities of the attributes of a module's parts, without switches (such as "hooks are set")."""
-    left_out = ("_modules", "_buffers", "forward")
-    return [
-        {name: id(value) for name, value in vars(part).items() if name not in left_out and type(value) is not bool}
-        for part in module.modules()
-    ]
 
 
 def _versions(module: nn.Module) -> list[int]:

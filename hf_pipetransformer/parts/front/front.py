@@ -196,25 +196,23 @@ class FrozenFront:
             self._call = found
             try:
                 output = forward()
-                self.num_read, self.num_unmatched = self.num_read + (hits > 0), 0
-                self.counts.layers_skipped += hits  # of one layer, which the front counts as
-                if found.missing and writes:
-                    self._write(found)
-                return output
-            except OtherCallsError:
-                set_torch_states(before)
-                raise
             except ValueError as error:
                 if NOT_KEPT not in str(error):
                     raise
                 set_torch_states(before)
                 raise OtherCallsError("something reads more of it than before") from error
-            except NewCallError:  # e.g. no mask for a batch without padding: the stored outputs may still be valid
-                set_torch_states(before)
-                self._tries_to_widen -= wider is not None
-                self.num_unmatched += not found.missing  # a module may not run on missing samples alone
             finally:
                 self._call = None
+            if not found.is_other:
+                self.num_read, self.num_unmatched = self.num_read + (hits > 0), 0
+                self.counts.layers_skipped += hits  # of one layer, which the front counts as
+                if found.missing and writes:
+                    self._write(found)
+            elif self.trouble is None:  # e.g. no mask for a batch without padding: the outputs may still be valid
+                self._tries_to_widen -= wider is not None
+                self.num_unmatched += not found.missing  # a module may not run on missing samples alone
+                self._compare(found, found)
+            return output
         self._call = call = FrontCall(batch)
         began, states = time.perf_counter(), other_randomness()
         try:
@@ -312,19 +310,18 @@ class FrozenFront:
     def _compare(self, call: FrontCall, found: FrontCall) -> None:
         """Compare the modules' outputs in a new kind of call with the samples' stored outputs."""
         assert call.batch is not None and found.given_back is not None
-        entries = call.batch.entries
         for (name, position), stored in found.given_back.items():
             if name not in call.ran:
                 self.trouble = f"{name} is not called in each forward pass"
                 return
-            rows = call.batch.rows
+            rows, (*_, leaves, structure) = call.batch.rows, call.ran[name]
             there = sorted(set(range(rows.count)) - set(found.missing))
-            pair = [call.ran[name][2][position].detach(), stored]
-            if pair[0].shape != stored.shape:
+            if structure != found.known[name].structure or leaves[position].shape != stored.shape:
                 self.trouble = f"{name} returns something else than before"
                 return
-            if self.trial.wide.get((name, position)) and entries.width and not self.trial.keeps_padding:
-                pair = [cleared(tensor, entries.lengths) for tensor in pair]
+            pair = [leaves[position].detach(), stored]
+            if self.trial.wide.get((name, position)) and call.batch.entries.width and not self.trial.keeps_padding:
+                pair = [cleared(tensor, call.batch.entries.lengths) for tensor in pair]
             computed, expected = (rows.some(tensor, there) for tensor in pair)
             rounding = max(rounding_of(expected), TOLERANCES.get(self._storage_dtype or expected.dtype, 0.0))
             if relative_difference([computed], [expected]) > rounding:
@@ -426,13 +423,13 @@ class FrozenFront:
         """Store the modules' outputs in a call. If stored samples were read in it, store only the missing ones."""
         batch = call.batch
         assert batch is not None
-        digests = self._digests_of(batch, call.ran)
-        leaves = [call.ran[name][2][position].detach() for name, position in self._stored]
-        tensors = [*(leaf.to(self._stored_as(leaf.dtype)) for leaf in leaves), torch.cat(list(digests.values()), 1)]
+        digests = torch.cat(list(self._digests_of(batch, call.ran).values()), 1)
+        leaves = [call.ran[name][2][position] for name, position in self._stored]
         entries, rows = batch.entries, batch.rows
-        if call.missing:
-            tensors, rows = [rows.some(tensor, call.missing) for tensor in tensors], rows.chosen(call.missing)
-            entries = entries.chosen(call.missing)
+        if call.missing:  # as they were computed: the model may have written into what it was given
+            leaves, digests = [call.computed[id(leaf)] for leaf in leaves], rows.some(digests, call.missing)
+            entries, rows = entries.chosen(call.missing), rows.chosen(call.missing)
+        tensors = [*(leaf.detach().to(self._stored_as(leaf.dtype)) for leaf in leaves), digests]
         layout = self._layout(call.known)
         self.counts.stored += self._entries.write(entries, rows, tensors, layout, self.trial.keeps_padding)
 
@@ -441,9 +438,13 @@ class FrozenFront:
         if call is None or not call.is_here:
             return forward(*args, **kwargs)
         if name in call.ran:
-            raise OtherCallsError(f"{name} is called several times in a forward pass")
-        if call.given_back is not None:
-            return self._given_back(name, forward, args, kwargs, call)
+            self.trouble = f"{name} is called several times in a forward pass"
+            return forward(*args, **kwargs)
+        if call.given_back is not None and not call.is_other:
+            try:
+                return self._given_back(name, forward, args, kwargs, call)
+            except NewCallError:
+                call.is_other = True  # this module runs, and those that may be given its output
         synchronise(self._device)
         began, states = time.perf_counter(), self._generators()
         with unnoticed():
@@ -474,7 +475,8 @@ class FrozenFront:
         known, batch = call.known[name], call.batch
         given, others = arguments_of(args, kwargs)
         if any(tensor.requires_grad for tensor in given):
-            raise OtherCallsError(f"{name} is called on something that is trained")
+            self.trouble = f"{name} is called on something that is trained"
+            raise NewCallError
         of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
         call.made = call.made or ArgumentDigests(batch.rows, batch.entries, batch.covered)
         has_rows = self.trial.has_rows.get(name, ())

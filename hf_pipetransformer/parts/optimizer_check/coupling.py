@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ...model.layer_stack import LayerStack
 from ...pipeline.optimizer_state import unwrapped
@@ -55,7 +56,8 @@ def coupling_of(job: TrainingJob, stack: LayerStack, optimizer: torch.optim.Opti
     else:
         units = {id(stack.table[n]): k for k in reversed(range(stack.num_units)) for n in stack.owners[k]}
     if why is None and (job.args.uses_pipeline or sharding != "none"):
-        why = probe_coupling(optimizer, units)
+        freezes = job.freeze_callback is not None or not all(p.requires_grad for p in job.model.parameters())
+        why = probe_coupling(optimizer, units, freezes)
     found = next((theirs for theirs in job.mesh.gather_objects(why) if theirs is not None), None)
     if found is None:
         return None
@@ -63,35 +65,36 @@ def coupling_of(job: TrainingJob, stack: LayerStack, optimizer: torch.optim.Opti
         return (
             f"{type(optimizer).__name__}: {found}, but with replica_sharding={sharding!r} each replica updates only"
             " its own part of the parameters. Use an optimizer that updates each parameter from its own gradient"
-            " alone, such as optim='adamw_torch', or set replica_sharding='none'."
+            " alone, with all of its values in `state`, such as optim='adamw_torch', or set replica_sharding='none'."
         )
     return (
         f"{type(optimizer).__name__}: {found}, but each stage of a pipeline holds only its own parameters. Use an"
-        " optimizer that updates each parameter from its own gradient alone, or set pipeline_parallel_size=1."
+        " optimizer that updates each parameter from its own gradient alone, with all of its values in `state`, or set"
+        " pipeline_parallel_size=1."
     )
 
 
-def probe_coupling(optimizer: torch.optim.Optimizer, unit_of: Mapping[int, int]) -> str | None:
+def probe_coupling(optimizer: torch.optim.Optimizer, unit_of: Mapping[int, int], freezes: bool = False) -> str | None:
     """Return why an optimizer over the whole model cannot be divided among stages; None if it can. Not collective.
 
     Args:
         optimizer: the optimizer over the real parameters, which are not changed.
         unit_of: id of a parameter -> the first unit that owns it. The parameters of one unit stay together.
+        freezes: whether layers freeze, and others move to other stages.
     """
     module = f"{type(optimizer).__module__}."
     if module.startswith(INDEPENDENT) and not isinstance(optimizer, torch.optim.LBFGS):
         return None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     units = sorted({unit_of.get(id(p), 0) for p in parameters})
-    if len(units) < 2:
-        return None
     half_of = [units.index(unit_of.get(id(p), 0)) % 2 for p in parameters]
     try:
         with seeded(0):
-            if any(_depends_on(optimizer, half_of, half) for half in (0, 1)):
+            if len(units) > 1 and any(_depends_on(optimizer, half_of, half) for half in (0, 1)):
                 return "its update of a parameter depends on the gradients of other parameters"
+            return _kept_outside(optimizer, freezes)
     except Exception as error:
-        if not module.startswith(INDEPENDENT_IF_UNTRIED):
+        if len(units) > 1 and not module.startswith(INDEPENDENT_IF_UNTRIED):
             return f"checking whether it updates each parameter independently failed ({type(error).__name__}: {error})"
     return None
 
@@ -103,6 +106,23 @@ def _depends_on(optimizer: torch.optim.Optimizer, half_of: list[int], half: int)
     _step_together(first, second, factors)
     others = [index for index, its_half in enumerate(half_of) if its_half != half]
     return not all(_equal(first.values_of(index), second.values_of(index)) for index in others)
+
+
+def _kept_outside(optimizer: torch.optim.Optimizer, freezes: bool) -> str | None:
+    """Return why values would be missing in checkpoints or on other stages; None if all are in the state."""
+    inner = next((other for other in _optimizers_in(optimizer) if other.state is not optimizer.state), None)
+    if inner is not None:
+        return f"its state is in another optimizer ({type(inner).__name__}), and would be missing in checkpoints"
+    twin = _Twin(optimizer)
+    _step_together(twin, twin, [torch.tensor(1.0)] * len(twin.parameters))
+    if freezes and (name := twin.attribute_with_values()) is not None:
+        return f"it keeps values of the parameters in its attribute {name!r}, which do not move with layers"
+    has_run: list[bool] = []
+    twin.optimizer.register_state_dict_post_hook(lambda *_: has_run.append(True))
+    twin.optimizer.state_dict()
+    if not has_run:
+        return "its state_dict() does not call torch.optim.Optimizer's, and checkpoints would lack other stages' state"
+    return None
 
 
 def _step_together(first: _Twin, second: _Twin, factors: Sequence[torch.Tensor]) -> None:
@@ -147,7 +167,20 @@ class _Twin:
     def values_of(self, index: int) -> list[Any]:
         """Return the values of a parameter and of its optimizer state."""
         parameter = self.parameters[index]
-        return [parameter.detach(), *self.optimizer.state.get(parameter, {}).values()]
+        state = self.optimizer.state
+        of_none = [state[key] for key in state if not isinstance(key, torch.Tensor)]
+        return [parameter.detach(), *state.get(parameter, {}).values(), *of_none]
+
+    def attribute_with_values(self) -> str | None:
+        """Name of an attribute with a container of tensors that have the shapes of parameters; None without one."""
+        shapes, own = {parameter.shape for parameter in self.parameters}, set(map(id, self.parameters))
+        for name, value in vars(self.optimizer).items():
+            if name in ("state", "param_groups", "defaults") or isinstance(value, torch.optim.Optimizer):
+                continue
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
+            if any(tensor.dim() and tensor.shape in shapes for tensor in tensors):
+                return name
+        return None
 
 
 def _optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

@@ -25,7 +25,7 @@ from ...run.run import PipelineRun
 from ...run.setup.placing import Findings
 from .cache.content_keys import KeyingCollator
 from .cache.file_store import FileStore
-from .cache.known_code import FOREIGN, foreign_code, is_declared
+from .cache.known_code import FOREIGN, foreign_code, is_declared, users_hook_inside
 from .cache.sharing import store_file
 from .cache_control import OTHER_INPUTS, AutoCache
 from .cache_setup import check_folder, make_cache
@@ -141,8 +141,17 @@ class PrefixCache(RunPart):
 
     def layout_changed(self, change: LayoutChange) -> None:
         if self.cache is not None:
+            self._look_for_hooks(change.after.num_frozen_layers)
             is_start = self._job.trainer.state.global_step == 0
             self._run.publish("sentence", self.cache.freeze(change.after.num_frozen_layers, is_start=is_start))
+
+    def _look_for_hooks(self, num_frozen: int) -> None:
+        """Turn the cache off if a frozen layer has a hook, which the loss may have registered. Collective."""
+        units = self._run.pipeline.stack.units[:num_frozen]
+        mine = next(filter(None, (users_hook_inside(unit.module, or_on_it=True) for unit in units)), None)
+        hook = next(filter(None, self._job.mesh.gather_objects(mine)), None)
+        if hook is not None and self.cache is not None:
+            self.cache.disable(f"a frozen layer has a forward hook ({hook}), which your code may read in each step")
 
     def thawed(self) -> None:
         if self.cache is not None:

@@ -39,6 +39,7 @@ from ....model.placeholders import evaluation_mode, reachable_leaves
 from ....randomness import global_state_kept
 from .comparing import SAME, relative_difference, rounding_of, with_noise
 from .content_keys import MASK, TOKEN_INPUTS, entries_of, sequences_per_sample
+from .known_code import foreign_code, kept_by, users_hook_inside
 from .origins import UNKNOWN, Origins
 from .probe_batches import Collator, Rows, shortened, with_other_padding
 
@@ -209,15 +210,25 @@ class _Probe:
         table, rows = self._stack.table, self._unkeyed([0])
         read: dict[int, frozenset[str]] = {}
         decided: dict[int, frozenset[str]] = {}  # boundary -> inputs with values that the code has read
+        observed: dict[int, str] = {}  # boundary -> why users' code sees the calls of the layer below it
         seen: Origins | None = None
         for _ in range(2):  # an object that is first seen in one pass and recurs in the next is a constant
             origins = Origins(self._stack.model, rows, {name: table[name] for name in table.names})
             if seen is not None:
                 origins.take_constants(seen)
             done = itertools.count(1)
+            before = iter([kept_by(unit.module) for unit in self._stack.units])
 
-            def note(unit: Unit, output: Any, origins: Origins = origins, done: Iterator[int] = done) -> None:
+            def note(
+                unit: Unit,
+                output: Any,
+                origins: Origins = origins,
+                done: Iterator[int] = done,
+                before: Iterator[Any] = before,
+            ) -> None:
                 boundary = next(done)
+                if kept_by(unit.module) != next(before) and foreign_code(unit.module):
+                    observed[boundary] = f"{unit.name} sets an attribute of its own in its forward"
                 decided[boundary] = frozenset(origins.decided)
                 read[boundary] = frozenset(origins.union(tensors_of(output)) | origins.decided)
 
@@ -227,8 +238,12 @@ class _Probe:
                 break
             seen = origins
         boundaries = [*self._stack.boundaries[1:], self._read_by_the_head(rows, carry)]
+        for boundary, unit in enumerate(self._stack.units, start=1):
+            if (hook := users_hook_inside(unit.module, or_on_it=True)) is not None:
+                observed[boundary] = f"{unit.name} has a forward hook ({hook})"
         for boundary, slots in enumerate(boundaries, start=1):
             names, crossing = read[boundary], [slot for slot in slots if slot.is_used]
+            lowest = min((number for number in observed if number <= boundary), default=0)
             moving = sorted(names & (freezable.trainable - freezable.frozen(boundary)))
             if len(crossing) != 1:
                 self.refuse(
@@ -242,6 +257,8 @@ class _Probe:
                 self.refuse(boundary, "labels or a decoder's inputs change the hidden state")
             elif UNKNOWN in names:
                 self.refuse(boundary, "the hidden state is computed with values that do not come from PyTorch")
+            elif lowest:
+                self.refuse(boundary, f"{observed[lowest]}, which your code may read in each step")
             else:
                 self.open[boundary] = crossing[0]
         self.open = {boundary: slot for boundary, slot in self.open.items() if boundary <= self._most}

@@ -105,6 +105,29 @@ def hooks_of(part: nn.Module) -> list[Any]:
     return [hook for table in (part._forward_hooks, part._forward_pre_hooks, *OF_ALL) for hook in table.values()]
 
 
+def users_hook_inside(module: nn.Module, or_on_it: bool = False) -> str | None:
+    """Name of a user's hook on a part of a module; None without one. It may do anything when the part runs.
+
+    Args:
+        module: the module.
+        or_on_it: whether hooks on the module itself count.
+    """
+    for part in module.modules():
+        for hook in hooks_of(part) if or_on_it or part is not module else ():
+            if not is_known(hook):
+                return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+    return None
+
+
+def kept_by(module: nn.Module) -> list[dict[str, int]]:
+    """The identities of the attributes of a module's parts, without switches (such as "hooks are set")."""
+    left_out = ("_modules", "_buffers", "forward")
+    return [
+        {name: id(value) for name, value in vars(part).items() if name not in left_out and type(value) is not bool}
+        for part in module.modules()
+    ]
+
+
 def _why_not_known(cls: type) -> str:
     """Describe the first code of a module's class from outside the known libraries; empty if there is none."""
     for base in cls.__mro__:

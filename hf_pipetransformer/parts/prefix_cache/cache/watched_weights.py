@@ -174,7 +174,7 @@ class WatchedWeights:
                     tensor.num_views += number
 
     def _modes(self) -> list[bool]:
-        return [of["training"] for of in self._owners]
+        return [module.training for module in self._modules]
 
     def _held_buffers(self) -> list[Any]:
         return [buffer for of in self._owners for buffer in of["_buffers"].values()]
