@@ -26,9 +26,9 @@ GIVES_OUT = (
     *("narrow", "select", "unbind", "split", "chunk", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand"),
     *("adjoint", "as_subclass", "broadcast_to", "expand_as", "moveaxis", "split_with_sizes", "unsafe_chunk"),
     *("unsafe_split", "unsafe_split_with_sizes", "hsplit", "vsplit", "dsplit", "reshape_as", "resize", "resize_as"),
-    "slice_inverse",
+    *("slice_inverse", "rename", "refine_names"),
 )
-"""Methods that return memory, or views that give access to memory."""
+"""Methods that return memory, or views that give access to memory. The last two are gone from newer versions."""
 
 
 def unnoticed() -> AbstractContextManager[None]:
@@ -118,7 +118,7 @@ class GuardedBuffer(_Guard, torch.Tensor):
 
 
 PLAIN: dict[type, type] = {guarded.plain_class: guarded for guarded in (GuardedParameter, GuardedBuffer)}
-_OVERRIDES: dict[str, Any] = {name: _noting(name) for name in GIVES_OUT}
+_OVERRIDES: dict[str, Any] = {name: _noting(name) for name in GIVES_OUT if hasattr(torch.Tensor, name)}
 # as for parameters: otherwise each operation would call Python
 _OVERRIDES["__torch_function__"] = nn.Parameter.__torch_function__
 for _name in ("T", "mT", "H", "mH"):
