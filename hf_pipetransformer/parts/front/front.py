@@ -168,7 +168,7 @@ class FrozenFront:
             run_on: runs the model's forward on a batch; None if outputs must keep this batch's padding.
 
         Raises:
-            OtherCallsError: the front is not called as before; the call must be repeated without stored outputs.
+            OtherCallsError: more of an output is read than before; the call must be repeated without stored outputs.
         """
         batch = self._described(inputs)
         if batch is None:
@@ -319,9 +319,9 @@ class FrozenFront:
             if structure != found.known[name].structure or leaves[position].shape != stored.shape:
                 self.trouble = f"{name} returns something else than before"
                 return
-            pair = [leaves[position].detach(), stored]
-            if self.trial.wide.get((name, position)) and call.batch.entries.width and not self.trial.keeps_padding:
-                pair = [cleared(tensor, call.batch.entries.lengths) for tensor in pair]
+            pair, entries = [leaves[position].detach(), stored], call.batch.entries
+            if self.trial.wide.get((name, position)) and entries.width and not self.trial.keeps_padding:
+                pair = [cleared(tensor, entries.lengths) for tensor in pair]
             computed, expected = (rows.some(tensor, there) for tensor in pair)
             rounding = max(rounding_of(expected), TOLERANCES.get(self._storage_dtype or expected.dtype, 0.0))
             if relative_difference([computed], [expected]) > rounding:
@@ -330,8 +330,8 @@ class FrozenFront:
         digests = self._digests_of(call.batch, call.ran)
         for name, (_, others, *_) in call.ran.items():
             found.known[name].others.add(others)
-            pairs = zip(*(masks_in(of[name][there]) for of in (digests, found.digests)), strict=True)
-            is_new = any(set(pair) == EITHER for pair in pairs)
+            masks = (masks_in(of[name][there]) for of in (digests, found.digests))
+            is_new = EITHER in map(set, zip(*masks, strict=True))
             self._implies_causal |= is_new and not foreign_code(self._model.get_submodule(name))
 
     def _generators(self) -> list[Any]:
@@ -415,8 +415,7 @@ class FrozenFront:
     def _digests_of(self, batch: KnownBatch, ran: Mapping[str, RecordedCall]) -> dict[str, torch.Tensor]:
         """Digests of the modules' arguments, without the outputs of other modules of the front."""
         of_front = {id(leaf) for *_, leaves, _ in ran.values() for leaf in leaves}
-        made = ArgumentDigests(batch.rows, batch.entries, batch.covered)
-        rows = self.trial.has_rows
+        made, rows = ArgumentDigests(batch.rows, batch.entries, batch.covered), self.trial.has_rows
         return {n: made.of(ran[n][0], ran[n][1].plain, of_front, rows.get(n, ())) for n in self.found.needed}
 
     def _write(self, call: FrontCall) -> None:
@@ -443,8 +442,8 @@ class FrozenFront:
         if call.given_back is not None and not call.is_other:
             try:
                 return self._given_back(name, forward, args, kwargs, call)
-            except NewCallError:
-                call.is_other = True  # this module runs, and those that may be given its output
+            except NewCallError as error:  # this module runs, and those that may be given its output
+                call.is_other, self.trouble = True, str(error) or None
         synchronise(self._device)
         began, states = time.perf_counter(), self._generators()
         with unnoticed():
@@ -475,8 +474,7 @@ class FrozenFront:
         known, batch = call.known[name], call.batch
         given, others = arguments_of(args, kwargs)
         if any(tensor.requires_grad for tensor in given):
-            self.trouble = f"{name} is called on something that is trained"
-            raise NewCallError
+            raise NewCallError(f"{name} is called on something that is trained")
         of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
         call.made = call.made or ArgumentDigests(batch.rows, batch.entries, batch.covered)
         has_rows = self.trial.has_rows.get(name, ())

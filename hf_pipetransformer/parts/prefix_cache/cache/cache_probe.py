@@ -173,6 +173,7 @@ class _Probe:
         self._device = next(stack.model.parameters()).device
         self._shortens = False
         self._keys: dict[int, bytes] = {}  # sample -> key
+        self._observed: dict[int, str] = {}  # boundary -> why users' code may see the calls of the layer below it
         self._states: dict[int, list[torch.Tensor]] = {}  # boundary -> state of each sample, real tokens only
 
     def refuse(self, boundary: int, reason: str) -> None:
@@ -203,6 +204,7 @@ class _Probe:
                     self._compare_in(self._rows(group))
         if self.open:
             self._check_above(sample, output, (carry, with_noise), loss_of)  # 4
+        self._refuse_observed()
 
     # ------------------------------------------------------------------------------------ the parts of the trial
     def _watch(self, freezable: FreezableLayers) -> None:
@@ -210,7 +212,6 @@ class _Probe:
         table, rows = self._stack.table, self._unkeyed([0])
         read: dict[int, frozenset[str]] = {}
         decided: dict[int, frozenset[str]] = {}  # boundary -> inputs with values that the code has read
-        observed: dict[int, str] = {}  # boundary -> why users' code sees the calls of the layer below it
         seen: Origins | None = None
         for _ in range(2):  # an object that is first seen in one pass and recurs in the next is a constant
             origins = Origins(self._stack.model, rows, {name: table[name] for name in table.names})
@@ -228,7 +229,7 @@ class _Probe:
             ) -> None:
                 boundary = next(done)
                 if kept_by(unit.module) != next(before) and foreign_code(unit.module):
-                    observed[boundary] = f"{unit.name} sets an attribute of its own in its forward"
+                    self._observed[boundary] = f"{unit.name} sets an attribute of its own in its forward"
                 decided[boundary] = frozenset(origins.decided)
                 read[boundary] = frozenset(origins.union(tensors_of(output)) | origins.decided)
 
@@ -238,12 +239,8 @@ class _Probe:
                 break
             seen = origins
         boundaries = [*self._stack.boundaries[1:], self._read_by_the_head(rows, carry)]
-        for boundary, unit in enumerate(self._stack.units, start=1):
-            if (hook := users_hook_inside(unit.module, or_on_it=True)) is not None:
-                observed[boundary] = f"{unit.name} has a forward hook ({hook})"
         for boundary, slots in enumerate(boundaries, start=1):
             names, crossing = read[boundary], [slot for slot in slots if slot.is_used]
-            lowest = min((number for number in observed if number <= boundary), default=0)
             moving = sorted(names & (freezable.trainable - freezable.frozen(boundary)))
             if len(crossing) != 1:
                 self.refuse(
@@ -257,8 +254,6 @@ class _Probe:
                 self.refuse(boundary, "labels or a decoder's inputs change the hidden state")
             elif UNKNOWN in names:
                 self.refuse(boundary, "the hidden state is computed with values that do not come from PyTorch")
-            elif lowest:
-                self.refuse(boundary, f"{observed[lowest]}, which your code may read in each step")
             else:
                 self.open[boundary] = crossing[0]
         self.open = {boundary: slot for boundary, slot in self.open.items() if boundary <= self._most}
@@ -268,6 +263,16 @@ class _Probe:
         tells_padding = {MASK} if used & TOKEN_INPUTS else set()
         self.unread = frozenset(rows) - used - tells_padding
         self._keeps_padding |= MASK in self.unread
+
+    def _refuse_observed(self) -> None:
+        """Refuse the boundaries above a layer with calls that users' code may see: they would not occur."""
+        for boundary, unit in enumerate(self._stack.units, start=1):
+            if (hook := users_hook_inside(unit.module, or_on_it=True)) is not None:
+                self._observed[boundary] = f"{unit.name} has a forward hook ({hook})"
+        for boundary in list(self.open):
+            lowest = min((number for number in self._observed if number <= boundary), default=0)
+            if lowest:
+                self.refuse(boundary, f"{self._observed[lowest]}, which your code may read in each step")
 
     def _read_by_the_head(self, rows: Batch, carry: Carry) -> list[CarrySlot]:
         """Return the tensors that cross the boundary above all units: `LayerStack.boundaries` lacks it."""
