@@ -56,9 +56,10 @@ NOTICEABLE = 0.05
 
 
 class Others(NamedTuple):
-    """The arguments of a module that are no tensors, in words: all of them, and those that change its states.
+    """The arguments of a module that are no tensors, in words.
 
-    In place of a tensor there may be None in another call, as for the mask of a batch without padding.
+    `plain` has those that its states depend on, without None: in place of a tensor there may be None in another call, as
+    for the mask of a batch without padding. `whole` has all of them, also those that select what is returned.
     """
 
     whole: str
