@@ -58,8 +58,8 @@ NOTICEABLE = 0.05
 class Others(NamedTuple):
     """The arguments of a module that are no tensors, in words.
 
-    `plain` has those that its states depend on, without None: in place of a tensor there may be None in another call, as
-    for the mask of a batch without padding. `whole` has all of them, also those that select what is returned.
+    `plain` has those that its states depend on, without None: in place of a tensor there may be None in another call,
+    as for the mask of a batch without padding. `whole` has all of them, also those that select what is returned.
     """
 
     whole: str
