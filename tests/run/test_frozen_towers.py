@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -56,23 +57,22 @@ COMPUTED: dict[str, tuple[str, Build]] = {
 class Calls(TrainerCallback):
     """Counts, in each epoch, the calls of one linear layer of the tower that run on this process.
 
-    A layer's own calls do not tell: a call of a layer that is read or is on another process computes nothing.
+    A layer's own calls do not tell: a call of a layer that is read or is on another process computes nothing. The hook
+    is Python's own, because one of the user's would turn the cache off.
     """
 
     def __init__(self, tower: str) -> None:
         self._tower, self.of_epochs = tower, list[int]()
 
     def on_epoch_begin(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
-        linear = next(part for part in model.get_submodule(self._tower).modules() if isinstance(part, nn.Linear))
-        self.of_epochs.append(0)
-
-        def begins(module: nn.Module, args: Any) -> None:
-            self.of_epochs[-1] += module is linear
-
-        self._remove: Callable[[], None] = register_module_forward_pre_hook(begins).remove
+        modules = model.get_submodule(self._tower).modules()
+        self._linear, self._called = next(part for part in modules if isinstance(part, nn.Linear)), SimpleQueue[Any]()
+        self._remove: Callable[[], None] = register_module_forward_pre_hook(self._called.put).remove
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         self._remove()
+        called = [self._called.get() for _ in range(self._called.qsize())]
+        self.of_epochs.append(sum(module is self._linear for module in called))
 
 
 def train(rank: int, world_size: int, folder: str, kind: str) -> tuple[Any, ...]:
