@@ -262,6 +262,13 @@ def with_loss(loss: Loss = plain_loss, model: nn.Module | None = None, **fields:
     return Script(model=model or Network(), **fields)
 
 
+def train_and_resume(trainer: Any) -> None:
+    """Train, spoil the weights, and train again from the checkpoint of step 3."""
+    trainer.train()
+    trainer.model.load_state_dict({k: v * 0 + 1 for k, v in trainer.model.state_dict().items()})
+    trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-3")
+
+
 class Each(TrainerCallback):
     """Calls `act(callback, state, control, **others)` at an event; `callback.trainer` is the trainer."""
 

@@ -443,7 +443,7 @@ class FrozenFront:
             try:
                 return self._given_back(name, forward, args, kwargs, call)
             except NewCallError as error:  # this module runs, and those that may be given its output
-                call.is_other, self.trouble = True, str(error) or None
+                call.is_other, self.trouble = True, str(error) or self.trouble
         synchronise(self._device)
         began, states = time.perf_counter(), self._generators()
         with unnoticed():

@@ -32,6 +32,7 @@ from ..kit import (
     plain_loss,
     pool,
     samples,
+    train_and_resume,
 )
 from ..kit import (
     with_loss as with_loss_of_eight,
@@ -1108,13 +1109,8 @@ def stops_early_and_loads_the_best() -> Script:
 def resumed_with_groups() -> Script:
     """A training with layer-wise rates and a momentum of the loss is resumed in the middle."""
 
-    def drive(trainer: Any) -> None:
-        trainer.train()
-        trainer.model.load_state_dict({k: v * 0 + 1 for k, v in trainer.model.state_dict().items()})
-        trainer.train(resume_from_checkpoint=str(Path(trainer.args.output_dir) / "checkpoint-3"))
-
     options = {**ADAMW, "save_strategy": "steps", "save_steps": 3}
-    return with_loss(trainer=own_loss(plain_loss, LayerwiseRates), drive=drive, options=options)
+    return with_loss(trainer=own_loss(plain_loss, LayerwiseRates), drive=train_and_resume, options=options)
 
 
 @case("K2", "K2R2")

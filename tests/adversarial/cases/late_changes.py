@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from ..kit import (
     plain_loss,
     pool,
     samples,
+    train_and_resume,
     with_loss,
 )
 from .attack_front import OnBert
@@ -52,7 +52,7 @@ class AsksForStates(Later):
     """Asks for the hidden states in some calls, from the second epoch on."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        asks = self.has_begun and self.calls % 3 == 0
+        asks = self.has_begun and self.calls % 2 == 0
         outputs = self.bert(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=asks)
         hidden = outputs.last_hidden_state
         if outputs.hidden_states is not None:
@@ -94,7 +94,7 @@ def counted(trainer: Any) -> dict[str, Any]:
 @case("K1")
 def hidden_states_from_the_second_epoch() -> Script:
     """A frozen module is asked for its hidden states in some steps, from the second epoch on."""
-    return of(AsksForStates(begin=6), observe=counted)
+    return of(AsksForStates(begin=6), data=samples(32, 8, 8), observe=counted)
 
 
 @case("K1")
@@ -282,14 +282,11 @@ class OwnBuffers(torch.optim.SGD):
 def resumed(make: Any) -> Script:
     """A training is resumed in the middle."""
 
-    def drive(trainer: Any) -> None:
-        trainer.train()
-        trainer.model.load_state_dict({k: v * 0 + 1 for k, v in trainer.model.state_dict().items()})
-        trainer.train(resume_from_checkpoint=str(Path(trainer.args.output_dir) / "checkpoint-3"))
-
     model = Network()
     keywords = {"optimizers": (make(model.parameters()), None)}
-    return with_loss(model=model, keywords=keywords, drive=drive, options={"save_strategy": "steps", "save_steps": 3})
+    return with_loss(
+        model=model, keywords=keywords, drive=train_and_resume, options={"save_strategy": "steps", "save_steps": 3}
+    )
 
 
 @case("K1", "K2", "R2")
