@@ -45,6 +45,7 @@ def output_of(command: list[str], environment: dict[str, str], folder: Path) -> 
     return done.stdout
 
 
+@pytest.mark.slow
 def test_each_module_but_the_reports_figures_is_imported_without_the_extras(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

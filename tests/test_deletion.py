@@ -45,6 +45,7 @@ def check(results: dict[str, dict[str, Any]], wanted: float) -> None:
             assert str(answer).startswith("ValueError: ") and ARGUMENT[name] in str(answer), (name, answer)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_plain_training_needs_no_part(tmp_path: Path) -> None:
     results = trained_without(tmp_path, "none", "all")

@@ -90,6 +90,7 @@ def with_unequal_loaders(rank: int, world_size: int) -> None:
             trainer.train()
 
 
+@pytest.mark.slow
 def test_loaders_of_different_lengths_are_refused_by_all_processes() -> None:
     run_ranks(with_unequal_loaders, 2)
 
@@ -98,6 +99,7 @@ GROUPED = replace(RUN, samples=300, epochs=2).with_options(train_sampling_strate
 """Its sampler draws from the global generator."""
 
 
+@pytest.mark.slow
 def test_an_order_from_the_global_generator_is_the_stock_trainers_also_after_an_interruption(tmp_path: Path) -> None:
     run, folder = GROUPED.with_options(save_strategy="steps", save_steps=2), str(tmp_path)
     undisturbed = outcome_of(alone(GROUPED))
@@ -148,6 +150,7 @@ def frozen_the_second_time(rank: int, world_size: int) -> list[Outcome]:
     return train_twice(pipeline_trainer(run, 2, activation_cache="on", use_cpu=True))
 
 
+@pytest.mark.slow
 def test_a_freeze_callback_may_come_between_two_trainings() -> None:
     expected = train_twice(reference_trainer(replace(RUN, samples=128, epochs=2)))
     for outcomes in run_ranks(frozen_the_second_time, 2):

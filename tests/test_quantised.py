@@ -75,6 +75,7 @@ def assert_as_one_process(outcomes: list[Outcome], base: Base) -> None:
     assert all(max(outcome.notes["shares"]) < 0.8 for outcome in outcomes)
 
 
+@pytest.mark.slow
 def test_equals_one_process(tmp_path: Path) -> None:
     assert_as_one_process(run_ranks(trained, WORLD, "stand-in", 2, str(tmp_path)), "stand-in")
 

@@ -209,6 +209,7 @@ REFUSED_WITH: dict[str, tuple[Callable[[int], Any], list[str]]] = {
 TRAINING = {name: attempt for name, (attempt, _) in REFUSED_WITH.items()}
 
 
+@pytest.mark.slow
 def test_models_and_data() -> None:
     """The first layer above frozen ones got no gradient under reentrant checkpointing, with a line in the log."""
     messages = refused_by_all("TRAINING", 2)

@@ -89,6 +89,7 @@ def train_some(rank: int, world_size: int, folder: str, resumes: bool) -> Outcom
     return outcome_of(trainer, resume_from_checkpoint=f"{folder}/checkpoint-4" if resumes else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, WORLD), *slow((WORLD, 1))])
 def test_resumes_what_the_stock_trainer_has_saved_and_the_other_way_round(
     before: int, after: int, tmp_path: Path
@@ -155,6 +156,7 @@ def having_gradients(trainer: Any) -> list[torch.Tensor]:
     return [parameter for parameter in here if parameter.grad is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_an_overflow_in_one_part_skips_the_step_on_all_processes(stages: int) -> None:
     (skipped, norms, weights), *others = run_ranks(scaled, 2, stages)

@@ -151,6 +151,7 @@ def test_tokens_are_those_of_one_process_and_training_goes_on(name: str, beams: 
 BEST = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "hits"}
 
 
+@pytest.mark.slow
 def test_best_model_by_what_it_generates(tmp_path: Path) -> None:
     options = {**BEST, "greater_is_better": False}  # a checkpoint before the last
     wanted = expected("t5", 1, str(tmp_path / "stock"), **options)

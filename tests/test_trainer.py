@@ -178,6 +178,7 @@ def resume_the_plan(rank: int, world_size: int, run: Run, folder: str) -> tuple[
     return whole, resumed
 
 
+@pytest.mark.slow
 def test_resuming_is_bit_exact_with_dropout_and_goes_on_with_the_plan(tmp_path: Path) -> None:
     """The plan depends on its history, and with dropout the weights depend on the plan."""
     run = Run("question-answering", samples=96)
@@ -202,6 +203,7 @@ def train_for_the_best(rank: int, world_size: int, run: Run, stages: int, folder
     }
 
 
+@pytest.mark.slow
 def test_best_model_is_loaded_and_early_stopping_stops(tmp_path: Path) -> None:
     outcomes = run_ranks(train_for_the_best, WORLD, Run(), 2, str(tmp_path))
     best = AutoModelForSequenceClassification.from_pretrained(outcomes[0]["best"])

@@ -96,6 +96,7 @@ def saving(rank: int, world_size: int, folder: str) -> None:
     pipeline_trainer(RUN, 2, folder).train()
 
 
+@pytest.mark.slow
 def test_the_users_folder_with_a_checkpoints_name_is_refused_on_all_processes(tmp_path: Path) -> None:
     before = have_folders(tmp_path / "checkpoint-6")
     for error in run_ranks_expecting_error(saving, 2, str(tmp_path)):

@@ -81,6 +81,7 @@ def assert_said_once(found: list[Found], words: str) -> None:
     assert len(messages) == 1 and words in messages[0] and others == [], messages
 
 
+@pytest.mark.slow
 def test_a_full_store_costs_time_only_and_is_said_once() -> None:
     """A row of 64 bytes a token: 20 KiB hold some of them."""
     found = run_ranks(warned, 2, {"activation_cache_max_gib": 20 / 2**20})

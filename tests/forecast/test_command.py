@@ -54,6 +54,7 @@ def test_plan_prints_tables() -> None:
     assert max(map(len, out.split("\nAdvice")[0].splitlines())) < 160
 
 
+@pytest.mark.slow
 def test_the_comparison_says_which_training_is_faster(tiny: str) -> None:
     """Most devices of a pipeline of four stages wait: plain DDP is faster here."""
     arguments = (tiny, *TRAINING, "--no-freeze", "--pipeline-parallel-size", "4")
@@ -71,6 +72,7 @@ def test_the_comparison_says_which_training_is_faster(tiny: str) -> None:
     assert re.search(r"^plain DDP +1 × 4 .* does not fit +-$", tight, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_only_the_main_assumptions_without_verbose(tiny: str) -> None:
     assumed = values(tiny, *TRAINING)["assumed"]
     assert len(assumed) > 10 and "an estimate" in assumed[0] and "fp32" in assumed[1]
@@ -80,6 +82,7 @@ def test_only_the_main_assumptions_without_verbose(tiny: str) -> None:
     assert brief.partition("\nAssumed")[0] == full.partition("\nAssumed")[0]
 
 
+@pytest.mark.slow
 def test_memory_is_counted_in_the_precision_of_the_weights(tmp_path: Path) -> None:
     """As in a training: weights are loaded in the dtype of the configuration, and stay in it."""
     largest = {}
@@ -117,6 +120,7 @@ def test_plan_as_json() -> None:
     assert set(answer["compared_with"]) == {"best_static_layout", "plain_DDP", "static_pipeline"}
 
 
+@pytest.mark.slow
 def test_memory_decides_the_stages() -> None:
     """109 million parameters in fp32 with AdamW take 1.63 GiB before any activation."""
     bert = ("bert", "--devices", "4", "--batch", "4", "--seq", "16", "--epochs", "2", "--no-freeze")
@@ -130,6 +134,7 @@ def test_memory_decides_the_stages() -> None:
     assert large["compared_with"]["plain_DDP"]["fits"]
 
 
+@pytest.mark.slow
 def test_sharding_is_chosen_by_memory() -> None:
     """Weights, gradients and AdamW's moments take 1.63 GiB, 1.02 with three quarters of the moments elsewhere."""
     bert = ("bert", "--devices", "4", "--batch", "4", "--seq", "16", "--epochs", "2", "--no-freeze")
@@ -151,6 +156,7 @@ def test_sharding_is_chosen_by_memory() -> None:
     assert "(pipeline_parallel_size=1), which is data parallelism with replica_sharding='optimizer'" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_what_saves_memory(name: str, tmp_path: Path) -> None:
     """LoRA trains few of the weights, and checkpointing and bf16 keep fewer bytes for the backward."""
@@ -201,6 +207,7 @@ def test_lora_on_the_upper_layers_is_advised_where_it_pays(tiny: str) -> None:
     assert said.endswith("Accuracy is not predicted.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -219,6 +226,7 @@ def test_lora_on_the_upper_layers_is_not_advised(options: tuple[str, ...], tiny:
     assert not any("LoRA" in sentence for sentence in answer["advice"])
 
 
+@pytest.mark.slow
 def test_lora_in_an_encoder_decoder_is_numbered_otherwise(tmp_path: Path) -> None:
     """PEFT gives layer 1 of the encoder and layer 1 of the decoder one number."""
     pytest.importorskip("peft")
@@ -227,6 +235,7 @@ def test_lora_in_an_encoder_decoder_is_numbered_otherwise(tmp_path: Path) -> Non
     assert values(str(tmp_path), *TRAINING, *ADAPTED)["lora_on_upper_layers"] is None
 
 
+@pytest.mark.slow
 def test_what_the_user_has_frozen(tiny: str, tmp_path: Path) -> None:
     """Six of twelve equal layers; everything under a head; a tower that text does not run."""
     alone = (*TRAINING[:1], "1", *TRAINING[2:], "--no-freeze")
@@ -302,6 +311,7 @@ def test_unknown_and_unsupported_models() -> None:
     assert result.exit_code == 2 and "no ctc model for BertConfig" in result.stderr
 
 
+@pytest.mark.slow
 def test_images_need_no_number_of_tokens() -> None:
     training = ("vit", "--devices", "2", "--batch", "8", "--epochs", "2", "--samples", "64")
     without = CliRunner().invoke(app, ["plan", *training])

@@ -185,6 +185,7 @@ def test_errors_name_the_option(names: tuple[str, str], options: Any, message: s
     assert result.exit_code == 2 and message in result.stderr and result.stdout == ""
 
 
+@pytest.mark.slow
 def test_advice_and_ranking_name_the_same_training() -> None:
     """FSDP is first in the table, as its transfers are counted during the backward."""
     out = plan("vit", "--devices", "2", "--batch", "32", "--epochs", "2", "--no-freeze")

@@ -108,6 +108,7 @@ def test_nothing_is_given_back_where_the_kernel_does_not_tell_what_was_changed(
     assert parameter[100, 100] == 7.0 and resident_bytes(tmp_path) > LAYERS * LAYER
 
 
+@pytest.mark.slow
 def test_into_memory(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weight by weight. Then the file may change; the parameters are the same objects."""
     parameters = dict(model.named_parameters())

@@ -243,6 +243,7 @@ class Renews(TrainerCallback):
         self.trainer.effects.append(sum(one() is not None for one in self.trainer.copies))
 
 
+@pytest.mark.slow
 def test_copies_that_are_made_anew_are_freed(tmp_path: Path) -> None:
     """Modules that were called are not held once they are replaced."""
 

@@ -51,6 +51,7 @@ from called_runs import (
     with_images,
 )
 from distributed import run_ranks
+from selection import few
 from torch import nn
 
 from hf_pipetransformer.parts.driven.orders import Forward, StageCalls
@@ -198,7 +199,7 @@ TWO: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), TWO)
+@pytest.mark.parametrize(("name", "options"), few(TWO, TWO[0]))
 def test_two_processes(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     """With two stages, the process that computes the loss reads; with two replicas, each reads its samples."""
     options = {**options, "per_device_train_batch_size": BATCH // 2}
@@ -270,6 +271,7 @@ def assert_equal_to_stock(splits: list[Split], name: str, folder: Path, batch: i
 LAYOUTS = [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (2, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "replicas"), LAYOUTS)
 def test_without_adapters_in_stages(stages: int, replicas: int, tmp_path: Path) -> None:
     """If all samples of a step are stored, one of the two calls is ordered."""
@@ -325,6 +327,7 @@ def test_another_base_below_is_another_reference(tmp_path: Path) -> None:
     assert runs[2][0].result.num_read == runs[0][0].result.num_read
 
 
+@pytest.mark.slow
 def test_a_call_with_trained_adapters_is_not_read_in_stages(tmp_path: Path) -> None:
     """All adapters are on the stage below; the last stage does not see them."""
     options = {"pipeline_parallel_size": 2, "per_device_train_batch_size": BATCH // 2}

@@ -118,6 +118,7 @@ def left_of_a_plan(rank: int, world_size: int) -> list[bool]:
     return left
 
 
+@pytest.mark.slow
 def test_nothing_of_a_plan_outlives_it() -> None:
     assert run_ranks(left_of_a_plan, 2) == [[False]] * 2
 

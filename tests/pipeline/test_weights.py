@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from distributed import run_ranks
 from torch import nn
@@ -86,6 +87,7 @@ def saved_and_resumed(rank: int, world_size: int, folder: str) -> Outcome:
     return outcome_of(pipeline_trainer(in_stages(WITH_OWN), STAGES), f"{folder}/checkpoint-2")
 
 
+@pytest.mark.slow
 def test_the_state_of_a_losss_own_parameters_keeps_its_place(tmp_path: Path) -> None:
     outcomes = run_ranks(saved_and_resumed, STAGES, str(tmp_path / "stages"))
     ((expected, from_stages),) = run_ranks(in_one_process, 1, str(tmp_path / "one"), str(tmp_path / "stages"))

@@ -191,6 +191,7 @@ def assert_told(outcomes: Sequence[RankOutcome], fault: Fault) -> None:
             assert fault.kind in ("kill", "corrupt", "stop") or f"in phase {fault.phase!r}" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [mark(fault) for fault in FAULTS])
 def test_nothing_is_lost(fault: Fault, tmp_path: Path, record_property: Recorder) -> None:
     options = {"caches": fault.caches, "sharding": fault.sharding}

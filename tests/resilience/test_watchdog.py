@@ -163,6 +163,7 @@ def asleep_together(rank: int, world_size: int) -> str:
     return PROGRESS.phase
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("does", [computes, *slow(asleep_together)])
 def test_nobody_is_blamed_without_reason(does: object) -> None:
     assert run_ranks(does, 2, timeout=60) == ["left", "left"]  # type: ignore[arg-type]

@@ -117,6 +117,7 @@ def killed_while_saving(rank: int, world_size: int, folder: str) -> None:
     train_some(rank, world_size, folder, 2)
 
 
+@pytest.mark.slow
 def test_killed_while_saving(tmp_path: Path) -> None:
     outcomes = launch_ranks(killed_while_saving, 2, str(tmp_path), timeout=60)
     assert isinstance(outcomes[0].error, RankDiedError) and outcomes[1].error is not None

@@ -165,6 +165,7 @@ def interrupted(rank: int, world_size: int, folder: Path, stop: int, resume: boo
     return losses_of(trainer)
 
 
+@pytest.mark.slow
 def test_resuming(tmp_path: Path) -> None:
     """Resume from a checkpoint in several files. Weights and optimizer state were collected in a file."""
     for name in ("lazy", "eager"):
@@ -345,6 +346,7 @@ def mistaken(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_mistakes_are_refused_on_all_processes(tmp_path: Path) -> None:
     for name in MISTAKES:
         (tmp_path / name).mkdir()

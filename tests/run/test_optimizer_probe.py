@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from distributed import run_ranks
 from torch import nn
@@ -65,6 +66,7 @@ def train(rank: int, world_size: int) -> dict[tuple[str, bool], str | None]:
     return refused
 
 
+@pytest.mark.slow
 def test_coupled_optimizers_are_refused_by_name_on_all_stages() -> None:
     first, second = run_ranks(train, 2, timeout=60)
     assert first == second

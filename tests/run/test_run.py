@@ -54,6 +54,7 @@ def with_own_loader(rank: int, world_size: int, mixin: type) -> Outcome:
     return outcome_of(trainer)
 
 
+@pytest.mark.slow
 def test_the_loop_may_read_another_loader_than_the_first_one() -> None:
     """A single process may have asked for the other loader."""
     calls = {mixin.__name__: (with_own_loader, mixin) for mixin in (AsksTwice, MadeBefore)}

@@ -168,6 +168,7 @@ def searched_in_vain(rank: int, world_size: int, folder: str) -> None:
         searched(rank, world_size, folder, [{"learning_rate": 1e-3}, {"freeze_schedule": {0: 99}}])
 
 
+@pytest.mark.slow
 def test_a_search_that_fails_leaves_no_store(tmp_path: Path) -> None:
     run_ranks(searched_in_vain, 2, str(tmp_path / "out"))
     assert not list(tmp_path.glob("out/_hf_pipetransformer_run_cache"))

@@ -101,6 +101,7 @@ def with_frozen_layers(rank: int, world_size: int, folder: str) -> list[str]:
     return [text for _, text in handler.lines]
 
 
+@pytest.mark.slow
 def test_the_last_line_counts_the_users_frozen_layers_that_several_stages_read(tmp_path: Path) -> None:
     lines, _ = run_ranks(with_frozen_layers, 2, str(tmp_path))
     # 2 of 4 layers in 3 of 4 epochs
