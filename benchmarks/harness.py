@@ -29,6 +29,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from fractions import Fraction
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,7 @@ def finish() -> None:
 def facts(options: argparse.Namespace) -> dict[str, Any]:
     """Date, commit, versions, machine and options. Paths are no business of a reader: their names alone are kept."""
     given = {key: value.name if isinstance(value, Path) else value for key, value in vars(options).items()}
+    given = {key: str(value) if isinstance(value, Fraction) else value for key, value in given.items()}
     if given.get("model"):
         given["model"] = Path(given["model"]).name
     found = subprocess.run(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -29,3 +32,10 @@ def test_the_page_names_benchmarks_that_exist() -> None:
     files = {str(path.relative_to(ROOT)) for path in SCRIPTS}
     assert {name if name.endswith(".py") else name.replace(".", "/") + ".py" for name in named} <= files
     assert len(page.splitlines()) <= 250
+
+
+def test_options_of_any_kind_are_written(tmp_path: Path) -> None:
+    options = argparse.Namespace(alpha=Fraction(1, 3), model=Path("/models/bert"), out=tmp_path / "results.json")
+    importlib.import_module("harness").write(options, summary={})
+    written = json.loads(options.out.read_text())
+    assert "1/3" in json.dumps(written) and "/models" not in json.dumps(written)

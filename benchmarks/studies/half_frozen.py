@@ -26,8 +26,8 @@ from sentence_transformers import (
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
-from sentence_transformers.losses import MultipleNegativesRankingLoss
-from sentence_transformers.models import Normalize, Pooling, Transformer
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
