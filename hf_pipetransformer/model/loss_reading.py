@@ -24,13 +24,16 @@ from ..randomness import global_state_kept, seed_all
 from .layer_range import Carry, Unit
 from .layer_stack import LayerStack, why_whole
 from .loss_scaling import (
+    EXACT,
+    IGNORED,
+    ROUNDING,
     LossReduction,
     NumItems,
     candidates_for,
     items_passed,
+    misfit,
     unexamined,
-    why_not,
-    with_unequal_labels,
+    variants_of,
 )
 from .micro_batch import Batch, SampleBounds, batch_rows, numbers_of_rows, slice_rows
 from .nested import are_close, tensors_of
@@ -97,8 +100,10 @@ def read_reduction(
                 return LossReading(unexamined(shifts_labels, why), reached)
             try:
                 head = _Head(stack, batch, carry, compute_loss, bounds)
-                batches = (batch, with_unequal_labels(batch, label_names))
-                found = _read(head, batches, shifts_labels, label_names, passes_items, tolerance)
+                ignored = getattr(getattr(stack.model, "config", None), "semantic_loss_ignore_index", IGNORED)
+                candidates = candidates_for(batch, shifts_labels, label_names, passes_items, ignored)
+                batches = variants_of(batch, label_names, ignored)
+                found = _read(head, batches, candidates, shifts_labels, passes_items, tolerance)
             except _MixedSamplesError as error:
                 found = unexamined(shifts_labels, str(error))
             except Exception as error:  # the model does not run on the supposed rows of some samples
@@ -189,15 +194,15 @@ class _Head:
 def _read(
     head: _Head,
     batches: Sequence[Batch],
+    candidates: Sequence[LossReduction],
     shifts_labels: bool,
-    label_names: Sequence[str],
     passes_items: bool,
     tolerance: float,
 ) -> LossReduction:
-    """Return the first way of adding up that fits all of these batches of the same samples."""
+    """Return the way of adding up that fits all of these batches of the same samples best, the first of equals."""
     spans = list(pairwise(sorted({0, 1, max(1, head.rows // 2), head.rows})))
-    candidates = candidates_for(batches[0], shifts_labels, label_names, passes_items)
     reason, is_informed = "it is 0 or not finite on the first samples", False
+    worst = dict.fromkeys(candidates, ROUNDING if tolerance == EXACT else tolerance)
     for number, batch in enumerate(batches):
         items = items_passed(batch, shifts_labels, passes_items)
         try:
@@ -210,10 +215,15 @@ def _read(
             continue  # no sample has a label
         is_informed = True
         parts = [head.samples(batch, *span) for span in spans]
-        found = [why_not(reduction, batch, parts, items, losses, tolerance) for reduction in candidates]
-        candidates = [reduction for reduction, why in zip(candidates, found, strict=True) if why is None]
-        reason = next(filter(None, reversed(found)), reason)
-    return candidates[0] if candidates and is_informed else unexamined(shifts_labels, reason)
+        for reduction in list(worst):
+            found = misfit(reduction, batch, parts, items, losses)
+            worst[reduction] = max(worst[reduction], found.relative)
+            if found.relative > tolerance:
+                reason = found.reason
+                del worst[reduction]
+    if not worst or not is_informed:
+        return unexamined(shifts_labels, reason)
+    return next(reduction for reduction, relative in worst.items() if relative <= 10 * min(worst.values()))
 
 
 def _dimension_of_samples(whole: torch.Tensor, part: torch.Tensor) -> int | None:

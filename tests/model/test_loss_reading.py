@@ -48,7 +48,7 @@ def read(model: nn.Module, batch: Batch, shifts: bool = False, **options: Any) -
 EXPECTED = {
     "bert-classification": LossReduction("mean"),
     "bert-tokens": LossReduction("mean"),
-    "bert-question-answering": LossReduction("mean"),  # without labels, samples are counted
+    "bert-question-answering": LossReduction("mean", "positions", "start_positions"),
     "t5": LossReduction("mean"),
     "gpt2": LossReduction("sum", "shifted_labels"),
     "llama-tied": LossReduction("sum", "shifted_labels"),
