@@ -16,7 +16,9 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from functools import partial
+from types import FrameType, MethodType, TracebackType
+from typing import Any
 
 import torch
 
@@ -102,6 +104,15 @@ WORKER = "_HF_PIPETRANSFORMER_WORKER"
 """Environment variable with the process that torchrun has started, and its error file. Child processes inherit it."""
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 """Parts of the paths of installed packages."""
+
+
+def is_users(function: Any) -> bool:
+    """Whether a function is no code of an installed package. A function in C is the user's, too."""
+    while isinstance(function, (partial, MethodType)):
+        function = function.func if isinstance(function, partial) else function.__func__
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return code is None or not any(place in code.co_filename for place in INSTALLED)
+
 
 _shows_briefly = False
 

@@ -3,6 +3,7 @@
 step     last stage     compute_loss: self.rate = 0.1 ─┐ votes that the trainer has changed
          other stages   serve the loss                 └ adopt the value, before the step's callbacks
 log      last stages    run the user's method, and all processes log its result (`users_log`)
+hooks    inside layers  refused if they keep outputs, which the loss may read (`observers`)
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from typing import Any
 
 from ...model.micro_batch import Batch
 from ...planning.layout import Layout
+from ...randomness import generators_kept
 from ...run.parts import LayoutChange, RunPart, StepFacts
 from ...run.run import PipelineRun
 from ...run.setup.placing import Findings
+from ...run.setup.probing import SampleCollator, found_by_each
 from .effects import Changes, Snapshot, restore, share
+from .observers import observing_hook
 from .users_log import take_over
 
 
@@ -36,6 +40,31 @@ class LossEffects(RunPart):
 
     def found(self, found: Findings) -> None:
         self._has_own_loss = not found.loss.is_stock
+        if self._has_own_loss:
+            self._refuse_observers(found)
+
+    def _refuse_observers(self, found: Findings) -> None:
+        """Refuse forward hooks inside of layers that keep outputs. Collective over all processes.
+
+        Raises:
+            ValueError: there is one. Every process raises it.
+        """
+        job, data, stack = self._run.job, self._run.training_batches, found.cut.pipeline.stack
+        if not stack.runner.takes_batch:
+            return  # the loss's own inputs are not known
+
+        def sample() -> Batch:
+            return SampleCollator(job, data.collate_fn, data.is_shared)(data.sample_rows(2))
+
+        with generators_kept(job.trainer, job.model):
+            hooks = found_by_each(job.mesh, True, lambda: observing_hook(stack, sample))
+        if (hook := next(filter(None, hooks), None)) is not None:
+            raise ValueError(
+                f"pipeline_parallel_size={job.args.pipeline_parallel_size}: the forward hook {hook[0]} on {hook[1]!r},"
+                " a module inside of a layer, returns nothing, so it keeps the output. It runs on the process of this"
+                " layer, and your loss on the last stage would miss the value. Return the value in the model's output,"
+                " remove the hook, or set pipeline_parallel_size=1."
+            )
 
     def placed(self, layout: Layout) -> None:
         take_over(self._run.job, self._run.pipeline)

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from functools import partial
-from itertools import chain
-from types import MethodType
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ...errors import INSTALLED
+from ...errors import is_users
 from ...model.layer_stack import hooked
 from ...pipeline.optimizer_state import unwrapped
 from ...planning.layout import Layout
@@ -74,7 +71,7 @@ class OptimizerCheck(RunPart):
         pipeline = self._run.pipeline
         has_stages = pipeline.num_stages > 1
         self._exchanged = pipeline.stack.table.exchanged() if has_stages else []
-        self._late_hook = hooked(self._run.job.model, _is_users) if has_stages and self._divides else ""
+        self._late_hook = hooked(self._run.job.model, _are_users) if has_stages and self._divides else ""
         checksum = zlib.crc32(repr(self._used).encode())
         bits = [bool(checksum >> bit & 1) for bit in range(BITS)]
         return (bool(self._exchanged), bool(self._late_hook), *bits, *(not bit for bit in bits))
@@ -133,15 +130,9 @@ class OptimizerCheck(RunPart):
         return layout.pipeline_parallel_size > 1 or layout.shards_optimizer
 
 
-def _is_users(*tables: Mapping[int, Any] | None) -> bool:
-    """Whether there is a hook that is not of an installed package. Those (of W&B, for example) only observe."""
-    for hook in chain.from_iterable(table.values() for table in tables if table):
-        while isinstance(hook, (partial, MethodType)):
-            hook = hook.func if isinstance(hook, partial) else hook.__func__
-        code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
-        if code is None or not any(place in code.co_filename for place in INSTALLED):
-            return True
-    return False
+def _are_users(*tables: Mapping[int, Any] | None) -> bool:
+    """Whether there is a hook of the user's. Those of installed packages (W&B, for example) only observe."""
+    return any(is_users(hook) for table in tables if table for hook in table.values())
 
 
 def _is_setting(value: Any) -> bool:

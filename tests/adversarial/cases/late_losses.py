@@ -1,4 +1,4 @@
-"""Losses of transformers' models that leave items out in other ways than by the label -100."""
+"""Losses that leave items out in other ways than by the label -100, or read what hooks keep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import (
 from transformers.models.bert.modeling_bert import BertForQuestionAnswering
 from user_code.kit import Rows
 
-from ..kit import LABELS, VOCABULARY, Script, bert, bert_config, case, samples
+from ..kit import LABELS, VOCABULARY, Network, Script, bert, bert_config, case, samples, with_loss
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
 PLAIN = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -164,3 +164,43 @@ def targets_with_the_value_of_an_ignored_label() -> Script:
         for i in range(len(words))
     ]
     return script(bert(num_labels=1), rows)
+
+
+def hooked(inside: bool, steers: bool) -> Script:
+    """A penalty on outputs that hooks keep, of modules inside of all layers or of the last layer."""
+    model, kept = Network(4), {}
+
+    def keep(name: str) -> Any:
+        def hook(module: Any, args: Any, output: Tensor) -> Tensor | None:
+            kept[name] = output
+            return output * 1.5 if steers else None
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name.endswith(".linear") if inside else name == "layers.3":
+            module.register_forward_hook(keep(name))
+
+    def loss(trainer: Any, model: Any, inputs: dict[str, Tensor]) -> Any:
+        outputs = model(**inputs)
+        return outputs["loss"] + (0.0 if steers else 0.1 * sum(v.pow(2).mean() for v in kept.values())), outputs
+
+    return with_loss(loss, model)
+
+
+@case("K2", expect="exact", because="the forward hook")
+def hooks_inside_of_layers_keep_outputs() -> Script:
+    """Features for the loss (hint losses); each process has those of its own layers."""
+    return hooked(inside=True, steers=False)
+
+
+@case("K2")
+def hooks_inside_of_layers_steer() -> Script:
+    """Hooks that return another output."""
+    return hooked(inside=True, steers=True)
+
+
+@case("K2")
+def hook_on_the_last_layer_keeps_its_output() -> Script:
+    """The last layer's process runs the loss."""
+    return hooked(inside=False, steers=False)
