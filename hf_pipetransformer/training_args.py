@@ -107,10 +107,11 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         loss_reduction (`str`, *optional*):
             How a loss of your own (`compute_loss`, `compute_loss_func`, a model that is not from transformers) adds up
             over the parts of a batch: `"sum"` if it divides by `num_items_in_batch`, `"mean"` if it is a mean over all
-            labels except -100 (if it shifts them, set the first of each sample to -100). If unset, the trainer makes no assumption: with several stages the loss runs on each
-            pipeline's whole batch, may call the model several times and on any inputs, and is averaged over replicas,
-            as under DDP. A declared loss runs on micro-batches: it works with all schedules, and replicas return the
-            loss of the whole batch. The losses of transformers' own models need no declaration.
+            labels except -100 (if it shifts them, set the first of each sample to -100). If unset, the loss runs, with
+            several stages, on each pipeline's whole batch, may call the model several times and on any inputs, and is
+            averaged over replicas, as under DDP. A declared loss runs on micro-batches: it works with all schedules,
+            and replicas return the loss of the whole batch. The losses of transformers' own models need no
+            declaration.
         token_slices (`str`, `int` or `list[int]`, *optional*, defaults to `"off"`):
             Whether to split the micro-batches of a causal language model along the sequence dimension as well. This
             keeps a pipeline busy when a batch has only a few long sequences (TeraPipe, ICML 2021). An `int` sets the

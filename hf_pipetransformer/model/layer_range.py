@@ -29,7 +29,7 @@ from .elsewhere import computing_with_nan, hidden_like
 from .frozen_units import FrozenUnits, modules_around
 from .method_override import HookOfOriginal, MethodOverride, having
 from .nested import in_new_containers, tensors_of
-from .units import CalledWith, Carry, ModelLayers, Observer, OutputStructure, TracedLayers, Unit
+from .units import CalledWith, Carry, ModelLayers, Observer, OutputStructure, TracedLayers, Unit, plain_values
 
 GENERATE = "generate"
 """Method of transformers' models that calls the model once for each token."""
@@ -384,6 +384,7 @@ class LayerRangeRunner:
             if current.observer is not None:
                 current.observer(unit, carried)
             if index + 1 == current.stop:
+                self._refuse_other_plain_values(current)
                 raise _RangeDone
             return output
 
@@ -449,6 +450,21 @@ class LayerRangeRunner:
                 "Set pipeline_parallel_size=1.",
             )
 
+    def _refuse_other_plain_values(self, current: _Pass) -> None:
+        """Refuse numbers in layers' outputs that later ranges would replace by those of the probed samples."""
+        for stack, output in current.outputs.items():
+            index = max(i for i, unit in enumerate(self.units[: current.stop]) if unit.stack == stack)
+            probed = self._structure(index, self.units[index], len(tensors_of(output))).plain
+            if probed and plain_values(output) != probed:
+                raise UnsupportedModelError(
+                    self.model,
+                    f"its layer {self.units[index].name!r} returns {_in_words(plain_values(output))} (a height and"
+                    f" width, or a length), and {_in_words(probed)} for the first samples, but other stages get"
+                    " tensors only.",
+                    "Give all samples one size, let the layers read it from the tensors' shapes, or set"
+                    " pipeline_parallel_size=1.",
+                )
+
     def _refuse_to_generate(self, *_: Any, **__: Any) -> Any:
         assert self._computable is not None
         raise ValueError(
@@ -467,6 +483,10 @@ class LayerRangeRunner:
             f" {unit.name!r} is not among them. Use the trainer's evaluate() or predict(), or call the model after"
             " train() has returned."
         )
+
+
+def _in_words(values: Sequence[Any]) -> str:
+    return ", ".join(map(repr, values))
 
 
 def _described(units: Sequence[int]) -> str:

@@ -20,13 +20,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, is_out_of_memory
 from ..randomness import global_state_kept
 from .batch_statistics import normalised_by_batch, running_statistics_kept
 from .dropout import WithoutDropout
 from .elsewhere import placeholder
 from .layer_range import LayerRangeRunner
-from .nested import tensors_of
+from .left_as_found import left_as_found
+from .nested import is_continuous, tensors_of
 from .placeholders import ParameterTable, evaluation_mode, reachable_leaves
 from .refusals import (
     LAYERDROP,
@@ -153,11 +154,12 @@ class LayerStack:
     ) -> LayerStack:
         """Find the units of a complete model by running it on a small batch.
 
-        Costs about two forwards and one autograd graph of the batch (no backward). Afterwards the model's weights,
+        Costs about three forwards and one autograd graph of the batch (no backward). Afterwards the model's weights,
         modes and `requires_grad` flags are as before, and its layers run unchanged outside of the runner.
 
         1. Find the stacks of layers, and the order of their calls in a forward.
-        2. Run one unit at a time; the leaves of its autograd graph are the parameters and carried values it needs.
+        2. Run one unit at a time, in eval mode and in training mode without dropout; the leaves of its autograd graph
+           are the parameters and carried values it needs.
         3. Run again with everything else set to NaN: the result must equal the unsplit model's.
 
         If that fails, each layer becomes a stack of its own: the carry then holds the outputs of all layers, not only
@@ -211,11 +213,22 @@ class LayerStack:
             with refusing_what_fails(model), NotingHooks() as hooks:
                 reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
             why = REGISTERS_HOOKS if hooks.found else ""
-            unreached = frozenset(table.names) - frozenset().union(*reached)
+            unreached = frozenset(table.names) - frozenset().union(*reached)  # in eval mode: perhaps not in each step
+            try:
+                reached_in_training, used_in_training = _reached_in_training(runner, table, batch)
+                failure = None
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                failure = error  # `check_training` says why
+            else:
+                reached = [one | other for one, other in zip(reached, reached_in_training, strict=True)]
+                used = [one | other for one, other in zip(used, used_in_training, strict=True)]
+            nowhere = frozenset(table.names) - frozenset().union(*reached)
             # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then does
             # not show which unit needs it: if the minimal candidate fails, all units get it. At last all units get all
             # parameters outside of the layers (RT-DETR chooses its decoder's inputs by the scores of a head).
-            owners = [_with_unreached(reached, runner.units, unreached, everywhere) for everywhere in (False, True)]
+            owners = [_with_unreached(reached, runner.units, nowhere, everywhere) for everywhere in (False, True)]
             outside = _outside(table, runner.units)
             owners.append(tuple(names | outside for names in owners[-1]))
             with refusing_what_fails(model):
@@ -223,10 +236,8 @@ class LayerStack:
                 stack = cls(runner, table, needs, why)
                 if stack._equals_uncut(whole, batch):  # 3
                     return stack
-                # with the gradients of training: only in eval mode, wav2vec 2.0 chooses codes without a gradient
-                with _training_without_dropout(model):
-                    _, used_in_training, _ = _reached_by_each_unit(runner, table, batch)
-                used = [one | other for one, other in zip(used, used_in_training, strict=True)]
+                if failure is not None:
+                    raise failure
                 for names in owners:
                     needs = replace(needs, owners=names, boundaries=_boundaries(runner, used, all_used=True))
                     stack = cls(runner, table, needs, why)
@@ -293,6 +304,8 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors are equal up to rounding, value by value: a large value does not widen the others' tolerance."""
     if one.shape != other.shape:
         return False
+    if one.is_complex() and other.is_complex():
+        return _are_equal(torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj()))
     if not one.is_floating_point():
         return torch.equal(one, other)
     tolerance = 3e-2 if one.dtype in (torch.float16, torch.bfloat16) else 1e-4
@@ -394,6 +407,18 @@ def _reached_by_each_unit(
     return owners, used, frozenset(only_returned)
 
 
+def _reached_in_training(
+    runner: LayerRangeRunner, table: ParameterTable, batch: dict[str, Any]
+) -> tuple[list[set[str]], list[set[tuple[int, int]]]]:
+    """As `_reached_by_each_unit`, in training mode: it may add an auxiliary loss, or mask words by a trained vector.
+
+    In eval mode, wav2vec 2.0 chooses its codes without a gradient.
+    """
+    with left_as_found(runner.model), _training_without_dropout(runner.model), NotingHooks():
+        reached, used, _ = _reached_by_each_unit(runner, table, batch)
+    return reached, used
+
+
 def _with_unreached(
     reached: Sequence[set[str]], units: Sequence[Unit], unreached: frozenset[str], everywhere: bool
 ) -> tuple[frozenset[str], ...]:
@@ -451,4 +476,4 @@ def _boundaries(
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
+    return tensor.detach().requires_grad_(is_continuous(tensor))

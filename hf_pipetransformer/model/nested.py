@@ -25,6 +25,11 @@ def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
     return tuple(tensor for entry in entries for tensor in tensors_of(entry))
 
 
+def is_continuous(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can have a gradient, and is equal to another one up to rounding only."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def in_new_containers(value: Any) -> Any:
     """The same tensors in new containers, for a model that writes its results into its input dict."""
     return recursively_apply(lambda tensor: tensor, value)
@@ -50,8 +55,10 @@ def are_close(one: torch.Tensor, other: torch.Tensor, float32: float = 1e-4, hal
     """
     if one.shape != other.shape:
         return False
-    if not one.is_floating_point():
+    if not is_continuous(one):
         return torch.equal(one, other)
+    if one.is_complex():
+        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
     sizes = other.detach().float().abs()
     sizes = sizes[sizes < MASKED]
     scale = float(sizes.max()) if sizes.numel() else 0.0

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import UnsupportedModelError, is_out_of_memory
 from .placeholders import has_state, is_wrapper
@@ -117,7 +118,9 @@ def refuse_own_backward(model: nn.Module, unit: Unit, _: Any) -> None:
                 model,
                 f"it calls its layer {unit.name!r} inside an autograd function of its own"
                 f" ({functions[frame.f_code]}), whose backward needs all layers.",
-                USE_ONE_STAGE,
+                f"Pass use_reentrant=False to torch.utils.checkpoint. Otherwise: {USE_ONE_STAGE}"
+                if functions[frame.f_code] == CheckpointFunction.__name__
+                else USE_ONE_STAGE,
             )
         frame = frame.f_back
 

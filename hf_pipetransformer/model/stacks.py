@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError
 from .method_override import MethodOverride
-from .nested import in_new_containers, tensors_of
+from .nested import in_new_containers, is_continuous, tensors_of
 from .placeholders import ParameterTable, reachable_leaves
 
 MOST_NAMES = 8
@@ -130,7 +130,7 @@ def _lists_in_order(model: nn.Module, lists: Sequence[list[str]], batch: dict[st
     def noted(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
         before = {call_of[leaf] for leaf in reachable_leaves(tensors_of(output)) if leaf in call_of}
-        leaves = recursively_apply(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
+        leaves = recursively_apply(lambda t: t.detach().requires_grad_(is_continuous(t)), output)
         call_of.update((leaf, len(calls)) for leaf in tensors_of(leaves))
         numbers[layer].append(len(calls))
         returned = recursively_apply(torch.clone, leaves)  # because a leaf cannot be changed in place

@@ -23,7 +23,7 @@ from .mapped_weights import FileMappings, is_written
 from .micro_batch import batch_rows, numbers_of_rows, slice_rows
 from .nested import are_close, tensors_of
 from .placeholders import evaluation_mode, values_of
-from .refusals import USE_ONE_STAGE
+from .refusals import USE_ONE_STAGE, refuse_own_backward
 
 LIBRARIES = ("transformers.", "torch.", "peft.", "accelerate.")
 
@@ -58,6 +58,7 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
     position = itertools.count()
 
     def note(unit: Unit, output: object) -> None:
+        refuse_own_backward(model, unit, output)  # gradient checkpointing of the user's, in training mode only
         final[unit.stack] = tensors_of(output)
         if next(position) < last:
             carry[unit.stack] = tensors_of(output)

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import recursively_apply
 from torch import nn
 
-from .nested import tensors_of
+from .nested import is_continuous, tensors_of
 
 Carry = dict[int, tuple[torch.Tensor, ...]]
 """Stack index -> the tensors in the output of the last unit that ran in this stack."""
@@ -49,17 +49,28 @@ class _Gap:
     """The place of a tensor."""
 
 
+def plain_values(output: Any) -> tuple[Any, ...]:
+    """The numbers and strings in a unit's output, in a fixed order."""
+    if isinstance(output, (bool, int, float, str)):
+        return (output,)
+    if not isinstance(output, (Mapping, list, tuple)):
+        return ()
+    entries = output.values() if isinstance(output, Mapping) else output
+    return tuple(value for entry in entries for value in plain_values(entry))
+
+
 @dataclass(frozen=True)
 class OutputStructure:
     """A unit's output (tensor, tuple or ModelOutput) with gaps for its tensors, to rebuild it later."""
 
     template: Any  # the output with a `_Gap` in place of each tensor
-    is_floating: tuple[bool, ...]  # for each tensor
+    is_floating: tuple[bool, ...]  # for each tensor, whether it can have a gradient
+    plain: tuple[Any, ...] = ()  # the numbers and strings beside the tensors
 
     @classmethod
     def of(cls, output: Any) -> OutputStructure:
-        is_floating = tuple(tensor.is_floating_point() for tensor in tensors_of(output))
-        return cls(recursively_apply(lambda _: _Gap(), output), is_floating)
+        is_floating = tuple(map(is_continuous, tensors_of(output)))
+        return cls(recursively_apply(lambda _: _Gap(), output), is_floating, plain_values(output))
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
         supply = iter(tensors)

@@ -186,7 +186,7 @@ class ElasticPipeline(nn.Module):
         """
         before = self.current_layout
         self.weights.follow_flags()
-        self.weights.synchronise_buffers()
+        self.synchronise_buffers()
         assert layout.num_frozen_layers >= before.num_frozen_layers, "frozen layers do not thaw"
         seconds: dict[str, float] = {}
         with timed_phase("freeze", seconds):
@@ -285,6 +285,10 @@ class ElasticPipeline(nn.Module):
         assert self.placed is not None, "place() first"
         return self.placed
 
+    def synchronise_buffers(self) -> None:
+        """Give every process the buffers of the process that has their values. Collective over all processes."""
+        self.weights.synchronise_buffers(self.current_layout.ranks_of_pipeline(0))
+
     # ------------------------------------------------------------------------------------ leaving a layout
     def put_back(self) -> None:
         """Restore the complete weights that `place` has set aside, after an evaluation. No communication."""
@@ -297,7 +301,7 @@ class ElasticPipeline(nn.Module):
         Args:
             device: the device that the weights are moved to.
         """
-        self.weights.synchronise_buffers()
+        self.synchronise_buffers()
         if self._optimizer is not None:
             self._optimizer.share_updates(None, ())
             self._optimizer.share_outside()
@@ -314,7 +318,7 @@ class ElasticPipeline(nn.Module):
         if not self.is_split:
             yield
             return
-        self.weights.synchronise_buffers()
+        self.synchronise_buffers()
         with self.weights.whole():
             self.stack.runner.restrict_to(None)
             try:

@@ -6,7 +6,7 @@ the replica that has the fewest bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..model.layer_stack import LayerStack
 from ..model.placeholders import ParameterTable
@@ -50,20 +50,33 @@ def updaters_under(layout: Layout, stack: LayerStack, names: Collection[str]) ->
     return {name: tuple(sorted(ranks)) for name, ranks in updaters.items()}
 
 
-def source_of_buffers(table: ParameterTable, holders: Holders) -> Callable[[str], int]:
-    """Return a function from a buffer's name to the first rank that runs its module (0 if no parameter shows it).
+def source_of_buffers(
+    table: ParameterTable, holders: Holders, stages: Sequence[int], changed: Sequence[Collection[str]]
+) -> Callable[[str], int]:
+    """Return a function from a buffer's name to the rank that has its value.
 
     All processes have all buffers. But a callback may compute buffers from weights (a pruning mask), and each process
-    has only its own weights.
+    has only its own weights. So the rank is the one that holds the parameters of the buffer's module, or of the
+    nearest module around it with parameters. If these are on several stages, it is the lowest stage that has changed
+    the buffer: code before the layers runs on all stages, but only the lowest one has all that it reads.
+
+    Args:
+        table: the model's parameters.
+        holders: the ranks that hold each parameter.
+        stages: the ranks of the first replica in the order of stages.
+        changed: for each rank, the buffers that it has changed since they were equal on all ranks.
     """
 
     def source_of(buffer: str) -> int:
-        module = buffer.rpartition(".")[0]
-        while module:
-            for name, ranks in holders.items():
-                if any(alias.startswith(module + ".") for alias in table.aliases[name]):
-                    return ranks[0]
+        module, beside = buffer.rpartition(".")[0], list[tuple[int, ...]]()
+        while module and not beside:
+            names = (n for n in holders if any(alias.startswith(module + ".") for alias in table.aliases[n]))
+            beside = [holders[name] for name in names]
             module = module.rpartition(".")[0]
-        return 0
+        if len({rank for ranks in beside for rank in ranks if rank in stages}) != 1:
+            for rank in stages:
+                if buffer in changed[rank]:
+                    return rank
+        return beside[0][0] if beside else 0
 
     return source_of

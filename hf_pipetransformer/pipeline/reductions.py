@@ -26,12 +26,15 @@ def reduce_gradients(
 ) -> None:
     """Set gradients to their sum over a group, times a factor. Collective over the group.
 
+    A parameter without a gradient counts as zero. One that no process has a gradient of is left without: the optimizer
+    skips it.
+
     Args:
-        parameters: the parameters; without a gradient one counts as zero.
+        parameters: the parameters.
         group: the processes that have them.
         factor: multiplies the sums.
         may_lack: further parameters that get a gradient only if the samples of some process reach them (an expert's).
-            One that no process has a gradient of is left without.
+            They are only sent if some process has a gradient of them.
     """
     reached: list[nn.Parameter] = []
     if may_lack:
@@ -40,12 +43,19 @@ def reduce_gradients(
         dist.all_reduce(counts, group=group)
         reached = [p for p, count in zip(may_lack, counts.tolist(), strict=True) if count]
     for bucket in _buckets([*parameters, *reached]):
-        flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in bucket])
+        here = [parameter.grad is not None for parameter in bucket]
+        gradients = [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in bucket]
+        kind = {"dtype": gradients[0].dtype, "device": gradients[0].device}
+        has = torch.ones(len(bucket), **kind) if all(here) else torch.tensor(here, **kind)
+        flat = torch.cat([*gradients, has])
         dist.all_reduce(flat, group=group)
         if factor != 1.0:
             flat *= factor
-        for parameter, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-            parameter.grad = total.view_as(parameter)
+        *totals, counts = flat.split([*(p.numel() for p in bucket), len(bucket)])
+        exists = here if all(here) else counts.tolist()  # only if one is missing here, the device is waited for
+        for parameter, total, is_there in zip(bucket, totals, exists, strict=True):
+            if is_there:
+                parameter.grad = total.view_as(parameter)
 
 
 @torch.no_grad()

@@ -22,6 +22,9 @@ from .holders import Holders, source_of_buffers
 from .mesh import ProcessMesh
 from .transfer import CPU, transfer
 
+Content = tuple[torch.Size, torch.dtype, int]
+"""Shape, dtype and checksum of a tensor."""
+
 HELD_ELSEWHERE = (
     "While a pipeline trains, each process has the weights, gradients and optimizer state of its own stage only. Do"
     " this on every process and leave out parameters p for which getattr(p, 'is_elsewhere', False), call"
@@ -57,6 +60,7 @@ class Weights:
         self._gathered: dict[str, torch.Tensor] | None = None
         self._lists_placeholders = False
         self._hooks: list[Any] = []
+        self._buffers: dict[str, Content] = {}  # as they were when they were equal on all processes
         self._reading = ExitStack()  # while `model.state_dict()` runs
         self._here: tuple[nn.Parameter, ...] = ()
         self._flags_here: list[bool] = []  # the flags that `hold` has left in `_here`
@@ -223,6 +227,8 @@ class Weights:
                 self.drop(name)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.device)
+        if self._missing and not self._buffers:
+            self._buffers = contents_of(dict(model.named_buffers()))
         self._here = tuple(self._table[name] for name in self._table.names if name in names)
         self._flags_here = [parameter.requires_grad for parameter in self._here]
         if self._missing and not self._hooks:  # a whole model has none, and can be pickled
@@ -330,12 +336,24 @@ class Weights:
             self._table[name].grad = grad
         self._is_whole_again(next(iter(weights.values()))[0][0].device)
 
-    def synchronise_buffers(self) -> None:
+    def synchronise_buffers(self, stages: Sequence[int]) -> None:
         """Give every process the buffers of the process that runs their module. Collective over all processes.
 
         The values of the first replica are used, as under DDP.
+
+        Args:
+            stages: the ranks of the first replica in the order of stages.
         """
-        synchronise(dict(self._table.model.named_buffers()), self.mesh, source_of_buffers(self._table, self._holders))
+
+        buffers = dict(self._table.model.named_buffers())
+        contents = contents_of(buffers)
+
+        def sources() -> Callable[[str], int]:
+            changed = [name for name, content in contents.items() if content != self._buffers.get(name)]
+            return source_of_buffers(self._table, self._holders, stages, self.mesh.gather_objects(changed))
+
+        differed = synchronise(buffers, self.mesh, sources, contents)
+        self._buffers = {**contents, **contents_of({name: buffers[name] for name in differed})}
 
     # ------------------------------------------------------------------------------------ inside
     def _receive(self, device: torch.device) -> None:
@@ -352,6 +370,7 @@ class Weights:
         for name in self._table.names:
             self._table[name].requires_grad_(self._trainable[name])
         self._missing, self._frozen, self._here, self._flags_here = set(), set(), (), []
+        self._buffers = {}
         self._holders = self._everyone
         for hook in self._hooks:
             hook.remove()
@@ -394,8 +413,16 @@ class Weights:
                 state_dict[prefix + alias] = tensor
 
 
+def contents_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Content]:
+    """The shape, dtype and checksum of tensors, by name."""
+    return {name: (tensor.shape, tensor.dtype, _checksum(tensor)) for name, tensor in tensors.items()}
+
+
 def synchronise(
-    tensors: Mapping[str, torch.Tensor], mesh: ProcessMesh, source_of: Callable[[str], int] = lambda _: 0
+    tensors: Mapping[str, torch.Tensor],
+    mesh: ProcessMesh,
+    sources: Callable[[], Callable[[str], int]] = lambda: lambda _: 0,
+    contents: Mapping[str, Content] | None = None,
 ) -> list[str]:
     """Give every process the values of one process, as DDP does. Collective over all processes.
 
@@ -404,14 +431,17 @@ def synchronise(
     Args:
         tensors: parameters or buffers, by name. A tensor that some process lacks is left unchanged.
         mesh: all processes of the run.
-        source_of: the rank that provides the values, by name; the same on every process.
+        sources: returns the rank that provides the values, by name; the same on every process. Called on all
+            processes, if tensors differ.
+        contents: the tensors' `contents_of`, if they are known.
 
     Returns:
         The names of the tensors that differed.
     """
-    mine = {name: (tensor.shape, tensor.dtype, _checksum(tensor)) for name, tensor in tensors.items()}
+    mine = contents_of(tensors) if contents is None else dict(contents)
     if mesh.are_equal(mine):
         return []
+    source_of = sources()
     of_sources = mesh.gather_objects({name: known for name, known in mine.items() if source_of(name) == mesh.rank})
     wanted = {name: known for theirs in of_sources for name, known in theirs.items()}
     # for each name that differs here, whether this process has it at all

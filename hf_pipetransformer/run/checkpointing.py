@@ -204,7 +204,7 @@ def gathered_weights(job: TrainingJob, pipeline: ElasticPipeline, folder: Path) 
         pipeline: the placed model.
         folder: where it is saved.
     """
-    pipeline.weights.synchronise_buffers()
+    pipeline.synchronise_buffers()
     needed: frozenset[str] | None = None
     reading: AbstractContextManager[Any] = nullcontext()
     if hasattr(job.model, "peft_config"):

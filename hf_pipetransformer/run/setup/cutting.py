@@ -79,11 +79,12 @@ class CutModel:
     def serves(self, job: TrainingJob) -> bool:
         """Whether this is the job's model, with the units that the job needs.
 
-        It may have been made for an evaluation or an earlier training, before a freeze callback was added or stages
-        were requested.
+        It may have been made for an evaluation or an earlier training, before a freeze callback was added, stages were
+        requested, or the user's code gave the model another head.
         """
         return (
             self.pipeline.model is job.model
+            and not self.pipeline.stack.table.exchanged()
             and (self.pipeline.freezable is not None or job.freeze_callback is None)
             and (bool(self.pipeline.stack.units) or not _needs_units(job))
         )

@@ -34,7 +34,7 @@ from ....model.layer_range import Carry, Unit
 from ....model.layer_stack import CarrySlot, LayerStack, loss_outputs, output_tensors
 from ....model.left_as_found import left_as_found
 from ....model.micro_batch import Batch
-from ....model.nested import on_device, tensors_of
+from ....model.nested import is_continuous, on_device, tensors_of
 from ....model.placeholders import evaluation_mode, reachable_leaves
 from ....randomness import global_state_kept
 from .comparing import SAME, relative_difference, rounding_of, with_noise
@@ -277,7 +277,7 @@ class _Probe:
     def _read_by_the_head(self, rows: Batch, carry: Carry) -> list[CarrySlot]:
         """Return the tensors that cross the boundary above all units: `LayerStack.boundaries` lacks it."""
         leaves = {
-            stack: tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors)
+            stack: tuple(tensor.detach().requires_grad_(is_continuous(tensor)) for tensor in tensors)
             for stack, tensors in carry.items()
         }
         with torch.enable_grad():
