@@ -38,6 +38,7 @@ from .refusals import (
     refuse_changed_weights,
     refuse_own_backward,
     refusing_what_fails,
+    users_functions,
 )
 from .stacks import find_stacks, tapped_modules
 from .units import CalledWith, Carry, ModelLayers, TracedLayers, Unit
@@ -211,11 +212,11 @@ class LayerStack:
                 raise UnsupportedModelError(model, "its forward calls none of its layers.", USE_ONE_STAGE)
             table = ParameterTable(model)
             with refusing_what_fails(model), NotingHooks() as hooks:
-                reached, used, only_returned = _reached_by_each_unit(runner, table, batch)  # 2
+                reached, used, only_returned, _ = _reached_by_each_unit(runner, table, batch)  # 2
             why = REGISTERS_HOOKS if hooks.found else ""
             unreached = frozenset(table.names) - frozenset().union(*reached)  # in eval mode: perhaps not in each step
             try:
-                reached_in_training, used_in_training = _reached_in_training(runner, table, batch)
+                reached_in_training, used_in_training, functions = _reached_in_training(runner, table, batch)
                 failure = None
             except Exception as error:
                 if is_out_of_memory(error):
@@ -224,6 +225,7 @@ class LayerStack:
             else:
                 reached = [one | other for one, other in zip(reached, reached_in_training, strict=True)]
                 used = [one | other for one, other in zip(used, used_in_training, strict=True)]
+                why = why or (OWN_FUNCTION.format(functions[0]) if functions else "")
             nowhere = frozenset(table.names) - frozenset().union(*reached)
             # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then does
             # not show which unit needs it: if the minimal candidate fails, all units get it. At last all units get all
@@ -354,6 +356,8 @@ def hooked(model: nn.Module, counts: Callable[..., bool] = lambda *hooks: any(ho
     return ""
 
 
+OWN_FUNCTION = "the backward of the autograd function {} in its layers may count calls"
+"""As of functions that add the gradient of an auxiliary loss, a mean over the samples of each call."""
 REGISTERS_HOOKS = "its forward registers hooks, which would see the gradients of parts of a batch"
 
 
@@ -378,11 +382,13 @@ class NotingHooks(TorchFunctionMode):
 
 def _reached_by_each_unit(
     runner: LayerRangeRunner, table: ParameterTable, batch: dict[str, Any]
-) -> tuple[list[set[str]], list[set[tuple[int, int]]], frozenset[str]]:
+) -> tuple[list[set[str]], list[set[tuple[int, int]]], frozenset[str], list[str]]:
     """For each unit, run alone: names of the parameters and (stack, position) of the carried tensors it needs.
 
-    The third value holds the names that the last unit needs only for outputs that are neither loss nor logits.
+    The third value holds the names that the last unit needs only for outputs that are neither loss nor logits, the
+    fourth one names autograd functions of the user's in the other units.
     """
+    functions: list[str] = []
     owners: list[set[str]] = []
     used: list[set[tuple[int, int]]] = []
     with table.all_trainable(), torch.enable_grad():
@@ -395,6 +401,7 @@ def _reached_by_each_unit(
             if k < last:
                 carry = runner.run(k, k + 1, carry, batch)
                 roots: Sequence[torch.Tensor] = carry[unit.stack]
+                functions += users_functions(roots)
             else:
                 with runner.to_the_end(k, carry):
                     outputs = output_tensors(runner.model(**runner.arguments(batch)))
@@ -404,19 +411,19 @@ def _reached_by_each_unit(
             owners.append({name_of[id(leaf)] for leaf in leaves if id(leaf) in name_of})
             used.append({slot_of[id(leaf)] for leaf in leaves if id(leaf) in slot_of})
     only_returned = owners[-1] - {name for number, name in name_of.items() if number in trained}
-    return owners, used, frozenset(only_returned)
+    return owners, used, frozenset(only_returned), functions
 
 
 def _reached_in_training(
     runner: LayerRangeRunner, table: ParameterTable, batch: dict[str, Any]
-) -> tuple[list[set[str]], list[set[tuple[int, int]]]]:
+) -> tuple[list[set[str]], list[set[tuple[int, int]]], list[str]]:
     """As `_reached_by_each_unit`, in training mode: it may add an auxiliary loss, or mask words by a trained vector.
 
     In eval mode, wav2vec 2.0 chooses its codes without a gradient.
     """
     with left_as_found(runner.model), _training_without_dropout(runner.model), NotingHooks():
-        reached, used, _ = _reached_by_each_unit(runner, table, batch)
-    return reached, used
+        reached, used, _, functions = _reached_by_each_unit(runner, table, batch)
+    return reached, used, functions
 
 
 def _with_unreached(

@@ -200,15 +200,19 @@ def reachable_leaves(tensors: Collection[torch.Tensor]) -> dict[torch.Tensor, No
         A set in order of distance, the nearest first.
     """
     leaves: dict[torch.Tensor, None] = {t: None for t in tensors if t.requires_grad and t.is_leaf}
+    leaves.update(
+        (leaf, None) for node in nodes_behind(tensors) if (leaf := getattr(node, "variable", None)) is not None
+    )
+    return leaves
+
+
+def nodes_behind(tensors: Collection[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of the autograd graph behind `tensors`, the nearest first."""
     todo: deque[Any] = deque(t.grad_fn for t in tensors)
     seen: set[Any] = set()
     while todo:
         node = todo.popleft()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves[leaf] = None
-        todo.extend(following for following, _ in node.next_functions)
-    return leaves
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo.extend(following for following, _ in node.next_functions)

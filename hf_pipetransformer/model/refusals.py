@@ -6,7 +6,7 @@ Raises `UnsupportedModelError` with the reason and the remedy.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from types import CodeType, FunctionType
@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..errors import UnsupportedModelError, is_out_of_memory
-from .placeholders import has_state, is_wrapper
+from ..errors import UnsupportedModelError, is_out_of_memory, is_users
+from .placeholders import has_state, is_wrapper, nodes_behind
 from .units import Unit
 
 LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
@@ -99,11 +99,23 @@ def _forwards_of_autograd_functions() -> dict[CodeType, str]:
 
     A frame is recognized by its code: reading its variables would keep them alive as long as the frame.
     """
+    return {forward.__code__: name for name, forward in _forwards().items()}
+
+
+def _forwards() -> dict[str, FunctionType]:
     classes: list[type] = [torch.autograd.Function]
     for cls in classes:
         classes.extend(cls.__subclasses__())
     forwards = {cls.__name__: getattr(cls, "forward", None) for cls in classes}
-    return {forward.__code__: name for name, forward in forwards.items() if isinstance(forward, FunctionType)}
+    return {name: forward for name, forward in forwards.items() if isinstance(forward, FunctionType)}
+
+
+def users_functions(tensors: Collection[torch.Tensor]) -> list[str]:
+    """Names of autograd functions of the user's in the graph behind these tensors."""
+    of_nodes = {f"{name}Backward": name for name, forward in _forwards().items() if is_users(forward)}
+    if not of_nodes:
+        return []
+    return [of_nodes[name] for node in nodes_behind(tensors) if (name := type(node).__name__) in of_nodes]
 
 
 def refuse_own_backward(model: nn.Module, unit: Unit, _: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ def reduce_gradients(
     for bucket in _buckets([*parameters, *reached]):
         here = [parameter.grad is not None for parameter in bucket]
         gradients = [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in bucket]
-        kind = {"dtype": gradients[0].dtype, "device": gradients[0].device}
+        kind: dict[str, Any] = {"dtype": gradients[0].dtype, "device": gradients[0].device}
         has = torch.ones(len(bucket), **kind) if all(here) else torch.tensor(here, **kind)
         flat = torch.cat([*gradients, has])
         dist.all_reduce(flat, group=group)

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.models.bert.modeling_bert import BertForQuestionAnswering
 from user_code.kit import Rows
 
-from ..kit import LABELS, VOCABULARY, Network, Script, bert, bert_config, case, samples, with_loss
+from ..kit import LABELS, VOCABULARY, Layer, Network, Script, bert, bert_config, case, samples, with_loss
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
 PLAIN = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -204,3 +204,29 @@ def hooks_inside_of_layers_steer() -> Script:
 def hook_on_the_last_layer_keeps_its_output() -> Script:
     """The last layer's process runs the loss."""
     return hooked(inside=False, steers=False)
+
+
+class AddedLoss(torch.autograd.Function):
+    """Adds the gradient of an auxiliary loss to the backward, as code of mixtures of experts does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], torch.ones(())
+
+
+class LayerWithLoss(Layer):
+    """In training mode with an auxiliary loss, a mean over the samples of each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return AddedLoss.apply(y, 0.01 * y.pow(2).mean()) if self.training else y
+
+
+@case("K2")
+def gradients_of_auxiliary_losses_in_layers() -> Script:
+    """On parts of a batch they would be added once for each part."""
+    return Script(model=Network(4, LayerWithLoss), data=samples(48), product={"activation_cache": "off"}, options=ADAM)
