@@ -168,11 +168,11 @@ class PipeTransformerTrainer(Trainer):
         assert self._freezing is not None
         self._freezing.add_to(self)
 
-    @property
-    def _counts_samples(self) -> bool:
-        """Whether this process counts samples. Only a pipeline's last stage does: all its stages see the same ones."""
-        stage = self._placed.stage if self._placed is not None else None
-        return stage is None or stage.has_last_unit
+    def _counts(self, inputs: Any) -> bool:
+        """Whether this process counts a batch's samples. Only a pipeline's last stage does: all stages see them."""
+        run, stage = self._pipeline_run, self._placed.stage if self._placed is not None else None
+        is_filler = run is not None and stage is not None and any(inputs is batch for batch in run.steps.batch.fillers)
+        return stage is None or (stage.has_last_unit and not is_filler)
 
     # ------------------------------------------------------------------------------------ life cycle
     def create_accelerator_and_postprocess(self) -> None:
@@ -340,10 +340,10 @@ class PipeTransformerTrainer(Trainer):
         super().store_flos()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        return super().floating_point_ops(inputs) if self._counts_samples else 0
+        return super().floating_point_ops(inputs) if self._counts(inputs) else 0
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        if not self._counts_samples:
+        if not self._counts(inputs):
             inputs = {k: v[:0] for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
         super()._track_num_input_tokens(inputs)
 

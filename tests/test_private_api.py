@@ -43,6 +43,7 @@ TRAINER_METHODS: dict[str, str] = {
     "_push_from_checkpoint": "self checkpoint_folder",
     "_load_best_model": "self",
     "_prepare_inputs": "self inputs",
+    "_get_num_items_in_batch": "self batch_samples device",
     # public; the overrides rest on them as well
     "create_accelerator_and_postprocess": "self",
     "create_optimizer": "self model",
@@ -76,6 +77,8 @@ CALLED = (
 """The stock loop must still pass through these, else an override would silently not run."""
 SOURCES: list[tuple[Any, str]] = [
     *((Trainer, re.escape(f"self.{name}(")) for name in CALLED),
+    # `training_loader` decides which loaders are prepared.
+    (Trainer, r"self\.accelerator\.prepare\(DataLoader\("),
     # Our method does the same, without the detour over the device.
     (Trainer._load_optimizer_and_scheduler, r"OPTIMIZER_NAME\), map_location=map_location, weights_only=True"),
     (Trainer._load_optimizer_and_scheduler, r"self\.lr_scheduler\.load_state_dict\("),

@@ -47,7 +47,7 @@ Collator = Callable[[list[Any]], Any]
 class BatchSlice:
     """This process's slice of the global batch that was read last."""
 
-    rows: int  # samples of this pipeline; 0 if it got one sample that must not count
+    rows: int  # samples of this pipeline; 0 if it got samples that must not count
     global_rows: int
     tags: BatchTags | None = field(default=None, compare=False)  # tags of these samples, on the CPU
     items: int | float = 0  # number of items in the slice for the loss, from the collator
@@ -70,9 +70,14 @@ class _ReadBatch:
     samples: list[Any] | None = None
 
 
-def part_of(rows: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the bounds [start, stop) of part `index` of `rows` samples. Sizes of parts differ by at most one."""
-    return rows * index // parts, rows * (index + 1) // parts
+def part_of(rows: int, parts: int, index: int, least: int = 1) -> tuple[int, int]:
+    """Return the bounds [start, stop) of part `index` of `rows` samples.
+
+    The sizes differ by at most one. If a part would have fewer than `least` samples, there are fewer parts, and the
+    last ones are empty.
+    """
+    parts = max(1, min(parts, rows // least))
+    return min(rows, rows * index // parts), min(rows, rows * (index + 1) // parts)
 
 
 class _SeededRows(list[int]):
@@ -102,9 +107,11 @@ class _Slices(Sampler[list[int]]):
         self._batches: NumberedBatches = weakref.proxy(batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        assert self._batches.num_batches is not None
-        for number in range(self._batches.next_number, self._batches.num_batches):
-            yield self._batches.slice_of(number)
+        known, next_number = self._batches.num_batches, self._batches.next_number
+        for number in itertools.count(next_number) if known is None else range(next_number, known):
+            if not (mine := self._batches.slice_of(number)):
+                return  # a sampler whose `__len__` is unknown, or greater than this epoch's number of samples
+            yield mine
 
 
 class NumberedBatches(Dataset[Any]):
@@ -118,6 +125,7 @@ class NumberedBatches(Dataset[Any]):
         order: the order of a map-style dataset's samples; the sampler's `set_epoch` is called if it exists.
         collate_fn: the user's collator.
         drop_last: whether to omit a last batch that is not full.
+        most_batches: number of batches that are read of a sampler without `__len__`; None for all.
         loader_options: further arguments of `DataLoader` (workers, pinning).
     """
 
@@ -130,6 +138,7 @@ class NumberedBatches(Dataset[Any]):
         order: SampleOrder,
         collate_fn: Collator,
         drop_last: bool = False,
+        most_batches: int | None = None,
         **loader_options: Any,
     ) -> None:
         self.dataset = dataset
@@ -152,6 +161,9 @@ class NumberedBatches(Dataset[Any]):
         if isinstance(ordered, Sized):
             full, rest = divmod(len(ordered), self.global_batch_size)
             self.num_batches = full + (1 if rest and not drop_last else 0)
+        most_batches = most_batches if self.num_batches is None else self.num_batches
+        # one more, as Accelerate reads ahead: an endless sampler begins another pass there
+        self._most_rows = None if most_batches is None else (most_batches + 1) * self.global_batch_size
         self._loader_options = loader_options
         self._loader = self._make_loader()
 
@@ -290,12 +302,17 @@ class NumberedBatches(Dataset[Any]):
     def slice_of(self, number: int) -> list[int]:
         """Return this pipeline's sample indices of a batch, for the inner loader."""
         rows = self._rows_of(number)
-        start, stop = part_of(len(rows), self._parts, self._index)
-        mine = _SeededRows(rows[start:stop] or rows[:1])  # an empty slice gets one sample that will not count
+        start, stop = part_of(len(rows), self._parts, self._index, self._least_rows)
+        mine = _SeededRows(rows[start:stop] or rows[: self._least_rows])  # instead of none: these will not count
         mine.seed = self._slice_seed(number, start)
         return mine
 
     # ------------------------------------------------------------------------------------ inside
+    @property
+    def _least_rows(self) -> int:
+        """Number of samples of a slice at least: two in a short batch, too, since over one there is no deviation."""
+        return max(1, min(2, self.global_batch_size // self._parts))
+
     def _rows_of(self, number: int) -> list[int]:
         assert self._order is not None
         rows = self._order[number * self.global_batch_size : (number + 1) * self.global_batch_size]
@@ -323,11 +340,11 @@ class NumberedBatches(Dataset[Any]):
     def _sliced(self, number: int, read: Any) -> _ReadBatch:
         """Return this pipeline's slice of a batch from the inner loader."""
         global_rows = len(read) if self.is_iterable else len(self._rows_of(number))
-        start, stop = part_of(global_rows, self._parts, self._index)
+        start, stop = part_of(global_rows, self._parts, self._index, self._least_rows)
         batch = read
         if self.is_iterable:
             with seeded(self._slice_seed(number, start)):
-                batch = self._wrapped_collate_fn()(read[start:stop] or read[:1])
+                batch = self._wrapped_collate_fn()(read[start:stop] or read[: self._least_rows])
         # separate from the batch: the Trainer would move tags to the device, and models do not accept them
         batch, tags = BatchTags.taken_out_of(batch)
         part = BatchSlice(stop - start, global_rows, tags)
@@ -350,7 +367,7 @@ class NumberedBatches(Dataset[Any]):
 
     def _start_at(self, number: int) -> None:
         if self._order is None and not self.is_iterable:
-            self._order = self.order.of_epoch(self._epoch, len(self))
+            self._order = self.order.of_epoch(self._epoch, len(self), self._most_rows)
         self.next_number, self._peeked = number, None
         with seeded(self._batch_seed(number)):  # DataLoader draws its workers' base seed here
             self._iterator = iter(self._loader)

@@ -76,25 +76,32 @@ class SampleOrder:
         # older versions always drew the order from the seed
         self._kept_draws = {epoch: {SEED: self.seed + epoch} if drawn_from is None else drawn_from}
 
-    def of_epoch(self, epoch: int, num_samples: int) -> Order:
-        """Draw the order of an epoch. Collective over all processes."""
-        return order_by_node(self._agree(self._draw(epoch)), *self.arrangement(epoch), num_samples, self.seed)
+    def of_epoch(self, epoch: int, num_samples: int, at_most: int | None = None) -> Order:
+        """Draw the order of an epoch. Collective over all processes.
 
-    def _draw(self, epoch: int) -> Order:
+        Args:
+            epoch: number of the epoch.
+            num_samples: number of samples in the data set.
+            at_most: number of indices to draw from the sampler, which may be endless; None for all.
+        """
+        order = self._agree(self._draw(epoch, at_most))
+        return order_by_node(order, *self.arrangement(epoch), num_samples, self.seed)
+
+    def _draw(self, epoch: int, at_most: int | None) -> Order:
         """Draw the sampler's order, and record its source."""
         assert self.sampler is not None
         is_first = not self._drawn_from
         self._drawn_from = self._kept_draws.get(epoch, {SEED: self.seed + epoch})
         if epoch not in self._kept_draws and self._draws_as_stock:
             before = global_states()
-            order = _drawn(self.sampler)
+            order = _drawn(self.sampler, at_most)
             after = global_states()
             self._drawn_from = {name: state for name, state in before.items() if state != after[name]}
             return order
         with seeded(self._drawn_from.get(SEED, 0)):
             set_global_states(self._drawn_from)
             before = global_states()
-            order = _drawn(self.sampler)
+            order = _drawn(self.sampler, at_most)
             if is_first and not self._draws_as_stock and global_states() != before:
                 log_once(
                     logger,
@@ -106,11 +113,11 @@ class SampleOrder:
             return order
 
 
-def _drawn(sampler: Iterable[int]) -> Order:
+def _drawn(sampler: Iterable[int], at_most: int | None) -> Order:
     """Return the order of a sampler, as an array if it consists of integers."""
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
-    indices, arrays = iter(sampler), [np.empty(0, dtype=np.int64)]
+    indices, arrays = itertools.islice(sampler, at_most), [np.empty(0, dtype=np.int64)]
     while chunk := list(itertools.islice(indices, CHUNK)):
         try:
             arrays.append(np.fromiter(map(operator.index, chunk), dtype=np.int64, count=len(chunk)))

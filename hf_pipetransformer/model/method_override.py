@@ -15,13 +15,16 @@ from torch import nn
 
 @contextmanager
 def having(owner: Any, **values: Any) -> Iterator[None]:
-    """Inside, these attributes of an object have other values."""
-    before = {name: getattr(owner, name) for name in values}
-    vars(owner).update(values)
+    """Inside, these attributes (or methods) of an object have other values."""
+    own = vars(owner)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
     try:
         yield
     finally:
-        vars(owner).update(before)
+        for name in values.keys() - before.keys():  # of the class
+            own.pop(name, None)
+        own.update(before)
 
 
 class HookOfOriginal:

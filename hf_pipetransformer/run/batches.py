@@ -72,6 +72,7 @@ class GlobalBatch:
         num_rows: number of samples.
         current: this pipeline's slice of the batch that `training_step` runs.
         waiting: this pipeline's slices of the batches that were read and not yet run.
+        fillers: batches whose samples do not count, because this pipeline's slice is empty.
     """
 
     def __init__(self) -> None:
@@ -79,6 +80,7 @@ class GlobalBatch:
         self.num_rows = 0
         self.current = BatchSlice(0, 0)
         self.waiting: deque[BatchSlice] = deque()
+        self.fillers: list[Any] = []
         self._latest_tensors: tuple[torch.Tensor, ...] = ()  # of the last training_step
 
     def read(
@@ -124,6 +126,7 @@ class GlobalBatch:
                 )
             part = replace(part, items=reduction.count(dict(with_name(batch))) if part.rows else 0)
             self.waiting.append(part)
+            self.fillers += [] if part.rows else [batch]
             self.num_rows += part.global_rows
             items += part.items
         self.num_items = items

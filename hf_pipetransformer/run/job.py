@@ -22,6 +22,7 @@ from ..model.called_inputs import LABELS_AND_DECODER
 from ..model.example_inputs import names_taken
 from ..model.frozen_prefix import has_frozen_layers
 from ..model.layer_range import CalledWith
+from ..model.left_as_found import left_as_found
 from ..model.micro_batch import Batch, batch_rows, select_rows
 from ..model.nested import on_device
 from ..model.tags import TAGS
@@ -267,15 +268,17 @@ class TrainingJob:
     def rows_of_loader(self, dataloader: Any) -> tuple[list[Any], Any]:
         """Return samples of a loader, for finding the model's units, and the function that collates them.
 
+        A dataset that keeps its position in an attribute gives the samples again.
+
         Raises:
             ValueError: the loader can be read only once, so the samples would be missing from evaluation or training.
         """
         dataset, collate_fn = getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None)
-        with seeded(self.args.seed), generators_kept(dataloader, dataset):
+        read = dataloader if dataset is None else whole_stream(dataset)
+        with seeded(self.args.seed), generators_kept(dataloader, dataset), left_as_found(read):
             if dataset is not None and collate_fn is not None:
-                if isinstance(dataset, IterableDataset):
-                    dataset = whole_stream(dataset)
-                return first_samples(dataset, COST_SAMPLE_ROWS), collate_fn
+                refuse_used_up(read)
+                return first_samples(read, COST_SAMPLE_ROWS), collate_fn
             batches = iter(dataloader)
             if batches is dataloader:
                 raise ValueError(
@@ -287,6 +290,22 @@ class TrainingJob:
             batch = next(batches)
         rows = batch_rows(batch)
         return [row % rows for row in range(COST_SAMPLE_ROWS)], partial(select_rows, batch)
+
+
+def refuse_used_up(dataset: Any) -> None:
+    """Refuse a stream whose samples cannot be put back after they were read. Call it within `left_as_found`.
+
+    Raises:
+        ValueError: each `iter()` returns the same generator (or other iterator), and no attribute of the stream is it.
+    """
+    if isinstance(dataset, IterableDataset):
+        iterator = iter(dataset)
+        if not hasattr(iterator, "__dict__") and iter(dataset) is iterator:
+            raise ValueError(
+                f"The dataset ({type(dataset).__name__}) returns the same {type(iterator).__name__} from each iter(),"
+                f" so the {COST_SAMPLE_ROWS} samples that are read to probe the model's layers and loss would be"
+                " missing later. Make a new iterator in __iter__, or keep this one in an attribute of the dataset."
+            )
 
 
 def whole_stream(dataset: Any) -> Any:

@@ -117,7 +117,7 @@ class Loss:
             last_stages: the last stages of all pipelines, if there are several stages. Their losses are averaged.
         """
         # a loss that divides by the number of items of all replicas is added up, and one that does not is averaged
-        items: Any = num_items if share == 1 else num_items * share
+        items: Any = num_items if share in (0, 1) else num_items * share  # with 0, the result does not count
         asked = items if self.passes_items(batch) else None
         if asked is not None and not self.is_stock:
             asked = torch.tensor(asked)  # a tensor as from the stock Trainer; on the CPU, to save a copy
@@ -243,7 +243,7 @@ class BatchInFlight:
         with among, keeping_gradients(self._has_gradients):
             part = self._of_whole(without_tags(self._batch))
             _refuse_hidden(part)
-            if not self.part.rows:  # a sample that does not count; the loss may gather something from all replicas
+            if not self.part.rows:  # samples that do not count; the loss may gather something from all replicas
                 return
             self.losses.append(part.detach())
             pipeline.weights.refreeze()

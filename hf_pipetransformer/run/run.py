@@ -270,7 +270,7 @@ class PipelineRun(TrainerCallback):
         return pipeline
 
     # ------------------------------------------------------------------------------------ between two steps
-    def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
+    def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
         """Return the batches of the next optimizer step and the number of items. Collective over all processes.
 
         Only here a transformation is safe: there are no gradients, and no batch is being processed.

@@ -109,14 +109,19 @@ class Steps:
         self._averages = False  # whether the loss is a mean over this batch, and accumulated ones are averaged
         self._error: Exception | None = None  # that has left the last step
 
-    def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], int | float]:
+    def take(self, batches: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
         """Return the batches of the next optimizer step and the number of items. Collective over all processes."""
         self.batch = GlobalBatch()
         taken = self.batch.read(batches, num_batches, self._data, self._reduction, self._takes_others)
         if not self._data.is_shared and self._mesh.world_size > 1:
             refuse_different_numbers(self._job, len(taken), f" at step {self._trainer.state.global_step + 1}")
+        mine = self.batch.num_items
         self.batch.count_over_replicas(self._pipeline)
         self._counted = self.batch.num_items
+        if taken and self._job.overrides("_get_num_items_in_batch"):
+            theirs: Any = self._trainer._get_num_items_in_batch(taken, self._args.device)
+            if theirs is None or float(theirs) != mine:  # otherwise they have counted these samples as we have
+                return taken, theirs
         return taken, self.batch.num_items
 
     def _use_number(self, num_items: float | None) -> None:
@@ -133,9 +138,10 @@ class Steps:
         elif self._pipeline.num_replicas > 1:
             raise ValueError(
                 f"num_items_in_batch={num_items:g} was passed to training_step, but the trainer has counted"
-                f" {self._counted:g} items over {self._pipeline.num_replicas} replicas (get_batch_samples or"
-                " training_step is overridden). It is not known whether your number is one replica's or all"
-                " replicas'. Pass on the trainer's number and weigh items in compute_loss, or use a single pipeline."
+                f" {self._counted:g} items over {self._pipeline.num_replicas} replicas (get_batch_samples,"
+                " _get_num_items_in_batch or training_step is overridden). It is not known whether your number is one"
+                " replica's or all replicas'. Pass on the trainer's number and weigh items in compute_loss, or use a"
+                " single pipeline."
             )
         elif self._reduction.kind != "mean":  # such a loss is not told the number
             self.batch.num_items, self._loss.is_told = num_items, True

@@ -18,6 +18,7 @@ from ..data.numbered_batches import (
     refuse_empty,
 )
 from ..data.sample_order import SampleOrder
+from ..model.method_override import having
 from ..resilience.worker_start import WorkerStart
 from .job import TrainingJob, whole_stream
 
@@ -40,7 +41,9 @@ def training_loader(
     """
     args = job.args
     refuse_empty(job.trainer.train_dataset)
-    stock = make_stock()
+    accelerator = job.trainer.accelerator
+    with having(accelerator, prepare=partial(_prepared, job, accelerator.prepare)):
+        stock = make_stock()
     dataset = stock.dataset
     is_iterable = isinstance(dataset, IterableDataset)
     if is_iterable:
@@ -68,6 +71,7 @@ def training_loader(
             order,
             stock.collate_fn,
             drop_last=args.dataloader_drop_last,
+            most_batches=args.max_steps * args.gradient_accumulation_steps if args.max_steps > 0 else None,
             num_workers=args.dataloader_num_workers,
             pin_memory=stock.pin_memory,
             worker_init_fn=WorkerStart(stock.worker_init_fn),
@@ -153,6 +157,20 @@ def may_cache(job: TrainingJob, is_training: bool = True) -> bool:
     collective outside of training, where a process may ask for a loader alone.
     """
     return all(job.mesh.gather_objects(job.may_cache)) if is_training else job.may_cache
+
+
+def _prepared(job: TrainingJob, prepare: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
+    """Prepare the stock Trainer's loader. On several processes it stays as it is if only its parts are used.
+
+    Accelerate would give each process its shard of a stream, and a sampler a generator that no checkpoint contains.
+    """
+    if job.args.world_size > 1 and len(given) == 1 and isinstance(given[0], DataLoader):
+        loader = given[0]
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        is_plain = not job.trainer.accelerator.use_seedable_sampler
+        if is_stream or (is_plain and _groups_batches(loader) is None):
+            return loader
+    return prepare(*given, **keywords)
 
 
 def _order_of_first(job: TrainingJob, order: Order) -> Order:
