@@ -183,6 +183,7 @@ class FrontCall:
         missing: rows without stored outputs, which are computed.
         ran: the calls of the modules so far, with their outputs.
         is_other: whether a module was called on something else than before. From this module on all run.
+        is_apart: whether autocast, adapters or settings differ where the front is called. All modules run as they are.
         thread: the thread that the call runs on. On other threads modules run as they are.
     """
 
@@ -194,6 +195,7 @@ class FrontCall:
     computed: dict[int, torch.Tensor] = field(default_factory=dict)  # id of an output tensor -> its missing rows
     ran: dict[str, RecordedCall] = field(default_factory=dict)
     is_other: bool = False
+    is_apart: bool = False
     made: ArgumentDigests | None = None  # digests computed in this call
     seconds: float = 0.0  # duration of the modules that ran
     versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when the module returned
