@@ -66,9 +66,11 @@ class ReturnedLeaf:
         shape = self.row.sized(width)
         return (self.row.length(rows), *shape[1:]) if self.is_of_rows else shape
 
-    def hidden(self, rows: Rows, width: int, text: str) -> torch.Tensor:
-        shape = self.sized(rows, width)
-        return hidden_like(torch.empty((), dtype=self.row.dtype, device=self.device).expand(shape), text, REMEDY)
+    def hidden(
+        self, rows: Rows, width: int, text: str, computed: Callable[[], torch.Tensor | None] | None = None
+    ) -> torch.Tensor:
+        like = torch.empty((), dtype=self.row.dtype, device=self.device).expand(self.sized(rows, width))
+        return hidden_like(like, text, REMEDY, computed)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class ReturnedObject:
     kind: type
     attributes: frozenset[str]
 
-    def hidden(self, rows: Rows, width: int, text: str) -> HiddenObject:
+    def hidden(self, rows: Rows, width: int, text: str, computed: Any = None) -> HiddenObject:
         return HiddenObject(text, self)
 
 

@@ -64,6 +64,7 @@ from .rows import (
 from .trial import FrontTrial, cleared, noisy, some_rows
 
 NOT_KEPT = "is not kept, as it was not read when the frozen modules were looked for"
+MORE = "something reads more of it than before"
 VERIFYING = 0.03
 """Upper bound for the share of the time spent on comparing stored outputs with computed ones."""
 LEAST_BETWEEN, MOST_BETWEEN = 16, 256
@@ -193,7 +194,7 @@ class FrozenFront:
                 if NOT_KEPT not in str(error):
                     raise
                 set_torch_states(before)
-                raise OtherCallsError("something reads more of it than before") from error
+                raise OtherCallsError(MORE) from error
             finally:
                 self._call = None
             if found.is_apart:
@@ -456,6 +457,19 @@ class FrozenFront:
         if others not in known.others or not are_equal(digests, call.digests[name], self._implies_causal):
             raise NewCallError
         computed = of_missing(forward, args, kwargs, call, known, has_rows) if call.missing else []
+        versions, of_whole = versions_of(given), list[Any]()
+
+        def whole(position: int) -> torch.Tensor | None:
+            """A leaf that is not kept, and is read in this call; None if the module may now return something else."""
+            is_same = self._call is call and versions_of(given) == versions and self._inputs.is_called_as_before()
+            if not is_same or self._what_changed() is not None:
+                return None
+            self.trouble = MORE
+            if not of_whole:
+                with torch.no_grad(), unnoticed():
+                    of_whole.extend(tree_flatten(forward(*args, **kwargs))[0])
+            return of_whole[position] if isinstance(of_whole[position], torch.Tensor) else None
+
         leaves: list[Any] = []
         for position, leaf in enumerate(known.leaves):
             if isinstance(leaf, Same):
@@ -463,7 +477,8 @@ class FrozenFront:
                 continue
             value = call.given_back.get((name, position), leaf)
             if isinstance(value, (ReturnedLeaf, ReturnedObject)):
-                value = value.hidden(batch.rows, batch.entries.width, f"the output of {name} {NOT_KEPT}")
+                text, later = f"the output of {name} {NOT_KEPT}", partial(whole, position)
+                value = value.hidden(batch.rows, batch.entries.width, text, later)
             elif computed and isinstance(leaf, ReturnedLeaf):
                 batch.rows.put(value, call.missing, computed[position])
             if computed and isinstance(leaf, ReturnedLeaf):
