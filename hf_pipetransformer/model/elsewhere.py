@@ -123,6 +123,10 @@ def _trained(parameter: Hidden) -> Iterator[None]:
         parameter.requires_grad_(before)
 
 
+class UnreadableError(ValueError):
+    """Something reads a hidden tensor."""
+
+
 class Hidden(torch.Tensor):
     """A tensor that cannot be read here. Made by `hide`, and made readable again by `show`."""
 
@@ -171,6 +175,27 @@ class Hidden(torch.Tensor):
         if getattr(_state, "is_inside", False):
             return super().as_subclass(cls)
         _refuse("as_subclass", (self,), {})
+
+
+class Postponed(Hidden):
+    """A tensor whose values are computed when they are read. Made by `hidden_like`.
+
+    `computed` returns them; None if they cannot be computed, so that reading fails.
+    """
+
+    computed: Callable[[], torch.Tensor | None]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_function__(function, types, args, kwargs)
+        except UnreadableError:
+            found = [value for value in pytree.tree_leaves((args, kwargs or {})) if isinstance(value, Postponed)]
+            values = {id(value): value.computed() for value in found}
+            if not values or any(value is None for value in values.values()):
+                raise
+        args, kwargs = pytree.tree_map_only(Postponed, lambda value: values[id(value)], (args, kwargs or {}))
+        return function(*args, **kwargs)
 
 
 class HiddenParameter(Hidden, nn.Parameter):
@@ -278,10 +303,22 @@ def hide(tensor: torch.Tensor, about: str, remedy: str, is_trained: bool | None 
         tensor.about, tensor.remedy = about, remedy
 
 
-def hidden_like(tensor: torch.Tensor, about: str, remedy: str) -> torch.Tensor:
-    """Return a tensor of the same shape that cannot be read."""
+def hidden_like(
+    tensor: torch.Tensor, about: str, remedy: str, computed: Callable[[], torch.Tensor | None] | None = None
+) -> torch.Tensor:
+    """Return a tensor of the same shape that cannot be read.
+
+    Args:
+        tensor: the tensor.
+        about, remedy: as for `hide`.
+        computed: computes the values if they are read nevertheless, as for `Postponed`.
+    """
     hidden = placeholder(tensor, NAN if tensor.is_floating_point() else 0).detach()
     hide(hidden, about, remedy)
+    if computed is not None:
+        postponed: Any = hidden
+        postponed.__class__ = Postponed
+        postponed.computed = computed
     return hidden
 
 
@@ -331,7 +368,7 @@ def _refuse(function: Any, args: Any, kwargs: Any) -> NoReturn:
     name = function if isinstance(function, str) else getattr(function, "__name__", str(function))
     owner = getattr(getattr(function, "__self__", None), "__name__", None)  # of an attribute
     first = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Hidden))
-    raise ValueError(f"{owner if name in ('__get__', '__set__') else name}: {first.about}. {first.remedy}")
+    raise UnreadableError(f"{owner if name in ('__get__', '__set__') else name}: {first.about}. {first.remedy}")
 
 
 def _caller() -> str:

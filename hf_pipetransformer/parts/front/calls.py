@@ -66,9 +66,11 @@ class ReturnedLeaf:
         shape = self.row.sized(width)
         return (self.row.length(rows), *shape[1:]) if self.is_of_rows else shape
 
-    def hidden(self, rows: Rows, width: int, text: str) -> torch.Tensor:
-        shape = self.sized(rows, width)
-        return hidden_like(torch.empty((), dtype=self.row.dtype, device=self.device).expand(shape), text, REMEDY)
+    def hidden(
+        self, rows: Rows, width: int, text: str, computed: Callable[[], torch.Tensor | None] | None = None
+    ) -> torch.Tensor:
+        like = torch.empty((), dtype=self.row.dtype, device=self.device).expand(self.sized(rows, width))
+        return hidden_like(like, text, REMEDY, computed)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class ReturnedObject:
     kind: type
     attributes: frozenset[str]
 
-    def hidden(self, rows: Rows, width: int, text: str) -> HiddenObject:
+    def hidden(self, rows: Rows, width: int, text: str, computed: Any = None) -> HiddenObject:
         return HiddenObject(text, self)
 
 
@@ -183,6 +185,7 @@ class FrontCall:
         missing: rows without stored outputs, which are computed.
         ran: the calls of the modules so far, with their outputs.
         is_other: whether a module was called on something else than before. From this module on all run.
+        is_apart: whether autocast, adapters or settings differ where the front is called. All modules run as they are.
         thread: the thread that the call runs on. On other threads modules run as they are.
     """
 
@@ -194,6 +197,7 @@ class FrontCall:
     computed: dict[int, torch.Tensor] = field(default_factory=dict)  # id of an output tensor -> its missing rows
     ran: dict[str, RecordedCall] = field(default_factory=dict)
     is_other: bool = False
+    is_apart: bool = False
     made: ArgumentDigests | None = None  # digests computed in this call
     seconds: float = 0.0  # duration of the modules that ran
     versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when the module returned

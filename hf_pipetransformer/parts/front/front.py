@@ -20,13 +20,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...model.called_inputs import NOT_OF_STATES, version_of
 from ...model.left_as_found import left_as_found
 from ...model.method_override import MethodOverride
 from ...model.micro_batch import Batch
 from ...pipeline.devices import synchronise
 from ...randomness import generators_kept, global_state_kept, set_torch_states, torch_states
-from ..prefix_cache.cache.batch_entries import WHOLE, Tokens
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, rounding_of
 from ..prefix_cache.cache.guards import unnoticed
@@ -43,6 +41,7 @@ from .calls import (
     Same,
     of_missing,
 )
+from .described import InputDescriber
 from .divided import rows_of
 from .entries import FrontEntries, Leaf
 from .finding import (
@@ -50,7 +49,6 @@ from .finding import (
     RecordedCall,
     arguments_of,
     other_randomness,
-    tensors_in,
     users_hooks_at_rest,
     versions_of,
 )
@@ -58,20 +56,15 @@ from .rows import (
     DIGEST_BYTES,
     EITHER,
     ArgumentDigests,
-    PaddingValues,
     are_equal,
     differ,
-    entries_of,
-    is_wide,
-    leaves_of,
     masks_in,
-    tokens_of,
     with_more_columns,
 )
 from .trial import FrontTrial, cleared, noisy, some_rows
 
 NOT_KEPT = "is not kept, as it was not read when the frozen modules were looked for"
-ITEMS = "num_items_in_batch"
+MORE = "something reads more of it than before"
 VERIFYING = 0.03
 """Upper bound for the share of the time spent on comparing stored outputs with computed ones."""
 LEAST_BETWEEN, MOST_BETWEEN = 16, 256
@@ -92,6 +85,8 @@ class FrozenFront:
         device: device of the model.
         storage_dtype: dtype of stored floating-point outputs; None keeps the computed dtype.
         is_timed: whether measurements may decide when stored outputs are compared with computed ones.
+        what_changed: returns the change of the modules' settings since they were found, in words, or None. Asked where
+            the first module is called, because the forward of the model around it may change them.
     """
 
     def __init__(
@@ -102,6 +97,7 @@ class FrozenFront:
         device: torch.device,
         storage_dtype: torch.dtype | None = None,
         is_timed: bool = True,
+        what_changed: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.found = found
         self.seconds_per_row = self.share = 0.0
@@ -121,13 +117,11 @@ class FrozenFront:
         self.trial = FrontTrial(found, self._tried)
         """Results of the front's trials."""
         self._known: dict[Any, dict[str, Known]] = {}
-        self._around: str | None = None  # arguments that are no tensors, input names, autocast, adapters
-        self._padding = PaddingValues()
+        self._inputs = InputDescriber(model, found.reads, device, self.trial)
         self._widest, self._tries_to_widen = 0, TRIES_TO_WIDEN  # columns of the widest batch; attempts left
         self._implies_causal = False  # without a mask, the modules compute the same as with a causal mask
-        self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
         self._call: FrontCall | None = None
-        self._stored, self._is_timed = found.stored, is_timed
+        self._stored, self._is_timed, self._what_changed = found.stored, is_timed, what_changed
         self._overrides: list[MethodOverride] = []
         self.open()
 
@@ -170,7 +164,7 @@ class FrozenFront:
         Raises:
             OtherCallsError: more of an output is read than before; the call must be repeated without stored outputs.
         """
-        batch = self._described(inputs)
+        batch = self._inputs.described(inputs)
         if batch is None:
             return forward()
         if self.trial.is_noisy:
@@ -200,9 +194,12 @@ class FrozenFront:
                 if NOT_KEPT not in str(error):
                     raise
                 set_torch_states(before)
-                raise OtherCallsError("something reads more of it than before") from error
+                raise OtherCallsError(MORE) from error
             finally:
                 self._call = None
+            if found.is_apart:
+                self.num_unmatched += 1
+                return output
             if not found.is_other:
                 self.num_read, self.num_unmatched = self.num_read + (hits > 0), 0
                 self.counts.layers_skipped += hits  # of one layer, which the front counts as
@@ -221,6 +218,8 @@ class FrozenFront:
             self._call = None
         synchronise(self._device)
         seconds = time.perf_counter() - began
+        if call.is_apart:
+            return output
         if states != other_randomness() and not self._looks_for_draws:
             self._looks_for_draws = True  # from the next call on; this call stores no outputs
             return output
@@ -249,7 +248,7 @@ class FrozenFront:
             of_call: duration of the model's call.
             writes: whether to store the outputs.
         """
-        batch = self._described(inputs)
+        batch = self._inputs.described(inputs)
         if batch is None or ran.keys() != self.found.needed.keys():
             return
         self.seconds_per_row, self.share = seconds / batch.rows.count, seconds / of_call
@@ -279,8 +278,8 @@ class FrozenFront:
         may_be = self.trial.keeps_padding and batch.signature in self._known and self._tries_to_widen > 0
         if not may_be or not missing or columns <= 0:
             return None
-        wide = with_more_columns(some_rows(inputs, inputs, batch.rows, missing), columns, self._padding.known)
-        described = self._described(wide)
+        wide = with_more_columns(some_rows(inputs, inputs, batch.rows, missing), columns, self._inputs.padding.known)
+        described = self._inputs.described(wide)
         ran = {} if described is None else self._tried(partial(run_on, wide))
         if described is None or ran.keys() != self.found.needed.keys():
             self._tries_to_widen -= 1
@@ -349,37 +348,6 @@ class FrozenFront:
             return is_due and self.num_read - num_read >= LEAST_BETWEEN
         return self.num_read - num_read >= MOST_BETWEEN
 
-    def _described(self, inputs: Batch) -> KnownBatch | None:
-        """Describe the inputs of a call; None if the call can neither be stored nor read."""
-        values = {name: value for name, value in inputs.items() if not tensors_in(value) and name != ITEMS}
-        device = self._device.type
-        plain = {name: value for name, value in values.items() if name not in NOT_OF_STATES}
-        names = sorted(inputs.keys() - NOT_OF_STATES)
-        adapters = [(m._disable_adapters, m._active_adapter) for m in self._with_adapters]
-        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        around = repr((values, names, autocast, adapters))
-        self._around = self._around or around
-        if around != self._around:
-            return None
-        tokens = tokens_of(inputs) if self.trial.cuts_padding else None  # else padding is stored
-        reads = self.found.reads
-        rows = rows_of(reads, inputs) if reads <= inputs.keys() else None
-        if rows is None or (rows.count > 1 and self.trial.is_of_one):
-            return None
-        tokens = tokens or Tokens((WHOLE,) * rows.count, 0)
-        if rows.count != len(tokens.spans):
-            return None
-        if self.trial.keeps_padding and not self._padding.is_same(inputs, reads, tokens):
-            return None
-        leaves = list(leaves_of({name: inputs[name] for name in reads}))
-        entries = entries_of(leaves, rows, tokens, f"{plain} {tokens.width > 0} {autocast} {adapters}")
-        if entries is None:
-            return None
-        given = [(k, n, t, is_wide(n, t, tokens)) for k, (n, t) in enumerate(leaves) if isinstance(t, torch.Tensor)]
-        shapes = [(n, t.dtype, wide, tuple(t.shape[2 if wide else 1 :])) for _, n, t, wide in given]
-        covered = {id(t): (k, version_of(t)) for k, name, t, _ in given if name not in NOT_OF_STATES}
-        return KnownBatch(entries, rows, (repr(shapes), rows.count == 1), covered)
-
     def _known_by(self, batch: KnownBatch, ran: Mapping[str, RecordedCall]) -> dict[str, Known]:
         wide = self.trial.wide if batch.entries.width else {}
         return {name: Known.of(recorded, name, batch.rows, wide) for name, recorded in ran.items()}
@@ -436,6 +404,12 @@ class FrozenFront:
         call = self._call
         if call is None or not call.is_here:
             return forward(*args, **kwargs)
+        if not call.ran and not call.is_apart:
+            call.is_apart = not self._inputs.is_called_as_before()
+            if not call.ends and not self.trial.is_noisy and (changed := self._what_changed()) is not None:
+                call.is_apart, self.trouble = True, changed
+        if call.is_apart:
+            return forward(*args, **kwargs)
         if name in call.ran:
             self.trouble = f"{name} is called several times in a forward pass"
             return forward(*args, **kwargs)
@@ -483,6 +457,19 @@ class FrozenFront:
         if others not in known.others or not are_equal(digests, call.digests[name], self._implies_causal):
             raise NewCallError
         computed = of_missing(forward, args, kwargs, call, known, has_rows) if call.missing else []
+        versions, of_whole = versions_of(given), list[Any]()
+
+        def whole(position: int) -> torch.Tensor | None:
+            """A leaf that is not kept, and is read in this call; None if the module may now return something else."""
+            is_same = self._call is call and versions_of(given) == versions and self._inputs.is_called_as_before()
+            if not is_same or self._what_changed() is not None:
+                return None
+            self.trouble = MORE
+            if not of_whole:
+                with torch.no_grad(), unnoticed():
+                    of_whole.extend(tree_flatten(forward(*args, **kwargs))[0])
+            return of_whole[position] if isinstance(of_whole[position], torch.Tensor) else None
+
         leaves: list[Any] = []
         for position, leaf in enumerate(known.leaves):
             if isinstance(leaf, Same):
@@ -490,7 +477,8 @@ class FrozenFront:
                 continue
             value = call.given_back.get((name, position), leaf)
             if isinstance(value, (ReturnedLeaf, ReturnedObject)):
-                value = value.hidden(batch.rows, batch.entries.width, f"the output of {name} {NOT_KEPT}")
+                text, later = f"the output of {name} {NOT_KEPT}", partial(whole, position)
+                value = value.hidden(batch.rows, batch.entries.width, text, later)
             elif computed and isinstance(leaf, ReturnedLeaf):
                 batch.rows.put(value, call.missing, computed[position])
             if computed and isinstance(leaf, ReturnedLeaf):

@@ -54,7 +54,7 @@ MOST_OPENED = 3
 """Maximum number of searches inside modules that cannot be stored as a whole."""
 NOTHING_FOUND = "its inputs do not come from the batch alone, or its output is not read"
 """Why a frozen module is computed in every epoch if no other reason was found."""
-ENTRIES_VERSION = 8
+ENTRIES_VERSION = 9
 """Version of the contents of an entry in the store."""
 OTHER_INPUTS = "none of the samples was found: their inputs change from epoch to epoch, or their padding"
 """Why a front is closed if no stored sample was found where one could have been."""
@@ -237,7 +237,7 @@ class FrontCalls:
         assert self._front is not None and self._weights is not None
         if not self._is_training:  # there is no graph, and there are no steps
             self._weights.look_for_holders()
-        changed = self._weights.what_changed()
+        changed = self._weights.what_changed(settings=False)  # the front asks for those where it is called
         if changed is not None and self._may_be_rewritten and self._weights.take_rewritten(self._digest):
             changed = None
         self._may_be_rewritten = False  # in the first call of an evaluation, or after one, alone
@@ -305,7 +305,8 @@ class FrontCalls:
         storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
         self._expected_in = self.epoch + (1 if self._begun < 0.5 else 2)  # half an epoch is too short
         is_timed = job.args.activation_cache == "auto" and not job.args.full_determinism
-        self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype, is_timed)
+        changed = partial(self._weights.what_changed, values=False)
+        self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype, is_timed, changed)
         self._of_front = CacheCounts()
         # evaluations repeat their batches, and samples grouped by length meet batches of similar width again
         self._may_widen = self._is_training and str(job.args.train_sampling_strategy) == "random"

@@ -135,6 +135,8 @@ def entries_of(leaves: Sequence[tuple[str, Any]], rows: Rows, tokens: Tokens, ot
     if rows.patches:
         plain += [(name, tensor.shape[1:]) for name, tensor in by_row.items()]
         by_row = {name: _digests_of_parts(tensor, rows) for name, tensor in by_row.items()}
+    elif any(tensor.dim() and len(tensor) > rows.count for tensor in by_row.values()):  # several entries for each row
+        by_row = {name: tensor.unflatten(0, (rows.count, -1)) for name, tensor in by_row.items()}
     return entries_of_parts(tokens, by_token, by_row, {}, (plain, others))
 
 

@@ -27,6 +27,17 @@ def halves_of(rows: int) -> tuple[list[int], list[int]]:
     return list(range(0, rows, 2))[::-1], list(range(1, rows, 2))[::-1]
 
 
+def mixed(rows: int, samples: int) -> list[int]:
+    """The rows of a batch, ordered so that neighbours belong to different samples: all first rows, all second ones.
+
+    Args:
+        rows: number of rows; each sample has the same number of them.
+        samples: number of samples.
+    """
+    times = rows // samples
+    return [row for part in range(times) for row in range(part, rows, times)]
+
+
 class FrontTrial:
     """Results of the trials of a front.
 
@@ -47,6 +58,8 @@ class FrontTrial:
         """Whether the front returns noise in place of padding, and whether it has returned any."""
         self.is_of_one = False
         """Whether the front was tried on a single row, which shows no dependence between rows."""
+        self.is_by_sample = False
+        """Whether all rows of a sample have one entry, as they depend on each other: frames of a clip, for example."""
         self.has_rows: dict[str, tuple[bool, ...]] = {}
         """For each module, which of the tensors among its arguments have entries for each row."""
         self.wide: dict[tuple[str, int], tuple[int, ...]] = {}
@@ -62,7 +75,8 @@ class FrontTrial:
     ) -> bool:
         """Whether the front's outputs for each half of the samples equal those for the batch, up to rounding.
 
-        The trial also decides whether padding can be left out of keys (`cuts_padding`) and of stored outputs.
+        The trial also decides whether padding can be left out of keys (`cuts_padding`) and of stored outputs, and, if
+        samples have several rows, whether each row may have an entry of its own (`is_by_sample`).
 
         Args:
             inputs: the model's arguments.
@@ -74,6 +88,10 @@ class FrontTrial:
         rows, of_samples = rows_of(reads, inputs), Rows(batch_rows(inputs))
         assert rows is not None, "the front was found by it"
         if not rows.patches and rows.count % of_samples.count == 0 and of_samples.count > 1:
+            if rows.count > of_samples.count:
+                order = mixed(rows.count, of_samples.count)
+                others = self._tried(partial(forward, some_rows(inputs, reads, rows, order)))
+                self.is_by_sample = not self._hold(calls, others, rows, order)
             rows, reads = of_samples, frozenset(inputs)  # because the rest of the model may run, too
         first, second = halves_of(rows.count)
         self.is_of_one = not second

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ...model.called_inputs import named_inputs
+from ..front.described import ITEMS
 from ..front.finding import PLAIN
-from ..front.front import ITEMS
 from ..prefix_cache.cache.origins import tensors_in
 
 

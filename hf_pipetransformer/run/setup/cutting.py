@@ -427,7 +427,7 @@ def _time_parts(pipeline: ElasticPipeline, batch: Batch, device: torch.device) -
     times: ModelTimes | None = None
     try:
         times = measure_times(pipeline.stack, batch)
-    except RuntimeError as error:  # out of memory, for one
+    except Exception as error:  # out of memory, or a loss in the forward that does not run on a part of the rows
         logger.warning("The model's layers could not be timed (%s); predictions go without it.", error)
     everyone = mesh.gather_objects(times)
     measured = [theirs for theirs in everyone if theirs is not None]

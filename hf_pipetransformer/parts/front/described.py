@@ -1,0 +1,90 @@
+"""Describes the inputs of a call of the model: its rows, their entries, and the state in which modules are called."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from ...model.called_inputs import NOT_OF_STATES, version_of
+from ...model.micro_batch import Batch, batch_rows
+from ..prefix_cache.cache.batch_entries import WHOLE, Tokens
+from ..prefix_cache.cache.origins import tensors_in
+from .calls import KnownBatch
+from .divided import Rows, rows_of
+from .rows import PaddingValues, entries_of, is_wide, leaves_of, tokens_of
+from .trial import FrontTrial
+
+ITEMS = "num_items_in_batch"
+
+
+class InputDescriber:
+    """Describes the inputs of a front's calls.
+
+    Args:
+        model: the model.
+        reads: names of the batch inputs that the front depends on.
+        device: device of the model.
+        trial: the front's trial.
+    """
+
+    def __init__(self, model: nn.Module, reads: Collection[str], device: torch.device, trial: FrontTrial) -> None:
+        self.padding = PaddingValues()
+        """The padding values of the inputs."""
+        self._reads, self._device, self._trial = frozenset(reads), device, trial
+        self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
+        self._around: str | None = None  # arguments that are no tensors, input names, autocast, adapters
+        self._inside: str | None = None  # autocast and adapters where the front's first module is called
+
+    @property
+    def _state(self) -> str:
+        """The state of autocast and of the adapters, in words."""
+        adapters = [(m._disable_adapters, m._active_adapter) for m in self._with_adapters]
+        device = self._device.type
+        return f"{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)} {adapters}"
+
+    def is_called_as_before(self) -> bool:
+        """Whether autocast and adapters are as when the front was tried. Asked where its first module is called.
+
+        The forward of the model around it may set them.
+        """
+        state = self._state
+        self._inside = self._inside or state
+        return state == self._inside
+
+    def rows(self, inputs: Batch) -> Rows | None:
+        """The rows that have an entry each; None if the call cannot be divided into them."""
+        rows = rows_of(self._reads, inputs) if self._reads <= inputs.keys() else None
+        if rows is None or not self._trial.is_by_sample:
+            return rows
+        samples = batch_rows(inputs)
+        return Rows(samples) if samples and rows.count % samples == 0 and not rows.patches else None
+
+    def described(self, inputs: Batch) -> KnownBatch | None:
+        """Describe the inputs of a call; None if the call can neither be stored nor read."""
+        values = {name: value for name, value in inputs.items() if not tensors_in(value) and name != ITEMS}
+        plain = {name: value for name, value in values.items() if name not in NOT_OF_STATES}
+        names = sorted(inputs.keys() - NOT_OF_STATES)
+        around = f"{values} {names} {self._state}"
+        self._around = self._around or around
+        if around != self._around:
+            return None
+        tokens = tokens_of(inputs) if self._trial.cuts_padding else None  # else padding is stored
+        rows = self.rows(inputs)
+        if rows is None or (rows.count > 1 and self._trial.is_of_one):
+            return None
+        tokens = tokens or Tokens((WHOLE,) * rows.count, 0)
+        if rows.count != len(tokens.spans):
+            return None
+        if self._trial.keeps_padding and not self.padding.is_same(inputs, self._reads, tokens):
+            return None
+        leaves = list(leaves_of({name: inputs[name] for name in self._reads}))
+        entries = entries_of(leaves, rows, tokens, f"{plain} {tokens.width > 0} {self._state} {self._inside}")
+        if entries is None:
+            return None
+        given = [(k, n, t, is_wide(n, t, tokens)) for k, (n, t) in enumerate(leaves) if isinstance(t, torch.Tensor)]
+        shapes = [(n, t.dtype, wide, tuple(t.shape[2 if wide else 1 :])) for _, n, t, wide in given]
+        times = {len(t) // rows.count for _, _, t, _ in given if t.dim()} if self._trial.is_by_sample else ()
+        covered = {id(t): (k, version_of(t)) for k, name, t, _ in given if name not in NOT_OF_STATES}
+        return KnownBatch(entries, rows, (repr((shapes, times)), rows.count == 1), covered)
