@@ -406,8 +406,8 @@ class FrozenFront:
             return forward(*args, **kwargs)
         if not call.ran and not call.is_apart:
             call.is_apart = not self._inputs.is_called_as_before()
-            if not call.ends and not self.trial.is_noisy and (changed := self._what_changed()) is not None:
-                call.is_apart, self.trouble = True, changed
+            if not call.ends and not self.trial.is_noisy and (why := self._what_changed()) is not None:
+                call.is_apart, self.trouble = True, why
         if call.is_apart:
             return forward(*args, **kwargs)
         if name in call.ran:
