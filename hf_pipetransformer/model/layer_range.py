@@ -29,6 +29,7 @@ from .elsewhere import computing_with_nan, hidden_like
 from .frozen_units import FrozenUnits, modules_around
 from .method_override import HookOfOriginal, MethodOverride, having
 from .nested import in_new_containers, tensors_of
+from .refusals import refuse_split_checkpoint
 from .units import CalledWith, Carry, ModelLayers, Observer, OutputStructure, TracedLayers, Unit, plain_values
 
 GENERATE = "generate"
@@ -393,6 +394,7 @@ class LayerRangeRunner:
     def _plain_forward(self, unit: Unit, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A unit's own forward outside of a pass: a plain call, or gradient checkpointing that recomputes a layer."""
         if self._computable is not None and unit.name not in {self.units[i].name for i in self._computable}:
+            refuse_split_checkpoint(self.model, unit)
             raise self._missing_layers(unit)
         if self._frozen.is_called and unit in self.units:
             return self._frozen.run(self._frozen.count(), original, *args, **kwargs)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from ..errors import UnsupportedModelError, is_out_of_memory, is_users
 from .placeholders import has_state, is_wrapper, nodes_behind
@@ -116,6 +116,20 @@ def users_functions(tensors: Collection[torch.Tensor]) -> list[str]:
     if not of_nodes:
         return []
     return [of_nodes[name] for node in nodes_behind(tensors) if (name := type(node).__name__) in of_nodes]
+
+
+def refuse_split_checkpoint(model: nn.Module, unit: Unit) -> None:
+    """Refuse a unit that is on another stage and is called inside torch's gradient checkpointing."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != checkpoint.__module__:
+        frame = frame.f_back
+    if frame is not None:
+        raise UnsupportedModelError(
+            model,
+            "it checkpoints several layers at once (torch.utils.checkpoint), and computing them again takes"
+            f" {unit.name!r}, which is on another stage.",
+            "Checkpoint each layer alone, or set pipeline_parallel_size=1.",
+        )
 
 
 def refuse_own_backward(model: nn.Module, unit: Unit, _: Any) -> None:

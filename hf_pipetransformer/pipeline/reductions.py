@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,8 +45,7 @@ def reduce_gradients(
     for bucket in _buckets([*parameters, *reached]):
         here = [parameter.grad is not None for parameter in bucket]
         gradients = [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in bucket]
-        kind: dict[str, Any] = {"dtype": gradients[0].dtype, "device": gradients[0].device}
-        has = torch.ones(len(bucket), **kind) if all(here) else torch.tensor(here, **kind)
+        has = gradients[0].new_ones(len(bucket)) if all(here) else gradients[0].new_tensor(here)
         flat = torch.cat([*gradients, has])
         dist.all_reduce(flat, group=group)
         if factor != 1.0:

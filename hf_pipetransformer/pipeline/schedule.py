@@ -28,6 +28,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.torch_version import TorchVersion
 
+from ..errors import UnsupportedModelError
 from ..model.micro_batch import Batch, batch_rows, split_batch
 from ..planning.schedules import schedule_of_step
 from .messages import PipelineMessages
@@ -71,7 +72,14 @@ class _ScheduledStage(_Stage):  # type: ignore[valid-type, misc]
         later = None if full_backward else self.weight_gradients
         with later.postponed() if later is not None else nullcontext():
             # DDP reduces on a schedule's last micro-batch; under accumulation only if this is the last schedule
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.gradients_synchronise)
+            try:
+                super().backward_one_chunk(
+                    bwd_chunk_id, loss, full_backward, last_backward and self.gradients_synchronise
+                )
+            except RuntimeError as error:
+                if isinstance(error.__cause__, UnsupportedModelError):  # of a layer that gradient checkpointing calls
+                    raise error.__cause__ from None
+                raise
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self.computes_gradients:

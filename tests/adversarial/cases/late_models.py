@@ -208,6 +208,18 @@ def own_reentrant_checkpoints() -> Script:
     return trained(Checkpoints(4, reentrant=True))
 
 
+@case("K3", expect="exact", because="checkpoints several layers at once")
+def own_checkpoints_over_stages() -> Script:
+    """The model's forward checkpoints three layers at once, and a stage has two."""
+    return trained(Checkpoints(6, segments=2), batch=6)
+
+
+@case("K3", expect="exact", because="checkpoints several layers at once")
+def own_checkpoints_over_stages_declared() -> Script:
+    """As before, with a declared loss."""
+    return trained(Checkpoints(6, segments=2), declared=True, batch=6)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Buffers outside of the layers
 # ---------------------------------------------------------------------------------------------------------
