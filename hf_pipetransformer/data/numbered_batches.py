@@ -109,9 +109,9 @@ class _Slices(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         known, next_number = self._batches.num_batches, self._batches.next_number
         for number in itertools.count(next_number) if known is None else range(next_number, known):
-            if not (mine := self._batches.slice_of(number)):
+            if not self._batches.has(number):
                 return  # a sampler whose `__len__` is unknown, or greater than this epoch's number of samples
-            yield mine
+            yield self._batches.slice_of(number)
 
 
 class NumberedBatches(Dataset[Any]):
@@ -298,6 +298,10 @@ class NumberedBatches(Dataset[Any]):
     def next_slice(self) -> BatchSlice | None:
         """The slice that was read ahead; None at the end of an epoch."""
         return None if self._ahead is None else self._ahead.part
+
+    def has(self, number: int) -> bool:
+        """Whether the epoch's order has samples for a batch: for a full one, if others are left out."""
+        return len(self._rows_of(number)) >= (self.global_batch_size if self.drop_last else 1)
 
     def slice_of(self, number: int) -> list[int]:
         """Return this pipeline's sample indices of a batch, for the inner loader."""

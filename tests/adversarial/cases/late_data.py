@@ -181,7 +181,7 @@ def sampled(make: Callable[[], Any], **options: Any) -> Script:
 @case("K1", "K2")
 def sampler_with_fewer_samples_later() -> Script:
     """A sampler's set_epoch shortens later epochs."""
-    return sampled(Shrinking)
+    return sampled(Shrinking, dataloader_drop_last=True)
 
 
 @case("K1", "R2")
