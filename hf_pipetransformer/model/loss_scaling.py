@@ -219,6 +219,7 @@ def variants_of(batch: Batch, label_names: Sequence[str], ignored: int = IGNORED
         name: _with_unequal_counts(value, 0)
         for name, value in batch.items()
         if "mask" in name and isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[0] == rows
+        if bool(value.eq(1).any()) and bool((value.eq(0) | value.eq(1)).all())  # no mask that is added to scores
     }
     if masks:
         found.append({**batch, **masks})

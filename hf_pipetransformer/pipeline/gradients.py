@@ -28,7 +28,7 @@ class ReducedParameters:
     """Trainable parameters, and the group of processes that reduces their gradients.
 
     Attributes:
-        names: names of parameters that get a gradient in nearly each step.
+        names: names of parameters that get a gradient in nearly every step.
         group: the processes: of the stages that hold them in this pipeline, or of this stage in all replicas.
         rarely_reached: names of parameters that get a gradient only if the samples of some replica reach them.
     """

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
+from transformers import Trainer
 
 from ..data.numbered_batches import TrainingBatches
 from ..errors import in_one_line
 from ..model.frozen_prefix import frozen_modules
 from ..model.loss_scaling import LossReduction
-from ..model.micro_batch import Batch, naming_long_rows
+from ..model.micro_batch import Batch, batch_rows, naming_long_rows
 from ..model.tags import NO_TAGS, TAGS, blanked
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.mesh import ProcessMesh
@@ -115,12 +116,13 @@ class Steps:
         taken = self.batch.read(batches, num_batches, self._data, self._reduction, self._takes_others)
         if not self._data.is_shared and self._mesh.world_size > 1:
             refuse_different_numbers(self._job, len(taken), f" at step {self._trainer.state.global_step + 1}")
-        mine = self.batch.num_items
         self.batch.count_over_replicas(self._pipeline)
         self._counted = self.batch.num_items
-        if taken and self._job.overrides("_get_num_items_in_batch"):
-            theirs: Any = self._trainer._get_num_items_in_batch(taken, self._args.device)
-            if theirs is None or float(theirs) != mine:  # otherwise they have counted these samples as we have
+        counted = [batch for batch in taken if all(batch is not filler for filler in self.batch.fillers)]
+        if counted and self._job.overrides("_get_num_items_in_batch"):
+            theirs: Any = self._trainer._get_num_items_in_batch(counted, self._args.device)
+            usual: Any = Trainer._get_num_items_in_batch(self._trainer, counted, self._args.device)
+            if theirs is not usual and (theirs is None or usual is None or float(theirs) != float(usual)):
                 return taken, theirs
         return taken, self.batch.num_items
 
@@ -265,7 +267,7 @@ class Steps:
             tags = tags.blank()  # other stages may not have noticed the change
         batch = prepared(self._job, inputs, tags)
         if pipeline.shortcut is not None and tags is None and (blanks_tags or not part.rows):
-            batch[TAGS] = NO_TAGS
+            batch[TAGS] = NO_TAGS.expand(batch_rows(batch, default=1) if looks_up else 1, -1)
         loses_tags = tags is not None and batch[TAGS] is not tags.tensor
         if pipeline.num_stages > 1:
             batch = self.batch.share(pipeline, batch)

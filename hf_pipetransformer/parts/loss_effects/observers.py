@@ -4,7 +4,7 @@
     hook inside of a layer   runs on the layer's stage, once for each micro-batch: the loss would miss its values,
                              or have those of the last micro-batch
 
-A hook that returns a value changes the output and is no observer: each stage runs its own.
+A hook that returns a value changes the output, and counts as no observer: each stage runs its own.
 """
 
 from __future__ import annotations

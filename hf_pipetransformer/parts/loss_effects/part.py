@@ -61,9 +61,9 @@ class LossEffects(RunPart):
         if (hook := next(filter(None, hooks), None)) is not None:
             raise ValueError(
                 f"pipeline_parallel_size={job.args.pipeline_parallel_size}: the forward hook {hook[0]} on {hook[1]!r},"
-                " a module inside of a layer, returns nothing, so it keeps the output. It runs on the process of this"
-                " layer, and your loss on the last stage would miss the value. Return the value in the model's output,"
-                " remove the hook, or set pipeline_parallel_size=1."
+                " a module inside of a layer, returns nothing, so it may keep the output for your loss. It runs on the"
+                " process of this layer, and the loss on the last stage would miss the value. Return the value in the"
+                " model's output, remove the hook, or set pipeline_parallel_size=1."
             )
 
     def placed(self, layout: Layout) -> None:
