@@ -408,6 +408,10 @@ class FrozenFront:
             call.is_apart = not self._inputs.is_called_as_before()
             if not call.ends and not self.trial.is_noisy and (why := self._what_changed()) is not None:
                 call.is_apart, self.trouble = True, why
+                module = self._model.get_submodule(name)
+                is_wrapped = vars(module).get("forward") not in self._overrides  # by a forward that calls this one
+                self.close()
+                return (forward if is_wrapped else module.forward)(*args, **kwargs)  # its class may have another one
         if call.is_apart:
             return forward(*args, **kwargs)
         if name in call.ran:
