@@ -66,7 +66,8 @@ class InputDescriber:
         values = {name: value for name, value in inputs.items() if not tensors_in(value) and name != ITEMS}
         plain = {name: value for name, value in values.items() if name not in NOT_OF_STATES}
         names = sorted(inputs.keys() - NOT_OF_STATES)
-        around = f"{values} {names} {self._state}"
+        state = self._state
+        around = f"{values} {names} {state}"
         self._around = self._around or around
         if around != self._around:
             return None
@@ -80,7 +81,7 @@ class InputDescriber:
         if self._trial.keeps_padding and not self.padding.is_same(inputs, self._reads, tokens):
             return None
         leaves = list(leaves_of({name: inputs[name] for name in self._reads}))
-        entries = entries_of(leaves, rows, tokens, f"{plain} {tokens.width > 0} {self._state} {self._inside}")
+        entries = entries_of(leaves, rows, tokens, f"{plain} {tokens.width > 0} {state} {self._inside}")
         if entries is None:
             return None
         given = [(k, n, t, is_wide(n, t, tokens)) for k, (n, t) in enumerate(leaves) if isinstance(t, torch.Tensor)]
