@@ -42,7 +42,8 @@ class Conflict(NamedTuple):
 
     Attributes:
         is_there: whether both settings are set.
-        what, beside: the settings, with their values.
+        what: a setting, with its value.
+        beside: the setting beside it, with its value.
         why: the reason.
         remedy: the settings to use instead, as a sentence without a full stop.
     """

@@ -46,7 +46,9 @@ def estimate(
     Args:
         model: a model of placeholders. `workload` has its costs.
         names: the frozen modules. Their inputs must come from the batch alone.
-        workload, job, device: as for a forecast.
+        workload: as for a forecast.
+        job: as for a forecast.
+        device: as for a forecast.
 
     Returns:
         Three steps, each with "what", "forward_share" (frozen share of the forward FLOPs) and "step_seconds".
@@ -85,7 +87,9 @@ def lora_on_upper_layers(
 
     Args:
         model: the model, with adapters on all layers.
-        workload, job, device: as for the forecast of this training.
+        workload: as for the forecast of this training.
+        job: as for the forecast of this training.
+        device: as for the forecast of this training.
         seconds: time of this training.
 
     Returns:

@@ -144,7 +144,9 @@ def estimate_teacher(
 
     Args:
         cost: the costs of the teacher.
-        workload, job, device: as for the forecast of the trained model.
+        workload: as for the forecast of the trained model.
+        job: as for the forecast of the trained model.
+        device: as for the forecast of the trained model.
         epochs: the epochs of that forecast.
 
     Returns:

@@ -310,7 +310,8 @@ def hidden_like(
 
     Args:
         tensor: the tensor.
-        about, remedy: as for `hide`.
+        about: as for `hide`.
+        remedy: as for `hide`.
         computed: computes the values if they are read nevertheless, as for `Postponed`.
     """
     hidden = placeholder(tensor, NAN if tensor.is_floating_point() else 0).detach()

@@ -49,7 +49,8 @@ def are_close(one: torch.Tensor, other: torch.Tensor, float32: float = 1e-4, hal
     """Whether two tensors are equal up to rounding. NaN equals NaN.
 
     Args:
-        one, other: the tensors.
+        one: a tensor.
+        other: another tensor.
         float32: the largest accepted difference, relative to the largest value; integers must be equal.
         half: the same in half precision.
     """

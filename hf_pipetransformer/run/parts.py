@@ -38,7 +38,8 @@ class LayoutChange:
     """A change of the layout between two steps.
 
     Attributes:
-        before, after: the layouts.
+        before: the layout until now.
+        after: the layout from now on.
         transformation: the cost of the change; None if no layer has moved.
     """
 

@@ -30,7 +30,8 @@ class _CallRequest:
 
     Attributes:
         module: name of the called module; empty for the model.
-        args, kwargs: arguments of the call.
+        args: positional arguments of the call.
+        kwargs: named arguments of the call.
         has_gradients: whether autograd is on.
         state: plain attributes of the model's modules.
     """

@@ -222,7 +222,8 @@ def of_missing(
 
     Args:
         forward: the module's own forward.
-        args, kwargs: its arguments for all rows.
+        args: its positional arguments for all rows.
+        kwargs: its named arguments for all rows.
         call: the call of the model.
         known: the record of the module.
         has_rows: for each tensor among the arguments, whether it is divided among the rows.

@@ -60,7 +60,8 @@ class FrontEntries:
 
     Args:
         store: the store of this node.
-        number, fingerprint: name of the generation.
+        number: number of the generation.
+        fingerprint: fingerprint of the generation.
     """
 
     def __init__(self, store: FileStore, number: int, fingerprint: str) -> None:

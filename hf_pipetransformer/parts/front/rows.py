@@ -225,7 +225,8 @@ def are_equal(digests: torch.Tensor, stored: torch.Tensor, implies_causal: bool)
     """Whether a module has the same arguments as before, apart from masks that are known to have no effect.
 
     Args:
-        digests, stored: digests of its arguments, now and before, `[rows, DIGEST_BYTES]`.
+        digests: digests of its arguments now, `[rows, DIGEST_BYTES]`.
+        stored: digests of its arguments before, `[rows, DIGEST_BYTES]`.
         implies_causal: whether it computes the same without a mask as with a causal one.
     """
     if torch.equal(digests, stored):

@@ -119,7 +119,8 @@ def make_cache(
 
     Args:
         found: the complete model and its loss.
-        job, data: as for `check_folder`.
+        job: as for `check_folder`.
+        data: as for `check_folder`.
         generations: this training's path in the folder of the store.
         most: maximum number of frozen layers, if known. Keys then contain only the inputs that these layers read.
     """

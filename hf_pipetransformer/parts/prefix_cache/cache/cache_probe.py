@@ -149,7 +149,8 @@ class _Probe:
         open: boundary that has not been refused so far -> the only tensor that crosses it.
         reasons: boundary -> why it was refused.
         padded_left: whether some samples had padding on the left.
-        unread, shows_padding: as in `Trial`.
+        unread: as in `Trial`.
+        shows_padding: as in `Trial`.
     """
 
     shows_padding = False
