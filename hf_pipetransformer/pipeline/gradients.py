@@ -62,6 +62,7 @@ class StageGradients:
         self._shared = tuple(shared)
         self._counted: tuple[tuple[str, ...], torch.Tensor] | None = None  # copies of the parameters of a step
         self._replicated = replicated
+        self._accumulated: frozenset[str] = frozenset()  # parameters with a gradient before the step
         self.shared_are_summed = False
         """Whether the last step has left the sums over the stages in shared parameters' gradients."""
 
@@ -78,8 +79,12 @@ class StageGradients:
             self._reduce(shared)
         self.shared_are_summed = bool(self._shared)
 
-    def keep_sums_once(self) -> None:
-        """If gradients accumulate on their sums over the stages, keep the sums on one stage: each counts once."""
+    def begin(self) -> None:
+        """Prepare a step.
+
+        If gradients accumulate on their sums over the stages, keep the sums on one stage: each counts once.
+        """
+        self._accumulated = frozenset(self._stage.gradients())
         if not self.shared_are_summed:
             return
         for shared in self._shared:
@@ -87,6 +92,20 @@ class StageGradients:
                 for name in shared.names:
                     self._table[name].grad = None
         self.shared_are_summed = False
+
+    def drop_below(self, unit: int) -> None:
+        """Leave the parameters of the units below one without the gradients of this step, which are all zero.
+
+        The optimizer skips a parameter without a gradient; one with zeros it would move (weight decay, momentum).
+        Gradients that earlier batches have accumulated stay.
+
+        Args:
+            unit: index of the unit. No gradient has come to the outputs of the unit before it.
+        """
+        above = self._stage.stack.owned(unit, self._stage.stack.num_units)
+        for name in self._stage.names:
+            if name not in above and name not in self._accumulated:
+                self._table[name].grad = None
 
     def _reduce(self, reduced: ReducedParameters, factor: float = 1.0) -> None:
         regularly, rarely = ([self._table[n] for n in names] for names in (reduced.names, reduced.rarely_reached))

@@ -117,11 +117,21 @@ class PlacedPipeline:
             gradients_synchronise: complete the gradients: sum shared parameters' gradients over the stages, and
                 average over the replicas, as DDP does.
         """
-        self.gradients.keep_sums_once()
+        self.gradients.begin()
         with self.stage.computing(loss.of_part):
             self.engine.step(batch, loss, gradients_synchronise)
         if gradients_synchronise:
             self.gradients.complete()
+
+    def drop_zeros(self) -> None:
+        """Leave lower stages without a gradient if none has come to them, on any replica, in the last step.
+
+        Otherwise they have zeros, which the optimizer would use. Collective over all processes.
+        """
+        layout, mesh = self.engine.position.layout, self.engine.position.mesh
+        cuts = mesh.gather_objects(self.engine.cut)
+        of_replicas = [layout.ranks_of_pipeline(replica) for replica in range(layout.data_parallel_size)]
+        self.gradients.drop_below(min(max(cuts[rank] for rank in ranks) for ranks in of_replicas))
 
     # ------------------------------------------------------------------------------------ calls that are served
     @property

@@ -61,6 +61,8 @@ class _ScheduledStage(_Stage):  # type: ignore[valid-type, misc]
     computes_gradients = True
     weight_gradients: WeightGradients | None = None
     """Postpones the weights' gradients; None if a backward has one part."""
+    passes_gradients = False
+    """Whether a gradient of this step has reached the stage below. Where none does, torch sends zeros."""
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -80,6 +82,7 @@ class _ScheduledStage(_Stage):  # type: ignore[valid-type, misc]
                 if isinstance(error.__cause__, UnsupportedModelError):  # of a layer that gradient checkpointing calls
                     raise error.__cause__ from None
                 raise
+        self.passes_gradients |= any(gradient is not None for gradient in self.bwd_cache[bwd_chunk_id])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self.computes_gradients:
@@ -117,6 +120,8 @@ class PipelineScheduler:
         self._shape_books = tuple(shape_books)
         self._name = schedule
         self._built: OrderedDict[Any, _Built] = OrderedDict()
+        self.cut = 0
+        """First unit of this process's last stage that had a gradient to pass down in the last step, and did not."""
         splits = schedule_of_step(
             schedule, messages.num_stages, messages.num_stages, messages.placement.num_virtual_stages
         ).splits_backward
@@ -134,7 +139,7 @@ class PipelineScheduler:
         shapes = tuple(book.shapes(batch, rows) for book in self._shape_books)
         stages, schedule = self._for(shapes, num_microbatches)
         for stage in stages:
-            stage.gradients_synchronise = gradients_synchronise
+            stage.gradients_synchronise, stage.passes_gradients = gradients_synchronise, False
         index = torch.arange(num_microbatches)  # the argument that torch splits into micro-batches
         target = index if held.has_last_unit else None
         micro_batches = split_batch(batch, num_microbatches)
@@ -144,6 +149,9 @@ class PipelineScheduler:
             for module, of_module in zip(held.stages, shapes, strict=True):
                 holding.enter_context(module.holding(micro_batches, of_module))
             schedule.step(index=index, target=target, return_outputs=False)
+        expected = [any(c.requires_grad for c in of_stage.incoming) for of_stage in shapes]
+        outcomes = zip(held.stages, stages, expected, strict=True)
+        self.cut = max((m.start for m, stage, wanted in outcomes if wanted and not stage.passes_gradients), default=0)
 
     def _for(self, shapes: tuple[StageShapes, ...], num_microbatches: int) -> _Built:
         key = (shapes, num_microbatches)

@@ -37,11 +37,12 @@ logger = logging.getLogger(__name__)
 OF_CONTROL = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 """Requests to the Trainer's loop that a loss may make."""
 
-VOTES = ("exchanged_inputs", "other_flags", *OF_CONTROL)
+VOTES = ("exchanged_inputs", "other_flags", "is_cut", *OF_CONTROL)
 """The votes of each process in a step, before the parts' votes.
 
 exchanged_inputs: the last stage has called the model on other inputs than the earlier stages.
 other_flags: other code than a callback has set `requires_grad`.
+is_cut: no gradient has come to the lower stages, in place of which they have zeros.
 others: as in `TrainerControl`. The loss may have set the flag, on the last stage only.
 """
 
@@ -286,7 +287,7 @@ class Steps:
             ValueError: a process reports `exchanged_inputs` or `other_flags`.
         """
         pipeline, control, voting = self._pipeline, self._trainer.control, self._parts.having("vote")
-        votes = [bool(current.exchanged_inputs), pipeline.weights.flags_changed]
+        votes = [bool(current.exchanged_inputs), pipeline.weights.flags_changed, pipeline.running.engine.cut > 0]
         votes += [getattr(control, name) and pipeline.num_stages > 1 for name in OF_CONTROL]
         for part in voting:
             mine = part.vote(facts)
@@ -296,7 +297,7 @@ class Steps:
         if self._mesh.world_size > 1:
             PROGRESS.enter("all-reduce")
             loss, votes = agree(loss, votes, self._mesh)
-            exchanged_inputs, other_flags = votes[:2]
+            exchanged_inputs, other_flags, is_cut = votes[:3]
             if exchanged_inputs:
                 everyone = self._mesh.gather_objects(current.exchanged_inputs)
                 raise_for_exchanged_inputs(self._model, set().union(*everyone))
@@ -306,7 +307,9 @@ class Steps:
                     " training_step). With several processes, all of them must know of the change before the step."
                     " Change it in a TrainerCallback, for example in on_step_begin."
                 )
-        for name, is_asked in zip(OF_CONTROL, votes[2:], strict=False):
+            if is_cut:
+                pipeline.running.drop_zeros()
+        for name, is_asked in zip(OF_CONTROL, votes[3:], strict=False):
             if is_asked:
                 setattr(control, name, True)
         first = len(VOTES)

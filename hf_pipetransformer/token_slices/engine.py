@@ -52,6 +52,10 @@ class SlicesEngine(Engine):
         stage = position.stage.first
         self._scheduler = TokenScheduler(stage, messages, second_group, books[0], slicing.windows, chooser)
 
+    @property
+    def cut(self) -> int:
+        return self._scheduler.cut
+
     def prepare(self, batch: Batch) -> None:
         self._scheduler.parts_of(batch)
 

@@ -73,6 +73,8 @@ class TokenScheduler:
         self._shape_book = shape_book
         self._windows = windows
         self._chooser = chooser
+        self.cut = 0
+        """First unit of the stage, if it had gradients to send to the stage before in the last step, and had none."""
         first = torch.zeros(1, device=stage.device)
         for way in self._ways.values():
             if way.source is not None:
@@ -100,7 +102,9 @@ class TokenScheduler:
                 row += part.rows
             counts = [len(part.lengths) for part in parts]
             work = work_of(self._messages.stage_index, self._messages.num_stages, counts)
-            _Step(self._stage, slices, self._ways).run(work)
+            step = _Step(self._stage, slices, self._ways)
+            step.run(work)
+            self.cut = self._stage.start if step.sends_zeros and not step.sends_gradients else 0
 
     def parts_of(self, batch: Batch) -> tuple[RowSlices, ...]:
         """Return the split of a batch. Collective over the pipeline for a new shape."""
@@ -136,6 +140,7 @@ class _Step:
         self._arriving: dict[Work, tuple[list[torch.Tensor], list[Any]]] = {}
         self._leaving: dict[Work, list[tuple[torch.Tensor, Any]]] = {}  # keeps tensors until they are sent
         self._graphs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self.sends_gradients = self.sends_zeros = False
 
     def run(self, work: Sequence[Work]) -> None:
         self._awaited.extend(task for task in work if self._expected(task))
@@ -162,22 +167,29 @@ class _Step:
         if cache is not None:
             check_updates(stage.stack.model, cache, stage.stop - stage.start)
         outputs = [output] if isinstance(output, torch.Tensor) else list(output)
-        self._graphs[task.micro_batch] = (inputs, [out for out in outputs if out.requires_grad])
         if not stage.is_last:
             self._send(task, outputs)
+            sent = (
+                carried for slot, carried in zip(stage.slots_out, one.shapes.outgoing, strict=True) if slot.is_used
+            )
+            outputs = [out for out, carried in zip(outputs, sent, strict=True) if carried.requires_grad]
+        self._graphs[task.micro_batch] = (inputs, outputs)
 
     def _backward(self, task: Work) -> None:
         inputs, outputs = self._graphs.pop(task.micro_batch)
-        gradients = None if self._stage.is_last else self._take(task)
-        if gradients:
+        gradients: Sequence[torch.Tensor | None] = [None] if self._stage.is_last else self._take(task)
+        if gradients and not self._stage.is_last:
             self._wait_sends(
                 Work("forward", task.part, task.micro_batch)
             )  # its forward message has arrived, because its gradient has
-        if outputs:
-            torch.autograd.backward(outputs, gradients)
+        pairs = [(out, g) for out, g in zip(outputs, gradients, strict=True) if out.requires_grad]
+        if pairs:
+            torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         if wanted:
             self._send(task, [torch.zeros_like(t) if t.grad is None else t.grad for t in wanted])
+            self.sends_gradients |= any(tensor.grad is not None for tensor in wanted)
+            self.sends_zeros |= any(tensor.grad is None for tensor in wanted)
         one = self._slices[task.micro_batch]
         if one.number == 0:
             one.sequence.forget()

@@ -124,6 +124,14 @@ class Engine:
     def __init__(self, position: Position) -> None:
         self.position = position
 
+    @property
+    def cut(self) -> int:
+        """Index of the unit below which no gradient came in the last step, as far as seen here; 0: they all came.
+
+        For example, the model detaches its features in the first epoch. Only for engines that send zeros instead.
+        """
+        return 0
+
     def prepare(self, batch: Batch) -> None:
         """Decide how a batch of a new shape is split, which may run parts of it. Collective over the pipeline."""
 

@@ -24,6 +24,10 @@ class ScheduledEngine(Engine):
         self._scheduler = PipelineScheduler(stage, modules, position.messages, books, layout.schedule)
         self._num_microbatches = cache(layout.num_microbatches_for)
 
+    @property
+    def cut(self) -> int:
+        return self._scheduler.cut
+
     def step(self, batch: Batch, loss: StepLoss, gradients_synchronise: bool) -> None:
         """Run a step, as in `Engine`. An error that torch's stage has wrapped in a `RuntimeError` is raised alone.
 
