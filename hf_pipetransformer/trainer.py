@@ -16,7 +16,7 @@ replaces it. When transformers changes one of these methods, `tests/test_private
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from .progress import phase
 from .registry import find_part, require_part
 from .run import evaluation, mistakes, training_data
 from .run.batches import BatchesInEpoch
-from .run.checkpointing import CheckpointWrite, gathered_weights
+from .run.checkpointing import CheckpointWrite, gathered_for_override, gathered_weights
 from .run.job import TrainingJob, refuse_distributed_model
 from .run.lazy_model import is_lazy, loading, refuse_meta, saving_shards
 from .run.parts import Parts
@@ -201,15 +201,16 @@ class PipeTransformerTrainer(Trainer):
             if self._is_stock:
                 recorder = find_part("records.recorder")
                 with recorder.RunRecorder(self.args).recording(self) if recorder is not None else nullcontext():
-                    folder, is_sharded = self.args.output_dir, self.is_fsdp_enabled
-                    return train(stock_checkpoint_to_resume(folder, resume_from_checkpoint, is_sharded))
+                    given = self.args.output_dir, resume_from_checkpoint, self.is_fsdp_enabled
+                    return train(stock_checkpoint_to_resume(*given))
             self._job.ignore_average_tokens()
             checkpoint = checkpoint_to_resume(self._job, resume_from_checkpoint)
             resumed = Path(checkpoint) if isinstance(checkpoint, str) else None
             for part in self._last_parts or ():
                 part.forget()
             self._last_parts = None
-            with PipelineRun(self._job, self._find_units, resumed, ignore_keys_for_eval) as self._pipeline_run:
+            begun = PipelineRun(self._job, self._find_units, resumed, ignore_keys_for_eval)
+            with begun as self._pipeline_run, having(self, floating_point_ops=self._once(self.floating_point_ops)):
                 return train(checkpoint)
         except UnsupportedModelError as error:
             if self.args.uses_pipeline:
@@ -339,8 +340,8 @@ class PipeTransformerTrainer(Trainer):
             self._pipeline_run.serve_callbacks()  # the stock method sums over all processes
         super().store_flos()
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        return super().floating_point_ops(inputs) if self._counts(inputs) else 0
+    def _once(self, flops_of: Callable[[Any], float]) -> Callable[[Any], float]:
+        return lambda inputs: flops_of(inputs) if self._counts(inputs) else 0
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         if not self._counts(inputs):
@@ -424,8 +425,7 @@ class PipeTransformerTrainer(Trainer):
         pipeline = self._placed
         if pipeline is None:
             return super()._save_optimizer_and_scheduler(output_dir)
-        spill = Path(output_dir) if pipeline.is_lazy else None
-        with pipeline.optimizer_state.gathered(spill), self._keeping_errors():
+        with pipeline.optimizer_state.gathered(Path(output_dir) if pipeline.is_lazy else None), self._keeping_errors():
             super()._save_optimizer_and_scheduler(output_dir)
         if self._checkpoint_write is not None:
             self._checkpoint_write.is_gathered = True
@@ -448,7 +448,7 @@ class PipeTransformerTrainer(Trainer):
         )
         self._checkpoint_write = write
         try:
-            with phase("save"), write:
+            with phase("save"), write, gathered_for_override(self._job, self._placed, write):
                 super()._save_checkpoint(model, trial)
         finally:
             self._checkpoint_write = None

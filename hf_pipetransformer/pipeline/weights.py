@@ -60,6 +60,8 @@ class Weights:
         self._gathered: dict[str, torch.Tensor] | None = None
         self._lists_placeholders = False
         self._hooks: list[Any] = []
+        self._names: dict[int, str] = {}  # of parameters, by their identity
+        self._skipped: dict[int, set[str]] = {}  # keys that a module leaves out while it is being loaded
         self._buffers: dict[str, Content] = {}  # as they were when they were equal on all processes
         self._reading = ExitStack()  # while `model.state_dict()` runs
         self._here: tuple[nn.Parameter, ...] = ()
@@ -88,6 +90,11 @@ class Weights:
     @property
     def is_whole(self) -> bool:
         return not self._missing
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether rank 0 has every weight at the moment, for saving (`gathered`)."""
+        return self._gathered is not None
 
     def is_here(self, name: str) -> bool:
         return name not in self._missing
@@ -232,9 +239,12 @@ class Weights:
         self._here = tuple(self._table[name] for name in self._table.names if name in names)
         self._flags_here = [parameter.requires_grad for parameter in self._here]
         if self._missing and not self._hooks:  # a whole model has none, and can be pickled
-            self._hooks = [
-                model.register_load_state_dict_pre_hook(self._skip_missing),
-                model.register_load_state_dict_post_hook(self._forgive_missing),
+            self._names = {id(self._table[name]): name for name in self._table.names}
+            for module in model.modules():  # a submodule may be loaded alone, too
+                if any(parameter is not None for parameter in module._parameters.values()):
+                    self._hooks.append(module.register_load_state_dict_pre_hook(self._skip_missing))
+                    self._hooks.append(module.register_load_state_dict_post_hook(self._forgive_missing))
+            self._hooks += [
                 model.register_state_dict_pre_hook(self._begin_state_dict),
                 # torch refuses bound methods here
                 model.register_state_dict_post_hook(lambda *args: self._put_gathered(*args)),
@@ -267,26 +277,31 @@ class Weights:
 
     @contextmanager
     def gathered(self, folder: Path | None = None, needed: Collection[str] | None = None) -> Iterator[None]:
-        """Inside, on rank 0, `model.state_dict()` holds every weight; other processes' weights are on the CPU.
+        """Inside, on rank 0, the model has every weight: saving reads `state_dict()`, parameters, or calls modules.
 
-        Collective over all processes.
+        Other processes' weights are on the CPU. Collective over all processes.
 
         Args:
             folder: the folder of a temporary file for the weights, if there may be no memory for them.
             needed: the parameters that will be read, the same on every process; None for all.
         """
         gathered: dict[str, torch.Tensor] = {}
+        missing = frozenset(self._missing)
 
         def store(name: str, values: Mapping[int, torch.Tensor]) -> None:
+            if name in missing:
+                self.put(name, values)
             gathered[name] = with_values(self._table[name], iter(values.values()))
 
         wanted = {name: (0,) for name in self._table.names if needed is None or name in needed}
-        transfer(self._holders, wanted, self.mesh, CPU, self.values_of, store, folder=folder)
-        self._gathered = gathered
         try:
+            transfer(self._holders, wanted, self.mesh, CPU, self.values_of, store, folder=folder)
+            self._gathered = gathered
             yield
         finally:
             self._gathered = None
+            for name in missing - self._missing:
+                self.drop(name)
 
     @contextmanager
     def listing_placeholders(self) -> Iterator[None]:
@@ -376,20 +391,17 @@ class Weights:
             hook.remove()
         self._hooks = []
 
-    def _missing_keys(self) -> set[str]:
-        return {alias for name in self._missing for alias in self._table.aliases[name]}
-
     def _skip_missing(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        if module is not self._table.model:
-            return
-        for key in self._missing_keys():
-            state_dict.pop(prefix + key, None)
+        """Before a module loads its own parameters: leave out those that are not here."""
+        own = module._parameters.items()
+        keys = {prefix + key for key, parameter in own if self._names.get(id(parameter)) in self._missing}
+        for key in keys:
+            state_dict.pop(key, None)
+        self._skipped[id(module)] = keys
 
     def _forgive_missing(self, module: nn.Module, incompatible: Any) -> None:
-        if module is not self._table.model:
-            return
-        missing = self._missing_keys()
-        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in missing]
+        skipped = self._skipped.pop(id(module), set())
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in skipped]
 
     def _begin_state_dict(self, module: nn.Module, *_: Any) -> None:
         """Refuse `model.state_dict()`, or let it read placeholders, which `_put_gathered` replaces."""

@@ -22,6 +22,7 @@ from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
+from ..errors import in_one_line
 from ..file_formats import KEPT
 from ..model.elsewhere import computing_with_nan
 from ..pipeline.elastic_pipeline import ElasticPipeline
@@ -170,11 +171,13 @@ class CheckpointWrite:
         Raises:
             OSError: a process has failed. The message says whether the checkpoint is saved.
         """
-        mine = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        error = self._error
+        mine = None if error is None else (in_one_line(error), _remedy(error, self._folder))
         everyone = self._job.mesh.gather_objects(mine)
-        failed = [f"rank {rank}: {why}" for rank, why in enumerate(everyone) if why is not None]
+        failed = [f"rank {rank}: {theirs[0]}" for rank, theirs in enumerate(everyone) if theirs is not None]
         if not failed:
             return
+        remedy = next(theirs[1] for theirs in everyone if theirs is not None)
         before = None
         if self._job.args.process_index == 0:
             remove_incomplete(self._folder)
@@ -186,8 +189,19 @@ class CheckpointWrite:
         raise OSError(
             f"{self.final.name} {outcome} ({'; '.join(failed)}). "
             + (f"{before.name} is the latest valid checkpoint. " if before is not None else "")
-            + f"Fix the cause (check the free disk space of {self._folder}) and resume."
-        ) from self._error
+            + f"{remedy} and resume."
+        ) from error
+
+
+def _remedy(error: Exception, folder: Path) -> str:
+    if isinstance(error, FileNotFoundError):
+        return (
+            "The main process alone makes the checkpoint's folder: let code of yours that writes into it (_save,"
+            " save_model) ask self.args.should_save"
+        )
+    if isinstance(error, OSError):
+        return f"Fix the cause (check the free disk space of {folder})"
+    return "Fix the cause"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -204,15 +218,27 @@ def gathered_weights(job: TrainingJob, pipeline: ElasticPipeline, folder: Path) 
         pipeline: the placed model.
         folder: where it is saved.
     """
+    if pipeline.weights.is_gathered:
+        yield
+        return
     pipeline.synchronise_buffers()
     needed: frozenset[str] | None = None
-    reading: AbstractContextManager[Any] = nullcontext()
     if hasattr(job.model, "peft_config"):
         needed = job.mesh.of_first(names_saved(job.trainer, job.model, pipeline.weights))
-        # PEFT asks modules for their keys when it saves, which reads placeholders; other code must not read them
-        reading = computing_with_nan()
-    with pipeline.weights.gathered(folder if pipeline.is_lazy else None, needed), reading:
+    with pipeline.weights.gathered(folder if pipeline.is_lazy else None, needed):
         yield
+
+
+def gathered_for_override(
+    job: TrainingJob, pipeline: ElasticPipeline | None, write: CheckpointWrite
+) -> AbstractContextManager[None]:
+    """While a checkpoint is written, gather the weights for a `save_model` of the user's that writes them by itself.
+
+    The stock method gathers them for its own time only, so that they are freed before the optimizer's state comes.
+    """
+    if pipeline is None or not job.overrides("save_model"):
+        return nullcontext()
+    return gathered_weights(job, pipeline, write.output_dir or write.final)
 
 
 def names_saved(trainer: Trainer, model: Any, weights: Weights) -> frozenset[str] | None:
