@@ -41,7 +41,7 @@ from .refusals import (
     users_functions,
 )
 from .stacks import find_stacks, tapped_modules
-from .units import CalledWith, Carry, ModelLayers, TracedLayers, Unit
+from .units import CalledWith, Carry, ModelLayers, TracedLayers, Unit, with_unreached
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,7 @@ class LayerStack:
         batch: dict[str, Any],
         called: CalledWith | None = None,
         named: Sequence[str] | None = None,
+        is_split: bool = True,
     ) -> LayerStack:
         """Find the units of a complete model by running it on a small batch.
 
@@ -172,6 +173,7 @@ class LayerStack:
             batch: keyword arguments of `model.forward` with 1 or 2 samples, for which it returns a loss or logits.
             called: how the loss calls the model.
             named: names of the modules that contain the layers (`pipeline_layers`); None to find them.
+            is_split: whether the model may be split. Otherwise it is not run in training mode, in which it may change.
 
         Raises:
             ValueError: if a module in `named` does not exist or contains no layers.
@@ -181,7 +183,7 @@ class LayerStack:
         """
         refuse_by_configuration(model)
         with evaluation_mode(model):
-            versions = {name: parameter._version for name, parameter in model.named_parameters()}
+            versions = _versions(model)
             called = called or CalledWith()
             arguments = batch if called.nested_in is None else {called.nested_in: batch}
             stacks = tuple(map(tuple, find_stacks(model, arguments, named)))
@@ -192,7 +194,7 @@ class LayerStack:
             for layers in [*tried] if taps else [ModelLayers(stacks), *tried]:
                 runner = LayerRangeRunner(model, layers, CalledWith(nested_in=called.nested_in))
                 try:
-                    stack = cls._discover_with(runner, batch)
+                    stack = cls._discover_with(runner, batch, versions if is_split else None)
                 except UnsupportedModelError as error:
                     refusals.append(error)
                 else:
@@ -202,8 +204,17 @@ class LayerStack:
         raise refusals[0]
 
     @classmethod
-    def _discover_with(cls, runner: LayerRangeRunner, batch: dict[str, Any]) -> LayerStack:
-        """`discover` with the layers of this runner, in eval mode."""
+    def _discover_with(
+        cls, runner: LayerRangeRunner, batch: dict[str, Any], versions: dict[str, int] | None
+    ) -> LayerStack:
+        """`discover` with the layers of this runner, in eval mode.
+
+        Args:
+            runner: runs the layers.
+            batch: as for `discover`.
+            versions: counters of in-place changes of the parameters, which are set to those after the forward in
+                training mode: `check_training` says what it changes. None: without this forward.
+        """
         model = runner.model
         runner.install()
         try:
@@ -215,22 +226,26 @@ class LayerStack:
                 reached, used, only_returned, _ = _reached_by_each_unit(runner, table, batch)  # 2
             why = REGISTERS_HOOKS if hooks.found else ""
             unreached = frozenset(table.names) - frozenset().union(*reached)  # in eval mode: perhaps not in each step
-            try:
-                reached_in_training, used_in_training, functions = _reached_in_training(runner, table, batch)
-                failure = None
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                failure = error  # `check_training` says why
-            else:
-                reached = [one | other for one, other in zip(reached, reached_in_training, strict=True)]
-                used = [one | other for one, other in zip(used, used_in_training, strict=True)]
-                why = why or (OWN_FUNCTION.format(functions[0]) if functions else "")
+            failure = None
+            if versions is not None:
+                try:
+                    reached_in_training, used_in_training, functions = _reached_in_training(runner, table, batch)
+                except Exception as error:
+                    if is_out_of_memory(error):
+                        raise
+                    failure = error  # `check_training` says why
+                else:
+                    reached = [one | other for one, other in zip(reached, reached_in_training, strict=True)]
+                    used = [one | other for one, other in zip(used, used_in_training, strict=True)]
+                    why = why or (OWN_FUNCTION.format(functions[0]) if functions else "")
+                if (after := _versions(model)) != versions:  # a teacher that is an average, for example
+                    versions.update(after)
+                    whole = output_tensors(runner.trace(batch))
             nowhere = frozenset(table.names) - frozenset().union(*reached)
             # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then does
             # not show which unit needs it: if the minimal candidate fails, all units get it. At last all units get all
             # parameters outside of the layers (RT-DETR chooses its decoder's inputs by the scores of a head).
-            owners = [_with_unreached(reached, runner.units, nowhere, everywhere) for everywhere in (False, True)]
+            owners = [with_unreached(reached, runner.units, nowhere, everywhere) for everywhere in (False, True)]
             outside = _outside(table, runner.units)
             owners.append(tuple(names | outside for names in owners[-1]))
             with refusing_what_fails(model):
@@ -414,6 +429,11 @@ def _reached_by_each_unit(
     return owners, used, frozenset(only_returned), functions
 
 
+def _versions(model: nn.Module) -> dict[str, int]:
+    """Autograd's counter of in-place changes of each parameter."""
+    return {name: parameter._version for name, parameter in model.named_parameters()}
+
+
 def _reached_in_training(
     runner: LayerRangeRunner, table: ParameterTable, batch: dict[str, Any]
 ) -> tuple[list[set[str]], list[set[tuple[int, int]]], list[str]]:
@@ -424,25 +444,6 @@ def _reached_in_training(
     with left_as_found(runner.model), _training_without_dropout(runner.model), NotingHooks():
         reached, used, _, functions = _reached_by_each_unit(runner, table, batch)
     return reached, used, functions
-
-
-def _with_unreached(
-    reached: Sequence[set[str]], units: Sequence[Unit], unreached: frozenset[str], everywhere: bool
-) -> tuple[frozenset[str], ...]:
-    """Give each unit the parameters of its own module that the probed batch did not reach (experts without a token).
-
-    Parameters outside of all units go to the first unit that reaches another parameter of the same module (such as a
-    user's own embedding); otherwise (an unused pooler) to the last unit, or to all units with `everywhere`.
-    """
-    completed = [set(names) for names in reached]
-    elsewhere = list(range(len(units))) if everywhere else [len(units) - 1]
-    modules = [{name.rpartition(".")[0] for name in names} for names in reached]
-    for name in unreached:
-        inside = [k for k, unit in enumerate(units) if name.startswith(unit.name + ".")]
-        beside = [k for k, names in enumerate(modules) if name.rpartition(".")[0] in names]
-        for k in inside or (elsewhere if everywhere else beside[:1] or elsewhere):
-            completed[k].add(name)
-    return tuple(map(frozenset, completed))
 
 
 @contextmanager

@@ -109,3 +109,22 @@ class TracedLayers:
     called: CalledWith
     calls: tuple[tuple[str, int], ...]
     structures: tuple[OutputStructure, ...]
+
+
+def with_unreached(
+    reached: Sequence[set[str]], units: Sequence[Unit], unreached: frozenset[str], everywhere: bool
+) -> tuple[frozenset[str], ...]:
+    """Give each unit the parameters of its own module that the probed batch did not reach (experts without a token).
+
+    Parameters outside of all units go to the first unit that reaches another parameter of the same module (such as a
+    user's own embedding); otherwise (an unused pooler) to the last unit, or to all units with `everywhere`.
+    """
+    completed = [set(names) for names in reached]
+    elsewhere = list(range(len(units))) if everywhere else [len(units) - 1]
+    modules = [{name.rpartition(".")[0] for name in names} for names in reached]
+    for name in unreached:
+        inside = [k for k, unit in enumerate(units) if name.startswith(unit.name + ".")]
+        beside = [k for k, names in enumerate(modules) if name.rpartition(".")[0] in names]
+        for k in inside or (elsewhere if everywhere else beside[:1] or elsewhere):
+            completed[k].add(name)
+    return tuple(map(frozenset, completed))

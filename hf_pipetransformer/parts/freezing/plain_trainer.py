@@ -181,7 +181,7 @@ class PlainTrainer:
         self._is_looking = True
         try:
             with global_state_kept():
-                stack = LayerStack.discover(self._model, sample)
+                stack = LayerStack.discover(self._model, sample, is_split=False)
                 return stack, FreezableLayers.of(stack, sample)
         except UnsupportedModelError as error:
             raise error.with_one_stage() from error.__cause__

@@ -44,5 +44,5 @@ def _find_sharded(job: TrainingJob, rows: list[Any], collate: SampleCollator) ->
     with global_state_kept(), left_as_found(job.model):
         examples = first_that_runs(job, examples_of(job, sample), sample)
         inputs = examples.of(job.model, sample)
-        stack = LayerStack.discover(job.model, inputs, examples.called)
+        stack = LayerStack.discover(job.model, inputs, examples.called, is_split=False)
         return FoundLayers(stack.describe(), FreezableLayers.of(stack, inputs))

@@ -270,7 +270,7 @@ def _probe_units(job: TrainingJob, places: Sequence[ExampleInputs], sample: Batc
     with global_state_kept(), naming_long_rows(model, padded), left_as_found(model):
         examples = first_that_runs(job, places, sample)
         inputs, padded = examples.of(model, sample), examples.of(model, padded)
-        stack = LayerStack.discover(model, inputs, examples.called, job.args.pipeline_layers)
+        stack = LayerStack.discover(model, inputs, examples.called, job.args.pipeline_layers, job.args.uses_pipeline)
         if job.args.uses_pipeline:
             refuse_weights_with_state(model)
             refuse_overlapping_weights(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from user_code.kit import Rows
 
 from ..kit import LABELS, WIDTH, Layer, Network, Script, case, classified, pad, pool, samples
+from .late_changes import frozen_by_schedule
 
 ADAM = {"num_train_epochs": 1, "optim": "adamw_torch", "learning_rate": 0.01, "adam_epsilon": 1e-4}
 
@@ -326,3 +328,28 @@ def with_another_head_after_evaluation(trainer: Any) -> None:
 def another_head_after_an_evaluation() -> Script:
     """The model gets a new head after evaluate() and before train()."""
     return trained(Network(4), drive=with_another_head_after_evaluation)
+
+
+class FollowedByAverage(Network):
+    """A classifier with a head that is an average of the trained one, moved by each forward in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.average = copy.deepcopy(self.head).requires_grad_(False)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        outputs = super().forward(input_ids, attention_mask, labels)
+        if self.training:
+            with torch.no_grad():
+                for mine, theirs in zip(self.average.parameters(), self.head.parameters(), strict=True):
+                    mine.lerp_(theirs, 0.2)
+        return outputs
+
+
+@case("K1")
+def average_moves_once_a_step_while_layers_freeze() -> Script:
+    """A freeze policy looks for the layers: the forward in training mode runs in the steps alone."""
+    product = {"freeze_policy": "schedule", "freeze_schedule": {"1": 2}, "activation_cache": "off"}
+    return frozen_by_schedule(model=FollowedByAverage(), product=product)
