@@ -212,8 +212,8 @@ class LayerStack:
         Args:
             runner: runs the layers.
             batch: as for `discover`.
-            versions: counters of in-place changes of the parameters, which are set to those after the forward in
-                training mode: `check_training` says what it changes. None: without this forward.
+            versions: counters of in-place changes of the parameters. Those of the forward in training mode are added:
+                `check_training` says what it changes. None: without this forward.
         """
         model = runner.model
         runner.install()
@@ -228,6 +228,7 @@ class LayerStack:
             unreached = frozenset(table.names) - frozenset().union(*reached)  # in eval mode: perhaps not in each step
             failure = None
             if versions is not None:
+                before = _versions(model)
                 try:
                     reached_in_training, used_in_training, functions = _reached_in_training(runner, table, batch)
                 except Exception as error:
@@ -238,8 +239,8 @@ class LayerStack:
                     reached = [one | other for one, other in zip(reached, reached_in_training, strict=True)]
                     used = [one | other for one, other in zip(used, used_in_training, strict=True)]
                     why = why or (OWN_FUNCTION.format(functions[0]) if functions else "")
-                if (after := _versions(model)) != versions:  # a teacher that is an average, for example
-                    versions.update(after)
+                if (after := _versions(model)) != before:  # a teacher that is an average, for example
+                    versions.update({name: versions[name] + after[name] - before[name] for name in versions})
                     whole = output_tensors(runner.trace(batch))
             nowhere = frozenset(table.names) - frozenset().union(*reached)
             # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then does
