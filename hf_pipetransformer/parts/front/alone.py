@@ -1,10 +1,10 @@
 """Runs the modules of a front without the forward of the model around them, which may be users' code.
 
-    argument of a module                           comes from
-    an input of the batch, as it is                the batch
-    the output of an earlier module                this module
-    another tensor                                 `OTHERS`: what the forward around has computed in the first call
-    anything else                                  the first call
+argument of a module                           comes from
+an input of the batch, as it is                the batch
+the output of an earlier module                this module
+another tensor                                 `OTHERS`: what the forward around has computed in the first call
+anything else                                  the first call
 """
 
 from __future__ import annotations

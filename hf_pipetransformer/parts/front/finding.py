@@ -285,9 +285,9 @@ def find_front(
     front = {call.name: call for call in calls if call.name in found.needed}
     alone = None
     if front and all(call.is_set for call in front.values()) and (rows := rows_of(found.reads, inputs)) is not None:
-        called = {name: call.as_called for name, call in front.items()}
+        as_called = {name: call.as_called for name, call in front.items()}
         outputs = {name: call.outputs for name, call in front.items()}
-        alone = FrontAlone(called, outputs, origins, rows, device)
+        alone = FrontAlone(as_called, outputs, origins, rows, device)
     uncalled = frozenset(modules) - {of.name for of in calls}
     return output, replace(found, closed=closed, uncalled=uncalled, alone=alone)
 

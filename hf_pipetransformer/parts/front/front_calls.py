@@ -39,8 +39,9 @@ from .finding import (
     waits_for_others,
 )
 from .front import FrozenFront, OtherCallsError
-from .repeating import is_of_libraries, may_repeat
+from .repeating import is_of_libraries, is_restorable
 from .rows import may_have_padding
+from .trial import NOT_TRIED, OF_OTHER_SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -316,11 +317,11 @@ class FrontCalls:
         self._may_widen &= job.mesh.world_size == 1 or not waits_for_others(self._model)
         # a forward of users' does not run more often than in a plain training
         self._may_widen &= (found.alone is not None and found.alone.is_closed) or is_of_libraries(self._model)
-        if self._is_of_samples(front, inputs, found, run_on):
+        if (why := self._why_not_of_samples(front, inputs, found, run_on)) is None:
             front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self.writes)
             front.share = 0.0  # the search takes time itself
         else:
-            self._turn_off("its output for a sample depends on the other samples")
+            self._turn_off(why)
         found.calls.clear()
         if found.alone is not None:
             found.alone.others.clear()
@@ -339,29 +340,30 @@ class FrontCalls:
         weights = [weight for module in modules for weight in module.parameters(recurse=False)]
         return WatchedWeights(modules, [weight for weight in weights if id(weight) not in trained])
 
-    def _is_of_samples(
+    def _why_not_of_samples(
         self, front: FrozenFront, inputs: Batch, found: FoundFront, run_on: Callable[[Batch], Any]
-    ) -> bool:
-        """Return True if the front's output for a sample is independent of the other samples. Restores all state."""
+    ) -> str | None:
+        """Why a sample's output may depend on the other samples; None if it does not. Restores all state."""
         may_cut = self._is_training and self._loss.is_stock and self._job.trainer.label_smoother is None
         # each process decides for itself, and the trial must not wait for other processes
         may_cut &= self._job.mesh.world_size == 1 or not waits_for_others(self._model)
         may_cut &= not any(users_hooks_on(self._model.get_submodule(name)) for name in found.needed)
-        may_cut &= may_repeat(self._model)
-        before, alone = torch_states(), found.alone
-        runs_on = self._alone(found)
-        if runs_on is None and alone is not None and not is_of_libraries(self._model):
-            # with a column less, the forward around would compute other arguments
-            if front.trial.cuttable(inputs) is None or not may_repeat(self._model):
-                inputs, runs_on = {**inputs, OTHERS: list(alone.others)}, partial(alone.run, self._model)
-        if runs_on is None and not may_repeat(self._model):
-            return False
+        before, alone, runs_on = torch_states(), found.alone, self._alone(found)
+        may_repeat = is_restorable(self._model)
+        # with a column less, the forward around would compute other arguments
+        needs_forward = may_repeat and (is_of_libraries(self._model) or front.trial.cuttable(inputs) is not None)
+        if runs_on is None and alone is not None and not needs_forward:
+            inputs, runs_on = {**inputs, OTHERS: list(alone.others)}, partial(alone.run, self._model)
+        if runs_on is None and not may_repeat:
+            return NOT_TRIED
         try:
-            return front.trial.is_of_samples(inputs, found.calls, runs_on or run_on, may_cut)
+            runs_on = runs_on or run_on
+            is_one = front.trial.is_of_samples(inputs, found.calls, runs_on, may_cut and may_repeat)
+            return None if is_one else OF_OTHER_SAMPLES
         except Exception:  # out of memory, perhaps
             logger.debug("The front could not be tried.", exc_info=True)
             set_torch_states(before)
-            return False
+            return OF_OTHER_SAMPLES
 
     def _say_why_not(self, found: FoundFront) -> None:
         """Log why the largest frozen modules are not stored; without modules that are stored for the most part."""

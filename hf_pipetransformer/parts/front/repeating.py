@@ -27,8 +27,8 @@ def is_of_libraries(model: nn.Module) -> bool:
     return not foreign_code(model, hooks_count=False)  # hooks are at rest in a trial
 
 
-def may_repeat(model: nn.Module) -> bool:
-    """Whether a forward changes nothing but what the model holds, which `left_as_found` restores.
+def is_restorable(model: nn.Module) -> bool:
+    """Whether a model's forward changes nothing but what the model holds, which `left_as_found` restores.
 
     Users' code may change values of global variables: a counter, a schedule. Without such variables it may not.
     """

@@ -19,6 +19,10 @@ from .rows import is_wide, leaves_of, tokens_of, with_less_columns
 
 MOST_TRIES = 3
 """Maximum number of batches for the trial whether a loss reads padding."""
+OF_OTHER_SAMPLES = "its output for a sample depends on the other samples"
+"""Why a front is closed after its trial."""
+NOT_TRIED = "it cannot be tried, as the forward around it sets adapters, and may change global variables"
+"""Why a front is closed without a trial."""
 LOUD = 2.0
 """Amplitude of the noise in place of padding, relative to the largest value."""
 
