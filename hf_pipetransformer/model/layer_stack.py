@@ -263,6 +263,10 @@ class LayerStack:
                         return stack
         finally:
             runner.remove()
+        with torch.no_grad():
+            again = output_tensors(model(**runner.arguments(batch)))
+        if again.keys() != whole.keys() or not all(_are_equal(again[key], whole[key]) for key in whole):
+            raise UnsupportedModelError(model, CHANGES_ITSELF, USE_ONE_STAGE)
         raise UnsupportedModelError(
             model,
             "when its layers are run one at a time, the result differs from that of the whole model (it may read"
@@ -372,6 +376,10 @@ def hooked(model: nn.Module, counts: Callable[..., bool] = lambda *hooks: any(ho
     return ""
 
 
+CHANGES_ITSELF = (
+    "its forward returns something else when it is called again on the same batch (it counts its calls, steps a"
+    " schedule, or writes into its inputs)."
+)
 OWN_FUNCTION = "the backward of the autograd function {} in its layers may count calls"
 """As of functions that add the gradient of an auxiliary loss, a mean over the samples of each call."""
 REGISTERS_HOOKS = "its forward registers hooks, which would see the gradients of parts of a batch"

@@ -7,17 +7,23 @@ buffers; training must begin as if they had never been called.
 from __future__ import annotations
 
 import collections.abc
+import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 CONTAINERS: tuple[type, ...] = (list, dict, set, collections.deque)
+HOLDING = (*CONTAINERS, tuple, CellType)
+PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, torch.Tensor)
+MOST_OBJECTS = 10_000
+"""Limit for the search for what objects hold."""
 MAX_DEPTH = 3
 """Containers inside containers are restored down to this depth."""
 MAX_ENTRIES = 2_000
@@ -35,6 +41,7 @@ STOCK = (
     "datasets",
     "tokenizers",
     "hf_pipetransformer",
+    *("threading", "queue", "logging", "multiprocessing", "concurrent", "asyncio", "weakref", "_io", "io", "_thread"),
 )
 """Packages with objects that keep no relevant state between calls."""
 
@@ -82,11 +89,11 @@ def left_as_found(*objects: Any) -> Iterator[None]:
     iterators return again what has been taken from them.
 
     Args:
-        objects: modules, with all their submodules, or any other objects. Modules (a criterion) and user objects among
-            their attributes are restored as well.
+        objects: modules, with all their submodules, or any other objects. What they hold is restored as well: modules
+            (a criterion) and users' objects in attributes, containers and closures, with the data of their classes.
     """
     noted: dict[int, _Noted] = {}  # an iterator may be an attribute of several objects
-    undo = [restore for value in _with_parts(objects) for restore in _restoring(value, noted)]
+    undo = [restore for value in parts_of(objects) for restore in _restoring(value, noted)]
     try:
         yield
     finally:
@@ -94,41 +101,107 @@ def left_as_found(*objects: Any) -> Iterator[None]:
             restore()
 
 
-def _with_parts(objects: Sequence[Any]) -> list[Any]:
-    """Return the objects, with their parts and submodules."""
-    found = {id(value): value for value in objects}
-    for owner in [value for value in objects if hasattr(value, "__dict__") and not isinstance(value, nn.Module)]:
-        for value in vars(owner).values():
-            part = getattr(value, "__self__", value)  # the object of a bound method
-            package = type(part).__module__.partition(".")[0]
-            is_stock = package in STOCK and not (isinstance(part, nn.Module) and package == "torch")
-            if not is_stock and hasattr(part, "__dict__") and not isinstance(part, type):
-                found.setdefault(id(part), part)
-    modules = [value.modules() if isinstance(value, nn.Module) else [value] for value in found.values()]
-    return list({id(value): value for value in itertools.chain.from_iterable(modules)}.values())
+def parts_of(objects: Sequence[Any]) -> list[Any]:
+    """Return the objects and all that they hold: submodules, users' objects and classes, and the cells of closures.
+
+    Args:
+        objects: modules or any other objects.
+    """
+    found: dict[int, Any] = {}
+    todo = collections.deque(objects)
+    given = set(map(id, objects))
+    seen = dict[int, Any]()  # keeps them alive: an id may be used again
+    while todo and len(seen) < MOST_OBJECTS:
+        value = todo.popleft()
+        if id(value) in seen or isinstance(value, PLAIN):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, (MethodType, functools.partial, FunctionType, *HOLDING)):
+            todo.extend(_held_by(value))
+            if isinstance(value, CellType) or id(value) in given:
+                found[id(value)] = value
+        elif id(value) in given or _is_of_user(value):
+            modules = list(value.modules()) if isinstance(value, nn.Module) else [value]
+            found.update((id(module), module) for module in modules)
+            seen.update((id(module), module) for module in modules)
+            classes = {cls: None for module in modules for cls in type(module).__mro__}
+            found.update((id(cls), cls) for cls in classes if not _is_stock(cls.__module__))
+            for module in modules:
+                todo.extend(v for n, v in vars_of(module).items() if n not in ("_parameters", "_buffers", "_modules"))
+    return list(found.values())
+
+
+def _is_stock(module: str) -> bool:
+    return module.partition(".")[0] in STOCK
+
+
+def _is_of_user(value: Any) -> bool:
+    """Whether an object may keep state between calls: one of the user's, or a module."""
+    is_module = isinstance(value, nn.Module) and type(value).__module__.startswith("torch.")
+    return not isinstance(value, type) and (is_module or not _is_stock(type(value).__module__))
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    """Return what a container, a bound method, a partial function or a function holds."""
+    if isinstance(value, MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, FunctionType):
+        return () if _is_stock(value.__module__ or "") else value.__closure__ or ()
+    if isinstance(value, CellType):
+        return (value.cell_contents,) if _is_bound(value) else ()
+    if len(value) > MAX_ENTRIES:
+        return ()
+    return value.values() if isinstance(value, dict) else value
+
+
+def _is_bound(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # its variable has no value yet
+        return False
+
+
+def vars_of(owner: Any) -> dict[str, Any]:
+    """The attributes of an object, in its dictionary and in slots."""
+    slots = [name for cls in type(owner).__mro__ for name in _as_tuple(vars(cls).get("__slots__", ()))]
+    in_slots = {name: getattr(owner, name) for name in slots if name != "__dict__" and hasattr(owner, name)}
+    return {**in_slots, **getattr(owner, "__dict__", {})}
+
+
+def _as_tuple(names: Any) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _restoring(owner: Any, noted: dict[int, _Noted]) -> Iterator[Undo]:
-    """Yield functions that restore a container, or the attributes of another object.
+    """Yield functions that restore a container, the variable in a cell, or the attributes of another object.
 
     Args:
-        owner: the container or object.
+        owner: the container, cell, class or object.
         noted: receives the iterators, by their identities.
     """
-    if not hasattr(owner, "__dict__"):
+    if isinstance(owner, CONTAINERS):
         yield from _contents(owner, [MAX_ENTRIES], MAX_DEPTH)
         return
-    attributes = vars(owner)
-    before = dict(attributes)
-    iterators = {
-        name: noted.setdefault(id(value), _Noted(value))
-        for name, value in before.items()
-        if is_iterator(value) or isinstance(value, _Noted)
-    }
-    attributes.update(iterators)
-    yield partial(_refill, attributes, before)
-    for name, iterator in iterators.items():
-        yield partial(_put_back, attributes, name, iterator)
+    if isinstance(owner, (CellType, type)):
+        before = {"cell_contents": owner.cell_contents} if isinstance(owner, CellType) else _data_of(owner)
+        yield partial(_set_attributes, owner, before)
+    elif not hasattr(owner, "__dict__"):
+        before = vars_of(owner)
+        yield partial(_set_attributes, owner, before)
+    else:
+        attributes = vars(owner)
+        before = dict(attributes)
+        iterators = {
+            name: noted.setdefault(id(value), _Noted(value))
+            for name, value in before.items()
+            if is_iterator(value) or isinstance(value, _Noted)
+        }
+        attributes.update(iterators)
+        yield partial(_refill, attributes, before)
+        for name, iterator in iterators.items():
+            yield partial(_put_back, attributes, name, iterator)
     for value in before.values():
         if not isinstance(value, torch.Tensor):
             yield from _contents(value, [MAX_ENTRIES], MAX_DEPTH)
@@ -140,6 +213,21 @@ def _restoring(owner: Any, noted: dict[int, _Noted]) -> Iterator[Undo]:
         for parameter in owner._parameters.values():
             if parameter is not None:
                 yield partial(_set_flag, parameter, parameter.requires_grad)
+
+
+def _data_of(cls: type) -> dict[str, Any]:
+    """The attributes of a class that are data: a counter of all its objects, for example."""
+    data = {name: value for name, value in vars(cls).items() if not name.startswith("_") and not callable(value)}
+    return {name: value for name, value in data.items() if not hasattr(type(value), "__get__")}
+
+
+def _set_attributes(owner: Any, before: Mapping[str, Any]) -> None:
+    now = _data_of(owner) if isinstance(owner, type) else vars_of(owner)
+    for name, value in before.items():
+        if isinstance(owner, CellType) or now.get(name) is not value:
+            setattr(owner, name, value)
+    for name in now.keys() - before.keys():
+        delattr(owner, name)
 
 
 def _contents(container: Any, budget: list[int], depth: int) -> Iterator[Undo]:

@@ -35,6 +35,11 @@ def in_new_containers(value: Any) -> Any:
     return recursively_apply(lambda tensor: tensor, value)
 
 
+def in_new_tensors(value: Any) -> Any:
+    """A copy of a value, for a trial of users' code: it may write into its input, which a step reads afterwards."""
+    return recursively_apply(torch.clone, value)
+
+
 def on_device(value: Any, device: torch.device) -> Any:
     """The same value with its tensors on a device."""
     return recursively_apply(lambda tensor: tensor.to(device), value)

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError
 from .method_override import MethodOverride
-from .nested import in_new_containers, is_continuous, tensors_of
+from .nested import in_new_tensors, is_continuous, tensors_of
 from .placeholders import ParameterTable, reachable_leaves
 
 MOST_NAMES = 8
@@ -145,7 +145,7 @@ def _lists_in_order(model: nn.Module, lists: Sequence[list[str]], batch: dict[st
             numbers[layer] = []
             # no hooks, because some models call layer.forward()
             undone.callback(MethodOverride(layer, "forward", partial(noted, layer, layer.forward)).remove)
-        model(**in_new_containers(batch))
+        model(**in_new_tensors(batch))
     calls_of = [[numbers[layer] for layer in dict.fromkeys(map(model.get_submodule, names))] for names in lists]
     chained = list(compress(lists, (_are_chained(calls, of) for of in calls_of)))
     dependent = compress(lists, (_depend_in_order(calls, of) for of in calls_of))
@@ -190,7 +190,7 @@ def tapped_modules(
         for layer in layers:
             for name, module in model.get_submodule(layer).named_modules(prefix=layer):
                 hooks.callback(module.register_forward_hook(partial(note, name)).remove)
-        output = model(**in_new_containers(batch))
+        output = model(**in_new_tensors(batch))
     found = {name for tensor in tensors_of(output) for name in returned_by.get(id(tensor), ())}
     return {
         layer: tuple(

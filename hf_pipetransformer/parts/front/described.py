@@ -13,6 +13,7 @@ from ..prefix_cache.cache.batch_entries import WHOLE, Tokens
 from ..prefix_cache.cache.origins import tensors_in
 from .calls import KnownBatch
 from .divided import Rows, rows_of
+from .finding import states_of, with_adapters
 from .rows import PaddingValues, entries_of, is_wide, leaves_of, tokens_of
 from .trial import FrontTrial
 
@@ -33,14 +34,14 @@ class InputDescriber:
         self.padding = PaddingValues()
         """The padding values of the inputs."""
         self._reads, self._device, self._trial = frozenset(reads), device, trial
-        self._with_adapters = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
+        self._with_adapters = with_adapters(model)
         self._around: str | None = None  # arguments that are no tensors, input names, autocast, adapters
         self._inside: str | None = None  # autocast and adapters where the front's first module is called
 
     @property
     def _state(self) -> str:
         """The state of autocast and of the adapters, in words."""
-        adapters = [(m._disable_adapters, m._active_adapter) for m in self._with_adapters]
+        adapters = states_of(self._with_adapters)
         device = self._device.type
         return f"{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)} {adapters}"
 

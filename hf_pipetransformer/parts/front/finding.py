@@ -41,6 +41,7 @@ from ...randomness import torch_states
 from ..prefix_cache.cache.guards import unnoticed
 from ..prefix_cache.cache.known_code import FOREIGN, OF_ALL, candidates, is_known, kept_by, users_hook_inside
 from ..prefix_cache.cache.origins import RANDOM, TRAINED, UNKNOWN, Origins, tensors_in
+from .alone import BatchInputs, FrontAlone, ModuleCall
 from .divided import Rows, rows_of
 from .entries import dense_order
 
@@ -104,6 +105,7 @@ class FoundFront:
         calls: the recorded call of each module; to be discarded after use.
         uncalled: names of frozen modules that were not called, for example because the batch has no images.
         is_of_images: whether an entry belongs to an image, and a sample has any number of images.
+        alone: runs the modules without the forward around them; None where this sets adapters before it calls them.
     """
 
     needed: dict[str, tuple[int, ...]]
@@ -116,6 +118,7 @@ class FoundFront:
     calls: dict[str, RecordedCall]
     uncalled: frozenset[str] = frozenset()
     is_of_images: bool = False
+    alone: FrontAlone | None = None
 
     @property
     def stored(self) -> list[tuple[str, int]]:
@@ -136,6 +139,8 @@ class _FrozenCall:
     why_not: str | None
     structure: TreeSpec
     versions: list[int]  # of inputs and outputs, when the module returned
+    as_called: ModuleCall
+    is_set: bool  # adapters are as they were around the model
 
 
 def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Others]:
@@ -197,12 +202,15 @@ def find_front(
             origins.of(parameter, set()).add(TRAINED)
     calls: list[_FrozenCall] = []
     at_start, thread = other_randomness(), threading.get_ident()
+    batch, adapters = BatchInputs(inputs, device), with_adapters(model)
+    around = states_of(adapters)
 
     def watch(
         name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         leaves = tree_flatten((args, kwargs))[0]
         given, others = arguments_of(args, kwargs)
+        as_called, is_set = batch.call_of(module, args, kwargs), states_of(adapters) == around
         of = origins.union(given)
         odd = next((leaf for leaf in leaves if not isinstance(leaf, (*PLAIN, torch.Tensor))), None)
         why = None if odd is None else f"it is given a {type(odd).__name__}"
@@ -242,7 +250,8 @@ def find_front(
             why = why or f"it returns a {type(odd).__name__}"
         of |= origins.union(tensors_in(output)) | origins.decided
         versions = versions_of([*given, *outputs])
-        calls.append(_FrozenCall(name, frozenset(of), given, others, outputs, seconds, why, structure, versions))
+        of_call = name, frozenset(of), given, others, outputs, seconds, why, structure, versions
+        calls.append(_FrozenCall(*of_call, as_called, is_set))
         return output
 
     def watched(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -273,7 +282,24 @@ def find_front(
             called.why_not = called.why_not or LEAKS
     found = _chosen(calls, origins, inputs, seconds)
     closed = frozenset(name for name in found.closed if not foreign[name])
-    return output, replace(found, closed=closed, uncalled=frozenset(modules) - {of.name for of in calls})
+    front = {call.name: call for call in calls if call.name in found.needed}
+    alone = None
+    if front and all(call.is_set for call in front.values()) and (rows := rows_of(found.reads, inputs)) is not None:
+        as_called = {name: call.as_called for name, call in front.items()}
+        outputs = {name: call.outputs for name, call in front.items()}
+        alone = FrontAlone(as_called, outputs, origins, rows, device)
+    uncalled = frozenset(modules) - {of.name for of in calls}
+    return output, replace(found, closed=closed, uncalled=uncalled, alone=alone)
+
+
+def with_adapters(model: nn.Module) -> list[Any]:
+    """The modules of a model with adapters, which can be turned off."""
+    return [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+
+
+def states_of(adapters: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Whether adapters are turned off, and which of them are used."""
+    return [(module._disable_adapters, module._active_adapter) for module in adapters]
 
 
 def users_hooks_on(module: nn.Module) -> list[Any]:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ...model.left_as_found import left_as_found
 from ...model.method_override import MethodOverride
 from ...model.micro_batch import Batch
+from ...model.nested import in_new_tensors
 from ...pipeline.devices import synchronise
 from ...randomness import generators_kept, global_state_kept, set_torch_states, torch_states
 from ..prefix_cache.cache.cache_counts import CacheCounts
@@ -159,7 +160,7 @@ class FrozenFront:
             forward: runs the model's forward.
             reads: whether stored outputs may be returned.
             writes: whether missing outputs are stored.
-            run_on: runs the model's forward on a batch; None if outputs must keep this batch's padding.
+            run_on: runs the front on a batch; None if outputs must keep this batch's padding.
 
         Raises:
             OtherCallsError: more of an output is read than before; the call must be repeated without stored outputs.
@@ -278,9 +279,10 @@ class FrozenFront:
         may_be = self.trial.keeps_padding and batch.signature in self._known and self._tries_to_widen > 0
         if not may_be or not missing or columns <= 0:
             return None
-        wide = with_more_columns(some_rows(inputs, inputs, batch.rows, missing), columns, self._inputs.padding.known)
+        some = in_new_tensors(some_rows(inputs, inputs, batch.rows, missing))
+        wide = with_more_columns(some, columns, self._inputs.padding.known)
         described = self._inputs.described(wide)
-        ran = {} if described is None else self._tried(partial(run_on, wide))
+        ran = {} if described is None else self._tried(run_on, wide)
         if described is None or ran.keys() != self.found.needed.keys():
             self._tries_to_widen -= 1
             return None
@@ -290,13 +292,16 @@ class FrozenFront:
         self.counts.load_seconds = seconds  # these seconds count only in an epoch that reads
         return found
 
-    def _tried(self, forward: Callable[[], Any]) -> dict[str, RecordedCall]:
-        """Return the modules' outputs in a call that ends when all have run. Restores the model's state."""
+    def _tried(self, forward: Callable[[Batch], Any], batch: Batch) -> dict[str, RecordedCall]:
+        """Return the modules' outputs on a batch of the trial's own. The call ends when all have run.
+
+        Restores the model's state.
+        """
         self._call = call = FrontCall(ends=True)
         try:
             kept = left_as_found(self._model), global_state_kept(), generators_kept(self._model)
             with torch.no_grad(), users_hooks_at_rest(self._model), kept[0], kept[1], kept[2]:
-                forward()
+                forward(batch)
         except AllRanError:
             pass
         except Exception:  # samples have different numbers of images, perhaps

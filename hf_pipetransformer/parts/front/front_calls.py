@@ -17,7 +17,7 @@ from ...model.called_inputs import NOT_OF_STATES, named_inputs
 from ...model.frozen_prefix import frozen_modules
 from ...model.left_as_found import left_as_found
 from ...model.micro_batch import Batch
-from ...model.nested import in_new_containers
+from ...model.nested import in_new_containers, in_new_tensors
 from ...randomness import seeded, set_torch_states, torch_states
 from ...run.loss import Loss
 from ...training_args import CACHE_DTYPES
@@ -25,6 +25,7 @@ from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
 from ..prefix_cache.cache.watched_weights import WatchedWeights
 from ..prefix_cache.cache_setup import describe_model
+from .alone import OTHERS
 from .called_by_loss import CalledByLoss
 from .dropout_hint import DropoutHint
 from .entries import FrontEntries
@@ -38,7 +39,9 @@ from .finding import (
     waits_for_others,
 )
 from .front import FrozenFront, OtherCallsError
+from .repeating import is_of_libraries, is_restorable
 from .rows import may_have_padding
+from .trial import NOT_TRIED, OF_OTHER_SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +190,7 @@ class FrontCalls:
         def loss_of() -> torch.Tensor:
             kept = left_as_found(self._job.trainer, self._model)
             with torch.no_grad(), kept, users_hooks_at_rest(self._model), seeded(self._job.args.seed):
-                return self._loss.of_batch(in_new_containers(batch))
+                return self._loss.of_batch(in_new_tensors(batch))
 
         self._is_trying = True
         try:
@@ -248,7 +251,8 @@ class FrontCalls:
             self._turn_off(why)
             return run()
         try:
-            widens = run_on if self._may_widen and self._is_decided else None
+            may_widen = self._may_widen and self._is_decided
+            widens = (self._alone(self._front.found) or run_on) if may_widen else None
             output = self._front.run(inputs, run, self._reads and self._is_decided, self.writes, widens)
         except OtherCallsError as error:
             self._turn_off(str(error), is_wrong=True)
@@ -311,13 +315,21 @@ class FrontCalls:
         # evaluations repeat their batches, and samples grouped by length meet batches of similar width again
         self._may_widen = self._is_training and str(job.args.train_sampling_strategy) == "random"
         self._may_widen &= job.mesh.world_size == 1 or not waits_for_others(self._model)
-        if self._is_of_samples(front, inputs, found, run_on):
+        # a forward of users' does not run more often than in a plain training
+        self._may_widen &= (found.alone is not None and found.alone.is_closed) or is_of_libraries(self._model)
+        if (why := self._why_not_of_samples(front, inputs, found, run_on)) is None:
             front.learn(inputs, found.calls, found.seconds, found.seconds / found.share, self.writes)
             front.share = 0.0  # the search takes time itself
         else:
-            self._turn_off("its output for a sample depends on the other samples")
+            self._turn_off(why)
         found.calls.clear()
+        if found.alone is not None:
+            found.alone.others.clear()
         return output
+
+    def _alone(self, found: FoundFront) -> Callable[[Batch], Any] | None:
+        """Runs the front on a batch, without the forward around it; None if this computes some of its arguments."""
+        return partial(found.alone.run, self._model) if found.alone is not None and found.alone.is_closed else None
 
     def _watched(self, roots: Iterable[nn.Module]) -> WatchedWeights:
         """Watch modules; of one that the loss calls without its adapters, the weights that are not trained."""
@@ -328,21 +340,30 @@ class FrontCalls:
         weights = [weight for module in modules for weight in module.parameters(recurse=False)]
         return WatchedWeights(modules, [weight for weight in weights if id(weight) not in trained])
 
-    def _is_of_samples(
+    def _why_not_of_samples(
         self, front: FrozenFront, inputs: Batch, found: FoundFront, run_on: Callable[[Batch], Any]
-    ) -> bool:
-        """Return True if the front's output for a sample is independent of the other samples. Restores all state."""
+    ) -> str | None:
+        """Why a sample's output may depend on the other samples; None if it does not. Restores all state."""
         may_cut = self._is_training and self._loss.is_stock and self._job.trainer.label_smoother is None
         # each process decides for itself, and the trial must not wait for other processes
         may_cut &= self._job.mesh.world_size == 1 or not waits_for_others(self._model)
         may_cut &= not any(users_hooks_on(self._model.get_submodule(name)) for name in found.needed)
-        before = torch_states()
+        before, alone, runs_on = torch_states(), found.alone, self._alone(found)
+        may_repeat = is_restorable(self._model)
+        # with a column less, the forward around would compute other arguments
+        needs_forward = may_repeat and (is_of_libraries(self._model) or front.trial.cuttable(inputs) is not None)
+        if runs_on is None and alone is not None and not needs_forward:
+            inputs, runs_on = {**inputs, OTHERS: list(alone.others)}, partial(alone.run, self._model)
+        if runs_on is None and not may_repeat:
+            return NOT_TRIED
         try:
-            return front.trial.is_of_samples(inputs, found.calls, run_on, may_cut)
+            runs_on = runs_on or run_on
+            is_one = front.trial.is_of_samples(inputs, found.calls, runs_on, may_cut and may_repeat)
+            return None if is_one else OF_OTHER_SAMPLES
         except Exception:  # out of memory, perhaps
             logger.debug("The front could not be tried.", exc_info=True)
             set_torch_states(before)
-            return False
+            return OF_OTHER_SAMPLES
 
     def _say_why_not(self, found: FoundFront) -> None:
         """Log why the largest frozen modules are not stored; without modules that are stored for the most part."""

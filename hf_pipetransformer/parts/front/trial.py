@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
 
 from ...model.micro_batch import Batch, batch_rows
+from ...model.nested import in_new_tensors
 from ..prefix_cache.cache.batch_entries import Tokens
 from ..prefix_cache.cache.comparing import SAME, aligned, relative_difference, rounding_of
+from .alone import OTHERS
 from .divided import Rows, rows_of
 from .finding import FoundFront, RecordedCall
 from .rows import is_wide, leaves_of, tokens_of, with_less_columns
 
 MOST_TRIES = 3
 """Maximum number of batches for the trial whether a loss reads padding."""
+OF_OTHER_SAMPLES = "its output for a sample depends on the other samples"
+"""Why a front is closed after its trial."""
+NOT_TRIED = "it cannot be tried, as the forward around it sets adapters, and may change global variables"
+"""Why a front is closed without a trial."""
 LOUD = 2.0
 """Amplitude of the noise in place of padding, relative to the largest value."""
 
@@ -43,10 +48,12 @@ class FrontTrial:
 
     Args:
         found: the front.
-        tried: runs the front in a forward pass, restores the model, and returns the modules' calls.
+        tried: runs the front on a batch, restores the model, and returns the modules' calls.
     """
 
-    def __init__(self, found: FoundFront, tried: Callable[[Callable[[], Any]], Mapping[str, RecordedCall]]) -> None:
+    def __init__(
+        self, found: FoundFront, tried: Callable[[Callable[[Batch], Any], Batch], Mapping[str, RecordedCall]]
+    ) -> None:
         self.cuts_padding = False
         """Whether a sample's key covers its own tokens only, and not its padding."""
         self.keeps_padding = False
@@ -64,7 +71,9 @@ class FrontTrial:
         """For each module, which of the tensors among its arguments have entries for each row."""
         self.wide: dict[tuple[str, int], tuple[int, ...]] = {}
         """Dimensions of outputs with the width of the batch."""
-        self._found, self._tried, self._num_tries = found, tried, 0
+        self._found, self._num_tries = found, 0
+        # on a copy, because the forward may write into its inputs, which the step reads afterwards
+        self._tried = lambda forward, batch: tried(forward, in_new_tensors(batch))
 
     def is_of_samples(
         self,
@@ -79,31 +88,32 @@ class FrontTrial:
         samples have several rows, whether each row may have an entry of its own (`is_by_sample`).
 
         Args:
-            inputs: the model's arguments.
+            inputs: the model's arguments, perhaps with `OTHERS`.
             calls: inputs and outputs of the modules.
-            forward: runs the model's forward on a batch.
+            forward: runs the front on a batch.
             may_cut: whether padding need not be stored if the loss does not read it.
         """
-        reads, tokens = self._found.reads, self._cuttable(inputs)
+        reads, tokens = self._found.reads, self.cuttable(inputs)
         rows, of_samples = rows_of(reads, inputs), Rows(batch_rows(inputs))
+        reads |= {OTHERS}
         assert rows is not None, "the front was found by it"
         if not rows.patches and rows.count % of_samples.count == 0 and of_samples.count > 1:
             if rows.count > of_samples.count:
                 order = mixed(rows.count, of_samples.count)
-                others = self._tried(partial(forward, some_rows(inputs, reads, rows, order)))
+                others = self._tried(forward, some_rows(inputs, reads, rows, order))
                 self.is_by_sample = not self._hold(calls, others, rows, order)
             rows, reads = of_samples, frozenset(inputs)  # because the rest of the model may run, too
         first, second = halves_of(rows.count)
         self.is_of_one = not second
         if second:
-            others = self._tried(partial(forward, some_rows(inputs, reads, rows, second)))
+            others = self._tried(forward, some_rows(inputs, reads, rows, second))
             if not self._hold(calls, others, rows, second):
                 return False
         if tokens is not None and len(tokens.lengths) == rows.count:
             columns = max(1, tokens.width // 4)
             batch = with_less_columns(inputs, min(2 * columns, tokens.width - 1), removes=False)
             half = some_rows(with_less_columns(batch, columns, removes=True), reads, rows, first)
-            ran, part = (self._tried(partial(forward, given)) for given in (batch, half))
+            ran, part = (self._tried(forward, given) for given in (batch, half))
             last = max(tokens.width - 2 * columns, 1)
             cut = Tokens(tuple(slice(0, min(length, last)) for length in tokens.lengths), tokens.width)
             if self._hold(ran, part, rows, first, cut, columns):
@@ -113,10 +123,10 @@ class FrontTrial:
                     if not may_cut:
                         self._keep_padding()
                 return True
-        part = self._tried(partial(forward, some_rows(inputs, reads, rows, first)))
+        part = self._tried(forward, some_rows(inputs, reads, rows, first))
         return self._hold(calls, part, rows, first)
 
-    def _cuttable(self, inputs: Batch) -> Tokens | None:
+    def cuttable(self, inputs: Batch) -> Tokens | None:
         """The samples' own tokens, if the front reads inputs with padding that can be cut."""
         tokens = tokens_of(inputs)
         leaves = [leaf for name in self._found.reads & inputs.keys() for leaf in leaves_of(inputs[name], name)]

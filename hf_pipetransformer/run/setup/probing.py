@@ -19,7 +19,7 @@ from ...errors import is_out_of_memory
 from ...model.example_inputs import ExampleInputs, example_inputs
 from ...model.left_as_found import left_as_found
 from ...model.micro_batch import Batch, with_name
-from ...model.nested import in_new_containers
+from ...model.nested import in_new_tensors
 from ...model.placeholders import evaluation_mode
 from ...pipeline.mesh import ProcessMesh
 from ...randomness import generators_kept, seeded
@@ -51,7 +51,8 @@ class SampleCollator:
     def __call__(self, rows: Sequence[Any]) -> Batch:
         """Collate these samples into a batch, on the model's device."""
         with generators_kept(self.collate_fn), seeded(self.job.args.seed):
-            return self.job.on_models_device(dict(with_name(self.collate_fn(list(rows)))))
+            # copied, because a probe may write into its batch, and a collator may return the samples' own tensors
+            return in_new_tensors(self.job.on_models_device(dict(with_name(self.collate_fn(list(rows))))))
 
     def in_batches(self, rows: Sequence[Any]) -> list[Batch]:
         """Collate these samples into batches of at most as many as are run at once."""
@@ -159,7 +160,7 @@ def first_that_runs(job: TrainingJob, places: Sequence[ExampleInputs], sample: B
     first: Exception | None = None
     with evaluation_mode(job.model), torch.no_grad(), left_as_found(job.model), seeded(job.args.seed):
         for place in places:
-            inputs = in_new_containers(place.of(job.model, sample))
+            inputs = in_new_tensors(place.of(job.model, sample))
             try:
                 job.model(**(inputs if place.called.nested_in is None else {place.called.nested_in: inputs}))
             except Exception as error:  # the model may raise any error
