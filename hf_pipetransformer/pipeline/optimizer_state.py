@@ -93,10 +93,6 @@ class OptimizerState:
         self._exchange: RemovableHandle | None = None  # after each step, once replicas have divided the parameters
         self._sharing: tuple[dist.ProcessGroup, Sequence[int]] | None = None  # while they do
         self._gathered: dict[str, Any] | None = None
-        refusing = _INCOMPLETE.pop(optimizer, [])
-        for hook in refusing:
-            hook.remove()
-        self._is_complete = not refusing  # whether this process has all of the state
         # stands in for the parameters of a stage without trainable parameters
         self._idle_parameter = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
         self._begins = optimizer.register_step_pre_hook(lambda *_: self._begin_step())
@@ -108,6 +104,10 @@ class OptimizerState:
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict)),
         ]
         self.keep_what_is_here()
+        refusing = _INCOMPLETE.pop(optimizer, [])
+        for hook in refusing:
+            hook.remove()
+        self._is_complete &= not refusing
 
     @property
     def _group_members(self) -> list[list[Member]]:
@@ -191,7 +191,6 @@ class OptimizerState:
             updaters: the ranks that update each of `names`, and have its state.
         """
         self._updaters = updaters
-        self._is_complete = all(self._mesh.rank in ranks for ranks in updaters.values())
         self.keep_what_is_here()
 
     def share_updates(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
@@ -223,6 +222,7 @@ class OptimizerState:
         self._show_all()
         self._elsewhere = {id(self._table[name]) for name in self._table.names if not self._updates(name)}
         self._shows_idle = self._has_idle_parameter
+        self._is_complete = all(map(self._updates, self.names))  # whether this process has all of the state
         listed = {id(p) for group in self.optimizer.param_groups for p in group["params"]} | {id(self._idle_parameter)}
         own = [p for p in self.optimizer.state if isinstance(p, torch.Tensor)]
         for parameter in [p for p in own if id(p) in self._elsewhere or id(p) not in listed]:

@@ -114,7 +114,7 @@ class PipelineRun(TrainerCallback):
             part.close(ending)
         if self.data is not None:
             self.data.close()  # otherwise its workers keep waiting for the next epoch
-        if self.is_placed:  # an error has ended the training, or a model loaded lazily stays distributed
+        if self._cut is not None:  # an error has ended the training, or a model loaded lazily stays distributed
             self.pipeline.detach_optimizer()
         # the trainer keeps the parts, which refer to this run, for evaluations and the model card
         self.data = self._cut = None
