@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_pipetransformer.pipeline import optimizer_state
+
 from ..kit import Each, Inputs, LossAndOutputs, Network, Script, bert, case, classified, own_loss, pad, pool, samples
 
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "num_train_epochs": 1}
@@ -112,6 +114,29 @@ def optimizer_with_parameter_of_loss() -> Script:
         return [*state_of(trainer.optimizer), trainer.scale.item()]
 
     return then(act, trainer=own_loss(loss, LossWithScale), batch=6)
+
+
+def without_room(act: Any) -> Script:
+    """The processes have no memory for all of the state."""
+
+    def drive(trainer: Any) -> Any:
+        optimizer_state.has_room = lambda *_: False  # type: ignore[assignment]
+        trainer.train()
+        return act(trainer)
+
+    return Script(model=Network(), options=ADAM, drive=drive)
+
+
+@case("K2", expect="exact", because="no memory for all of it")
+def optimizer_without_room() -> Script:
+    """Steps by hand where the optimizer stays divided."""
+    return without_room(steps_by_hand)
+
+
+@case("K2")
+def optimizer_without_room_trains_again() -> Script:
+    """A second train() where the optimizer stays divided."""
+    return without_room(lambda trainer: trainer.train().training_loss)
 
 
 @case("K2", expect="exact", because="it was interrupted")
