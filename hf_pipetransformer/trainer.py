@@ -152,8 +152,6 @@ class PipeTransformerTrainer(Trainer):
         if cut is not None and cut.pipeline.model is job.model:
             cut.refuse_second_training()
         if cut is None or not cut.serves(job):
-            if cut is not None:
-                cut.pipeline.detach_optimizer()  # the optimizer may continue with the new pipeline
             cut = self._cut_model = find_units(job, rows, collate)
         return cut
 

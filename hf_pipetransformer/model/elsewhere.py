@@ -29,8 +29,8 @@ NAN: float = struct.unpack("d", struct.pack("Q", 0x7FF8_E15E_4000_0000))[0]
 """The value in hidden tensors. Its bits differ from a computed NaN's, and processors propagate them."""
 _BITS = struct.unpack("I", struct.pack("f", NAN))[0] & 0x7FFFFFFF
 OURS = "hf_pipetransformer"
-LIBRARIES = frozenset({"accelerate", OURS, "torch", "transformers"})
-"""Packages that see a hidden parameter's `requires_grad` on this process, which is False."""
+COMPUTES = (OURS, "torch")
+"""Packages that see a hidden parameter's `requires_grad` on this process, which is False. They compute by it (DDP)."""
 UPDATES = ("accelerate", OURS, "torch.optim", "torch.amp", "torch.nn.modules.module")
 """Packages that see no gradient on a hidden parameter, because they update each parameter on its own."""
 CLIPS = "torch.nn.utils"
@@ -138,13 +138,14 @@ class Hidden(torch.Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if getattr(_state, "is_inside", False) or function in _READ_ONLY:
+            if function in _READ_ONLY:
                 return function(*args, **kwargs)
             if function == _FLAG:
-                is_library = _caller().partition(".")[0] in LIBRARIES
-                return function(*args, **kwargs) if is_library else args[0].is_trained
+                return function(*args, **kwargs) if _is_in(_caller(), *COMPUTES) else args[0].is_trained
             if function in _SETS_FLAG and not _is_in(_caller(), OURS):
                 args[0].is_trained = bool([*args[1:], *kwargs.values(), True][0])
+            if getattr(_state, "is_inside", False):
+                return function(*args, **kwargs)
             if function in _REGISTERS_HOOK:
                 with _trained(args[0]):
                     return function(*args, **kwargs)

@@ -61,6 +61,18 @@ def fits(size: int, device: torch.device) -> bool:
     return memory is None or size < memory[0] * USABLE_MEMORY
 
 
+def has_room(size: int, device: torch.device, processes: int) -> bool:
+    """Whether `size` bytes are free for this process on a device, on the CPU as well.
+
+    Args:
+        size: number of bytes.
+        device: the device.
+        processes: as in `memory_budget`.
+    """
+    budget = memory_budget(device, processes) if device.type == "cpu" else None
+    return size <= budget if budget is not None else fits(size, device)
+
+
 def is_on(module: nn.Module, device: torch.device) -> bool:
     """Whether all parameters and buffers of a module are on a device; without an index it is the first of its kind."""
     places = {(tensor.device.type, tensor.device.index or 0) for tensor in (*module.parameters(), *module.buffers())}

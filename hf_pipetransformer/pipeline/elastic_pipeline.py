@@ -296,17 +296,19 @@ class ElasticPipeline(nn.Module):
         self.weights.put_back()
 
     def gather(self, device: torch.device) -> None:
-        """Make the model complete again on every process. Collective over all processes.
+        """Make the model, and if possible the optimizer, complete again everywhere. Collective over all processes.
 
         Args:
             device: the device that the weights are moved to.
         """
         self.synchronise_buffers()
-        if self._optimizer is not None:
-            self._optimizer.share_updates(None, ())
-            self._optimizer.share_outside()
         self._leave_layout()
         self.weights.gather(device)
+        if self._optimizer is not None:
+            self._optimizer.share_outside()
+            if device == self.device:
+                self._optimizer.gather(device)
+        self.detach_optimizer()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -478,7 +480,7 @@ class ElasticPipeline(nn.Module):
         self.optimizer_state.share_outside()
 
     def detach_optimizer(self) -> None:
-        """Release the attached optimizer. Another pipeline of the model can then attach it. Not collective."""
+        """Release the attached optimizer, which the next training attaches anew. Not collective."""
         if self._optimizer is not None:
             self._optimizer.release()
             self._optimizer = None

@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ..model.placeholders import ParameterTable
 from ..progress import phase
+from .devices import has_room
 from .devices import synchronise as wait_for
 from .holders import Holders
 from .mesh import ProcessMesh
@@ -31,6 +33,9 @@ from .weights import Weights, synchronise
 Member = str | nn.Parameter
 """A parameter in an optimizer's group: the model's by its name, any other one itself."""
 
+_INCOMPLETE: WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
+"""Optimizers that no run uses and that have a part of their state, with the hooks that refuse their use."""
+
 
 class OptimizerState:
     """An optimizer that was created for the whole model and updates only the parameters that are here.
@@ -39,6 +44,9 @@ class OptimizerState:
     single process. In `optimizer.step()` alone, inside of the user's own hooks on it, they list the parameters that
     this process updates. Its `state_dict` has the state of these; it is complete inside `gathered`, and loading it
     keeps this process's part.
+
+    A run attaches the optimizer, and `release` ends that. From then on the optimizer is a plain one: it is complete
+    (`gather`), or its use is an error, as its step would update one stage.
 
     Replicas of a stage may divide its parameters (`assign`). Then each process updates its own, and after each step
     every replica gets the parameters that the others have updated.
@@ -96,6 +104,10 @@ class OptimizerState:
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict)),
         ]
         self.keep_what_is_here()
+        refusing = _INCOMPLETE.pop(optimizer, [])
+        for hook in refusing:
+            hook.remove()
+        self._is_complete &= not refusing
 
     @property
     def _group_members(self) -> list[list[Member]]:
@@ -109,12 +121,20 @@ class OptimizerState:
         return [[member for member in members if isinstance(member, str)] for members in self._group_members]
 
     def release(self) -> None:
-        """Remove the hooks. The state stays on the processes where it is. Not collective."""
+        """Remove the hooks. The state stays on the processes where it is, as another pipeline may attach it.
+
+        Not collective.
+        """
         self.share_updates(None, ())
         self._show_all()
         for hook in self._hooks:
             hook.remove()
         self.optimizer.state.pop(self._idle_parameter, None)
+        if not self._is_complete:
+            _INCOMPLETE[self.optimizer] = [
+                self.optimizer.register_step_pre_hook(_refuse_use),
+                self.optimizer.register_state_dict_pre_hook(_refuse_use),
+            ]
 
     # ------------------------------------------------------------------------------------ the groups' lists
     def put_hooks_in_order(self) -> None:
@@ -202,6 +222,7 @@ class OptimizerState:
         self._show_all()
         self._elsewhere = {id(self._table[name]) for name in self._table.names if not self._updates(name)}
         self._shows_idle = self._has_idle_parameter
+        self._is_complete = all(map(self._updates, self.names))  # whether this process has all of the state
         listed = {id(p) for group in self.optimizer.param_groups for p in group["params"]} | {id(self._idle_parameter)}
         own = [p for p in self.optimizer.state if isinstance(p, torch.Tensor)]
         for parameter in [p for p in own if id(p) in self._elsewhere or id(p) not in listed]:
@@ -302,6 +323,35 @@ class OptimizerState:
         """Free the optimizer state here of a parameter."""
         self.optimizer.state.pop(self._table[name], None)
 
+    def gather(self, device: torch.device) -> None:
+        """Give every process the state of all parameters, if it fits beside them. Collective over all processes.
+
+        It leaves as much memory free as it takes, for an evaluation. If tensors of other classes (quantised states)
+        would have to be sent, all of the state stays where it is.
+
+        Args:
+            device: the device of all parameters.
+        """
+        members = dict(enumerate(member for members in self._group_members for member in members))
+        states = {number: self.optimizer.state.get(self._parameter(member)) for number, member in members.items()}
+        sizes = {number: _num_bytes(state) for number, state in states.items() if state}
+        everyone = self._mesh.gather_objects(sizes)
+        known = {number: size for theirs in everyone for number, size in theirs.items()}
+        before = {number: tuple(rank for rank, theirs in enumerate(everyone) if number in theirs) for number in known}
+        can_be_sent = all(size is not None or len(before[number]) == len(everyone) for number, size in known.items())
+        lacking = sum(size or 0 for number, size in known.items() if number not in sizes)
+        if self._mesh.any(not can_be_sent or not has_room(2 * lacking, device, len(everyone))):
+            return
+
+        def read(number: int) -> dict[str, Any]:
+            return dict(states[number] or {})
+
+        def store(number: int, state: dict[str, Any]) -> None:
+            self.optimizer.state[self._parameter(members[number])] = state
+
+        transfer(before, dict.fromkeys(before, tuple(range(len(everyone)))), self._mesh, device, read, store)
+        self._is_complete = True
+
     @contextmanager
     def gathered(self, folder: Path | None = None) -> Iterator[None]:
         """Inside, `optimizer.state_dict()` on rank 0 is complete, as on a single process that holds the whole model.
@@ -356,6 +406,20 @@ class OptimizerState:
         # copied, because a memory-mapped file may be damaged or deleted later
         state = {key: _own(values) for key, values in state_dict["state"].items() if key not in others}
         return {**state_dict, "state": state}
+
+
+def _num_bytes(state: Mapping[str, Any]) -> int | None:
+    """The size of a parameter's state; None if it has tensors that other processes cannot be given."""
+    tensors = [value for value in tree_leaves(dict(state)) if isinstance(value, torch.Tensor)]
+    return sum(t.nbytes for t in tensors) if all(type(t) in (torch.Tensor, nn.Parameter) for t in tensors) else None
+
+
+def _refuse_use(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:
+    raise ValueError(
+        f"{type(optimizer).__name__}: train() has ended, and each process has the optimizer state of its own stage (or"
+        " replica) only: it was interrupted, or there is no memory for all of it. A step would update one stage. Call"
+        " train() again, or load the optimizer.pt of a checkpoint into a new optimizer."
+    )
 
 
 def _own(value: Any) -> Any:

@@ -268,12 +268,12 @@ class Weights:
         """
         disguised = self._missing | self._frozen
         for name in disguised:
-            self._table[name].requires_grad_(self._trainable[name])
+            _set_flag(self._table[name], self._trainable[name], self._trainable[name])
         try:
             yield
         finally:
             for name in disguised:
-                self._table[name].requires_grad_(False)
+                _set_flag(self._table[name], False, self.is_trainable(name))
 
     @contextmanager
     def gathered(self, folder: Path | None = None, needed: Collection[str] | None = None) -> Iterator[None]:
@@ -481,6 +481,13 @@ def _checksum(tensor: torch.Tensor) -> int:
     for value in values_of(tensor):
         checksum = zlib.crc32(as_bytes(value.detach().cpu().contiguous()).numpy().data, checksum)
     return checksum
+
+
+def _set_flag(parameter: nn.Parameter, flag: bool, shown: bool) -> None:
+    """Set `requires_grad`, and the value that users' code sees while the parameter is hidden."""
+    parameter.requires_grad_(flag)
+    if isinstance(parameter, Hidden):
+        parameter.is_trained = shown
 
 
 def _move(parameter: nn.Parameter, device: torch.device) -> None:

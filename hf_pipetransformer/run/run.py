@@ -114,6 +114,8 @@ class PipelineRun(TrainerCallback):
             part.close(ending)
         if self.data is not None:
             self.data.close()  # otherwise its workers keep waiting for the next epoch
+        if self._cut is not None:  # an error has ended the training, or a model loaded lazily stays distributed
+            self.pipeline.detach_optimizer()
         # the trainer keeps the parts, which refer to this run, for evaluations and the model card
         self.data = self._cut = None
         vars(self).pop("steps", None)

@@ -4,8 +4,8 @@ A `log` that averages values from `compute_loss` finds these values on the last 
 `log`, the user's method runs on the last stages. Every process then logs the values that the method passes to the
 stock `log` on rank 0:
 
-    rank 0   user's log: ... super().log(logs) ─┐ callbacks ... goes on
-    rank 1   waits                              └ stock log(logs): callbacks
+    rank 0   user's log: ... super().log(logs) ─┐ callbacks ... goes on, and returns ────┐
+    rank 1   waits                              └ stock log(logs): callbacks             └ the caller's dict = rank 0's
 
 Calls of `log` by the user's own code concern this process only, as under the stock Trainer.
 """
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,6 +81,25 @@ def take_over(job: TrainingJob, pipeline: ElasticPipeline) -> None:
     log.follow(pipeline)
 
 
+@dataclass(frozen=True)
+class _Over:
+    """The user's `log` has returned on rank 0.
+
+    Attributes:
+        names: the names in the dict that it was called with, as it has left the dict.
+        values: the values of those that can be sent.
+    """
+
+    names: Sequence[str]
+    values: dict[str, Any]
+
+    def write_into(self, logs: dict[str, Any]) -> None:
+        """Change the dict of another process's caller likewise. Values that cannot be sent stay its own."""
+        now = {**logs, **self.values}
+        logs.clear()
+        logs.update({name: now[name] for name in self.names if name in now})
+
+
 class LogPoint(TrainerCallback):
     """One call of `log` by the Trainer, on all processes. During the call it is the first callback.
 
@@ -101,7 +121,7 @@ class LogPoint(TrainerCallback):
         self._is_first = job.mesh.rank == 0
         self._among = ExitStack()
         self._depth = 0  # depth of nested calls of the stock `log`; a callback may call `log`
-        self._is_over = False
+        self._over: _Over | None = None
 
     def run(self, users: Callable[..., None] | None, *args: Any, **keywords: Any) -> None:
         """Run the user's `log`, or the stock `log` with rank 0's values. Collective over all processes.
@@ -117,15 +137,18 @@ class LogPoint(TrainerCallback):
         callbacks.insert(0, self)
         callbacks.append(behind)
         try:
+            of_caller: dict[str, Any] = next(iter((*args, *keywords.values())), {})
             if users is not None:
                 self._run_users(users, *args, **keywords)
             if self._is_first:
-                self._exchange(None)
-            while not self._is_over:
+                self._exchange(_Over([*of_caller], _sendable(of_caller)))
+            while self._over is None:
                 logs = self._exchange(None)
                 if logs is not None:
                     self._depth = 1  # rank 0 has sent the values
                     Trainer.log(trainer, logs)
+            if users is None:
+                self._over.write_into(of_caller)
             changes = before.changes(trainer) if users is not None else None
             share(trainer, self._job.mesh, self._replica, changes, before)
         finally:
@@ -147,7 +170,7 @@ class LogPoint(TrainerCallback):
         among = among_last_stages(self._job.trainer.accelerator, self._job.mesh, self._last_stages)
         self._among.enter_context(among)
 
-    def _exchange(self, mine: dict[str, Any] | PeerFailedError | None) -> dict[str, Any] | None:
+    def _exchange(self, mine: dict[str, Any] | _Over | PeerFailedError | None) -> dict[str, Any] | None:
         """Return the values that rank 0 logs; None if `log` is over. Collective over all processes.
 
         Raises:
@@ -155,7 +178,7 @@ class LogPoint(TrainerCallback):
         """
         self._serve_callbacks()
         logs = self._job.mesh.of_first(mine)
-        self._is_over = logs is None
+        self._over = logs if isinstance(logs, _Over) else None
         if isinstance(logs, PeerFailedError) and not self._is_first:
             raise logs
         return logs if isinstance(logs, dict) else None
@@ -166,7 +189,7 @@ class LogPoint(TrainerCallback):
         if self._depth > 1:
             return
         self._among.close()
-        if self._is_over:  # rank 0 has logged less often
+        if self._over is not None:  # rank 0 has logged less often
             return
         everywhere = self._exchange(_sendable(logs) if self._is_first else None)
         if everywhere is not None and not self._is_first:

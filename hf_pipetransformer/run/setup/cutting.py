@@ -127,8 +127,8 @@ class CutModel:
         """
         if self.pipeline.is_placed:
             size = sum(map(num_bytes, self.pipeline.model.parameters()))
-            device = self.pipeline.device
-            self.pipeline.gather(device if fits(size, device) else torch.device("cpu"))
+            device, mesh = self.pipeline.device, self.pipeline.mesh
+            self.pipeline.gather(torch.device("cpu") if mesh.any(not fits(size, device)) else device)
 
 
 FindUnits = Callable[[Sequence[Any], SampleCollator | None], CutModel]
