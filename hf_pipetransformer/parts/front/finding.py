@@ -35,6 +35,7 @@ from ...model.called_inputs import NOT_OF_STATES, SELECTING
 from ...model.left_as_found import is_iterator
 from ...model.method_override import MethodOverride
 from ...model.micro_batch import batch_rows
+from ...model.plain_runs import runs_plainly
 from ...model.training_check import LIBRARIES
 from ...pipeline.devices import synchronise
 from ...randomness import torch_states
@@ -247,7 +248,7 @@ def find_front(
 
     def watched(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if origins.is_inside or torch.compiler.is_compiling() or threading.get_ident() != thread:
+            if origins.is_inside or not runs_plainly() or threading.get_ident() != thread:
                 return forward(*args, **kwargs)
             origins.is_inside = origins.is_paused = True
             origins.inside_of = name

@@ -18,6 +18,7 @@ from ...model.frozen_prefix import frozen_modules
 from ...model.left_as_found import left_as_found
 from ...model.micro_batch import Batch
 from ...model.nested import in_new_containers
+from ...model.plain_runs import runs_plainly
 from ...randomness import seeded, set_torch_states, torch_states
 from ...run.loss import Loss
 from ...training_args import CACHE_DTYPES
@@ -201,7 +202,7 @@ class FrontCalls:
     # ------------------------------------------------------------------------------------ calls of the model
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the model. The front is searched for, computed, or read from the store."""
-        if users_see_all_calls():
+        if users_see_all_calls() or not runs_plainly():
             return forward(*args, **kwargs)
         flags = self._flags_now()
         names = frozenset(name for name, value in kwargs.items() if value is not None) - NOT_OF_STATES
