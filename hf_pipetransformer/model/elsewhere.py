@@ -203,7 +203,7 @@ class Postponed(Hidden):
         return function(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Read by functions that ignore a tensor's class, such as those of `torch.func`."""
 
         def values_of(value: Postponed) -> torch.Tensor:

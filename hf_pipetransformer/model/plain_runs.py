@@ -1,8 +1,8 @@
 """Tells whether a call is run as it is written: its output is then the values that its tensors have, and nothing more.
 
-    torch.func.jvp, vjp, vmap, grad     tensors are wrapped, and have no memory of their own
-    torch.autograd.forward_ad           tensors have tangents beside their values
-    torch.compile, torch.jit.trace      the operations are recorded, to be run later on other values
+torch.func.jvp, vjp, vmap, grad     tensors are wrapped, and have no memory of their own
+torch.autograd.forward_ad           tensors have tangents beside their values
+torch.compile, torch.jit.trace      the operations are recorded, to be run later on other values
 """
 
 from __future__ import annotations

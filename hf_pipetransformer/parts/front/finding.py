@@ -42,6 +42,7 @@ from ...randomness import torch_states
 from ..prefix_cache.cache.guards import unnoticed
 from ..prefix_cache.cache.known_code import FOREIGN, OF_ALL, candidates, is_known, kept_by, users_hook_inside
 from ..prefix_cache.cache.origins import RANDOM, TRAINED, UNKNOWN, Origins, tensors_in
+from ..prefix_cache.cache.values import held_by
 from .divided import Rows, rows_of
 from .entries import dense_order
 
@@ -215,6 +216,7 @@ def find_front(
             why = "it has an iterator, which returns something else in each call"
         if why is None and (name_of_hook := users_hook_inside(module)) is not None:
             why = f"it has a hook inside ({name_of_hook})"
+        why = why or held_by(module)
         before, versions, kept = torch_states(), [*_versions(module), *versions_of(given)], kept_by(module)
         synchronise(device)
         origins.is_paused = False

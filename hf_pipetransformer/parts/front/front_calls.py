@@ -55,7 +55,7 @@ MOST_OPENED = 3
 """Maximum number of searches inside modules that cannot be stored as a whole."""
 NOTHING_FOUND = "its inputs do not come from the batch alone, or its output is not read"
 """Why a frozen module is computed in every epoch if no other reason was found."""
-ENTRIES_VERSION = 9
+ENTRIES_VERSION = 10
 """Version of the contents of an entry in the store."""
 OTHER_INPUTS = "none of the samples was found: their inputs change from epoch to epoch, or their padding"
 """Why a front is closed if no stored sample was found where one could have been."""

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import array
+import ctypes
+import multiprocessing
+import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from transformers.models.bert import modeling_bert
 
 from ..kit import (
     LABELS,
     VOCABULARY,
     WIDTH,
     At,
+    Backbone,
+    FrozenBackbone,
     Inputs,
     LossAndOutputs,
     Script,
@@ -24,6 +33,8 @@ from ..kit import (
     samples,
     with_loss,
 )
+from .attack_front import OnBert, again, with_rare_words
+from .attack_recipes_front import of
 
 # ---------------------------------------------------------------------------------------------------------
 # Forward-mode differentiation, and function transforms
@@ -166,3 +177,129 @@ def vmap_of_a_teacher_later() -> Script:
 def traced_teacher_later() -> Script:
     """The loss calls what torch.jit.trace makes of a frozen teacher, from the middle of the second epoch on."""
     return with_teacher(traced, first=6)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Objects of Python's library and of C as attributes
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Scaled(Backbone):
+    """Scales its output by a number in an object."""
+
+    def __init__(self, holder: Any, get: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.holder, self.get = holder, get
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(input_ids) * self.get(self.holder)
+
+
+def scaled(holder: Any, get: Callable[[Any], float], change: Callable[[Any], object]) -> Script:
+    """The number changes in the middle of the third epoch."""
+    model, product = FrozenBackbone(Scaled(holder, get)), {"cached_modules": ["backbone"]}
+    return Script(
+        model=model, product=product, callbacks=[At(lambda model, step: change(model.backbone.holder), [10])]
+    )
+
+
+@case("K1", "R2")
+def shared_value_changes() -> Script:
+    """A frozen module reads a number that is shared with the loader's workers (multiprocessing.Value)."""
+    return scaled(multiprocessing.Value("d", 1.0), lambda h: h.value, lambda h: setattr(h, "value", 3.0))
+
+
+@case("K1")
+def ctypes_value_changes() -> Script:
+    """A frozen module reads a number of ctypes."""
+    return scaled(ctypes.c_double(1.0), lambda h: h.value, lambda h: setattr(h, "value", 3.0))
+
+
+@case("K1")
+def bytes_change() -> Script:
+    """A frozen module reads a bytearray."""
+    return scaled(bytearray(b"1"), lambda h: float(h[0] - 48), lambda h: operator.setitem(h, 0, 51))
+
+
+@case("K1")
+def array_changes() -> Script:
+    """A frozen module reads an array of Python's library."""
+    return scaled(array.array("d", [1.0]), lambda h: h[0], lambda h: operator.setitem(h, 0, 3.0))
+
+
+@case("K1")
+def one_of_many_lists_changes() -> Script:
+    """A frozen module reads a list in a dictionary of 1,500 lists."""
+    many = {number: [1.0] for number in range(1500)}
+    return scaled(many, lambda h: h[7][0], lambda h: operator.setitem(h[7], 0, 3.0))
+
+
+class Silent(Backbone):
+    """Returns zeros for some words."""
+
+    def __init__(self, words: Any, get: Callable[[Any], list[int]]) -> None:
+        super().__init__()
+        self.words, self.get = words, get
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        is_silent = torch.isin(input_ids, torch.tensor(self.get(self.words)))
+        return super().forward(input_ids) * ~is_silent[..., None]
+
+
+def two(words: Any, others: Any, get: Callable[[Any], list[int]]) -> Script:
+    """Two trainings over one folder, with other words."""
+
+    def change(model: Any) -> Any:
+        model.backbone.words = others
+        return model
+
+    model, product = FrozenBackbone(Silent(words, get)), {"cached_modules": ["backbone"]}
+    return again(change, model, product, data=with_rare_words())
+
+
+@case("K1")
+def numpy_number_of_another_training() -> Script:
+    """The second training has another number of NumPy."""
+    return two(np.int64(6), np.int64(7), lambda words: [int(words)])
+
+
+@case("K1")
+def range_of_another_training() -> Script:
+    """The second training has another range."""
+    return two(range(5, 7), range(5, 8), list)
+
+
+@case("K1")
+def pattern_of_another_training() -> Script:
+    """The second training has another regular expression."""
+    return two(re.compile("6"), re.compile("[67]"), lambda p: [word for word in (6, 7) if p.match(str(word))])
+
+
+@case("K1")
+def deep_number_of_another_training() -> Script:
+    """The second training has another number, deep inside of dictionaries."""
+    deep = [{"a": {"b": {"c": {"d": {"e": number}}}}} for number in (6, 7)]
+    return two(deep[0], deep[1], lambda words: [words["a"]["b"]["c"]["d"]["e"]])
+
+
+@case("K1")
+def getter_of_another_training() -> Script:
+    """The second training has another getter of an entry."""
+    return two(operator.itemgetter(0), operator.itemgetter(1), lambda get: [get((6, 7))])
+
+
+@case("K1")
+def function_of_a_library_is_replaced() -> Script:
+    """A function of transformers' module is replaced in the middle of the third epoch."""
+    kept = getattr(modeling_bert.apply_chunking_to_forward, "kept", modeling_bert.apply_chunking_to_forward)
+    modeling_bert.apply_chunking_to_forward = kept
+
+    def halved(*args: Any) -> Any:
+        return kept(*args) * 0.5
+
+    halved.kept = kept  # type: ignore[attr-defined]
+
+    def change(model: Any, step: int) -> None:
+        modeling_bert.apply_chunking_to_forward = halved
+
+    return of(OnBert(), data=samples(32), callbacks=[At(change, [10])])
