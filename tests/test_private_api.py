@@ -14,6 +14,7 @@ import torch
 import transformers
 from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Seq2SeqTrainer, Trainer
@@ -287,12 +288,51 @@ def counts_holders() -> bool:
     return is_one and before == 2 and after > before == torch._C._storage_Use_Count(storage._cdata)
 
 
+def dispatches_to_a_class() -> bool:
+    """Functions that ignore a tensor's class still call `__torch_dispatch__` of the class that it was made with."""
+    seen = list[Any]()
+
+    class Own(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return torch.ones(2)
+
+    own = Tensor._make_subclass(Own, torch.zeros(2))
+    return torch.equal(torch.func.vmap(lambda x: x + 1)(own), torch.ones(2)) and bool(seen)
+
+
+def tells_of_forward_mode() -> bool:
+    """The level of forward-mode AD is -1 outside, and from 0 on inside."""
+    with forward_ad.dual_level():
+        inside = forward_ad._current_level
+    return bool(inside >= 0 > forward_ad._current_level)
+
+
+def tells_of_function_transforms() -> bool:
+    """Inside of a function that torch.func transforms there is an interpreter, and none outside."""
+    tell, seen = torch._C._functorch.peek_interpreter_stack, list[bool]()
+    one = torch.ones(1)
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(tell() is not None)
+        return x
+
+    torch.func.jvp(note, (one,), (one,))
+    torch.func.vjp(note, one)
+    torch.func.vmap(note)(one)
+    return seen == [True] * 3 and tell() is None
+
+
 GUARDS: dict[str, Callable[[], Any]] = {
     "_loss_function": lambda: (
         "self._loss_function = " in inspect.getsource(transformers.PreTrainedModel.loss_function.fset)
     ),
     # torch
     "_C": lambda: torch._C.DisableTorchFunctionSubclass().__enter__,
+    "_make_subclass": dispatches_to_a_class,
+    "_current_level": tells_of_forward_mode,
+    "_functorch": tells_of_function_transforms,
     "_autograd": tells_whether_the_graph_is_kept,
     "_get_current_graph_task_keep_graph": tells_whether_the_graph_is_kept,
     "_will_engine_execute_node": tells_backward_from_grad,

@@ -77,6 +77,11 @@ def placeholder(parameter: torch.Tensor, fill: float = 0.0, device: torch.device
     return torch.full((), fill, dtype=parameter.dtype, device=device or parameter.device).expand(parameter.shape)
 
 
+def _blank(like: torch.Tensor) -> torch.Tensor:
+    """A tensor that contains NaN, or 0 where there is none."""
+    return placeholder(like, NAN if like.is_floating_point() else 0).detach()
+
+
 @contextmanager
 def on_this_thread(state: threading.local, name: str, value: Any) -> Iterator[None]:
     """Inside, an attribute of a thread's state has this value. Afterwards its earlier value (or None) is restored."""
@@ -198,6 +203,17 @@ class Postponed(Hidden):
         args, kwargs = pytree.tree_map_only(Postponed, lambda value: values[id(value)], (args, kwargs or {}))
         return function(*args, **kwargs)
 
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Read by functions that ignore a tensor's class, such as those of `torch.func`."""
+
+        def values_of(value: Postponed) -> torch.Tensor:
+            found = _blank(value) if getattr(_state, "is_inside", False) else value.computed()
+            return _refuse(function.overloadpacket, (value,), {}) if found is None else found
+
+        args, kwargs = pytree.tree_map_only(Postponed, values_of, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
 
 class HiddenParameter(Hidden, nn.Parameter):
     """A parameter that another process holds."""
@@ -315,12 +331,11 @@ def hidden_like(
         remedy: as for `hide`.
         computed: computes the values if they are read nevertheless, as for `Postponed`.
     """
-    hidden = placeholder(tensor, NAN if tensor.is_floating_point() else 0).detach()
+    hidden: Any = _blank(tensor)
+    if computed is not None:  # torch calls `__torch_dispatch__` only of a tensor that was made with its class
+        hidden = torch.Tensor._make_subclass(Postponed, hidden)
+        hidden.computed = computed
     hide(hidden, about, remedy)
-    if computed is not None:
-        postponed: Any = hidden
-        postponed.__class__ = Postponed
-        postponed.computed = computed
     return hidden
 
 

@@ -185,7 +185,8 @@ class FrontCall:
         missing: rows without stored outputs, which are computed.
         ran: the calls of the modules so far, with their outputs.
         is_other: whether a module was called on something else than before. From this module on all run.
-        is_apart: whether autocast, adapters or settings differ where the front is called. All modules run as they are.
+        is_apart: whether autocast, adapters or settings differ where the front is called, or something transforms its
+            operations. From there on all modules run as they are.
         thread: the thread that the call runs on. On other threads modules run as they are.
     """
 

@@ -35,12 +35,14 @@ from ...model.called_inputs import NOT_OF_STATES, SELECTING
 from ...model.left_as_found import is_iterator
 from ...model.method_override import MethodOverride
 from ...model.micro_batch import batch_rows
+from ...model.plain_runs import runs_plainly
 from ...model.training_check import LIBRARIES
 from ...pipeline.devices import synchronise
 from ...randomness import torch_states
 from ..prefix_cache.cache.guards import unnoticed
 from ..prefix_cache.cache.known_code import FOREIGN, OF_ALL, candidates, is_known, kept_by, users_hook_inside
 from ..prefix_cache.cache.origins import RANDOM, TRAINED, UNKNOWN, Origins, tensors_in
+from ..prefix_cache.cache.values import held_by
 from .alone import BatchInputs, FrontAlone, ModuleCall
 from .divided import Rows, rows_of
 from .entries import dense_order
@@ -222,6 +224,7 @@ def find_front(
             why = "it has an iterator, which returns something else in each call"
         if why is None and (name_of_hook := users_hook_inside(module)) is not None:
             why = f"it has a hook inside ({name_of_hook})"
+        why = why or held_by(module)
         before, versions, kept = torch_states(), [*_versions(module), *versions_of(given)], kept_by(module)
         synchronise(device)
         origins.is_paused = False
@@ -256,7 +259,7 @@ def find_front(
 
     def watched(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if origins.is_inside or torch.compiler.is_compiling() or threading.get_ident() != thread:
+            if origins.is_inside or not runs_plainly() or threading.get_ident() != thread:
                 return forward(*args, **kwargs)
             origins.is_inside = origins.is_paused = True
             origins.inside_of = name

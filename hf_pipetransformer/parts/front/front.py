@@ -24,6 +24,7 @@ from ...model.left_as_found import left_as_found
 from ...model.method_override import MethodOverride
 from ...model.micro_batch import Batch
 from ...model.nested import in_new_tensors
+from ...model.plain_runs import runs_plainly
 from ...pipeline.devices import synchronise
 from ...randomness import generators_kept, global_state_kept, set_torch_states, torch_states
 from ..prefix_cache.cache.cache_counts import CacheCounts
@@ -409,6 +410,7 @@ class FrozenFront:
         call = self._call
         if call is None or not call.is_here:
             return forward(*args, **kwargs)
+        call.is_apart |= not runs_plainly()
         if not call.ran and not call.is_apart:
             call.is_apart = not self._inputs.is_called_as_before()
             if not call.ends and not self.trial.is_noisy and (why := self._what_changed()) is not None:

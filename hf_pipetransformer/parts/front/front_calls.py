@@ -18,6 +18,7 @@ from ...model.frozen_prefix import frozen_modules
 from ...model.left_as_found import left_as_found
 from ...model.micro_batch import Batch
 from ...model.nested import in_new_containers, in_new_tensors
+from ...model.plain_runs import runs_plainly
 from ...randomness import seeded, set_torch_states, torch_states
 from ...run.loss import Loss
 from ...training_args import CACHE_DTYPES
@@ -57,7 +58,7 @@ MOST_OPENED = 3
 """Maximum number of searches inside modules that cannot be stored as a whole."""
 NOTHING_FOUND = "its inputs do not come from the batch alone, or its output is not read"
 """Why a frozen module is computed in every epoch if no other reason was found."""
-ENTRIES_VERSION = 9
+ENTRIES_VERSION = 10
 """Version of the contents of an entry in the store."""
 OTHER_INPUTS = "none of the samples was found: their inputs change from epoch to epoch, or their padding"
 """Why a front is closed if no stored sample was found where one could have been."""
@@ -121,7 +122,8 @@ class FrontCalls:
 
     def begin_epoch(self, epoch: int, begun: float) -> None:
         """An epoch, or an evaluation, begins."""
-        self._interrupt_hint()
+        if self._hint is not None:
+            self._hint.interrupt()
         if self._called is not None and self._reads and self.epoch >= self._expected_in:
             self._turn_off_if_never_found(OTHER_INPUTS)
         self.epoch, self._begun = epoch, begun
@@ -154,7 +156,8 @@ class FrontCalls:
 
     def pause(self) -> None:
         """Restore the own forward of the front's modules until `resume`."""
-        self._interrupt_hint()
+        if self._hint is not None:
+            self._hint.interrupt()
         if self._front is not None:
             self._front.close()
 
@@ -171,10 +174,6 @@ class FrontCalls:
     def allow_rewritten(self) -> None:
         """Allow writes into weights before the next call if values stay the same (evaluation of averaged weights)."""
         self._may_be_rewritten = True
-
-    def _interrupt_hint(self) -> None:
-        if self._hint is not None:
-            self._hint.interrupt()
 
     def resume(self) -> None:
         """Intercept the calls of the front's modules again."""
@@ -204,7 +203,7 @@ class FrontCalls:
     # ------------------------------------------------------------------------------------ calls of the model
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the model. The front is searched for, computed, or read from the store."""
-        if users_see_all_calls():
+        if users_see_all_calls() or not runs_plainly():
             return forward(*args, **kwargs)
         flags = self._flags_now()
         names = frozenset(name for name, value in kwargs.items() if value is not None) - NOT_OF_STATES

@@ -23,6 +23,7 @@ from torch import nn
 from ...model.elsewhere import on_this_thread
 from ...model.method_override import MethodOverride
 from ...model.nested import in_new_containers
+from ...model.plain_runs import runs_plainly
 from ..front.called_by_loss import CalledByLoss, Split
 from ..front.finding import Reading
 from ..front.front_calls import FrontCalls
@@ -191,11 +192,8 @@ class FrozenRoot:
         return {".".join([self.name, *names[:count]]) for count in range(len(names) + 1)}
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if (
-            torch.compiler.is_compiling()
-            or self._thread != threading.get_ident()
-            or getattr(_state, "is_inside", None)
-        ):
+        is_outermost = self._thread == threading.get_ident() and not getattr(_state, "is_inside", None)
+        if not is_outermost or not runs_plainly():
             return forward(*args, **kwargs)
         if not isinstance(vars(self.module).get("forward"), MethodOverride):
             return forward(*args, **kwargs)  # of the user's, who has replaced it and calls it

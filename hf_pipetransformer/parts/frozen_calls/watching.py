@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_flatten
 from transformers.cache_utils import Cache
 
+from ...model.plain_runs import runs_plainly
 from ...randomness import torch_states
 from ..prefix_cache.cache.origins import RANDOM, TRAINED, UNKNOWN, Origins, tensors_in
 from .forms import arguments_by_name, form_of
@@ -147,8 +148,8 @@ class LossWatch:
         return self._kinds[id(module)]
 
     def _is_seen(self) -> bool:
-        """Whether calls are looked at now: not on other threads, nor as a part of a compiled function."""
-        return not torch.compiler.is_compiling() and threading.get_ident() == self._thread
+        """Whether calls are looked at now: not on other threads, nor while something transforms or records them."""
+        return runs_plainly() and threading.get_ident() == self._thread
 
     def _begins(self, module: nn.Module, args: Any) -> None:
         if not self._is_seen():
@@ -211,7 +212,7 @@ def noting_calls(note: Callable[[nn.Module], object], is_candidate: Callable[[nn
     seen: set[int] = set()
 
     def begins(module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling() and id(module) not in seen:
+        if runs_plainly() and id(module) not in seen:
             seen.add(id(module))
             if is_candidate(module):
                 note(module)

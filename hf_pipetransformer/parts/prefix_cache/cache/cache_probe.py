@@ -42,6 +42,7 @@ from .content_keys import MASK, TOKEN_INPUTS, entries_of, sequences_per_sample
 from .known_code import foreign_code, kept_by, users_hook_inside
 from .origins import UNKNOWN, Origins
 from .probe_batches import Collator, Rows, shortened, with_other_padding
+from .values import held_by
 
 REPEATED = "padding, random numbers, a call counter or training mode change the hidden state of frozen layers"
 ELSEWHERE = "a sample's hidden state depends on the padded length, or on the other samples in the batch"
@@ -267,10 +268,16 @@ class _Probe:
 
     def _refuse_observed(self) -> None:
         """Refuse the boundaries above a layer with calls that users' code may see: they would not occur."""
+        unknown: tuple[int, str] | None = None
         for boundary, unit in enumerate(self._stack.units, start=1):
             if (hook := users_hook_inside(unit.module, or_on_it=True)) is not None:
                 self._observed[boundary] = f"{unit.name} has a forward hook ({hook})"
+            if (held := held_by(unit.module)) is not None:
+                unknown = unknown or (boundary, f"{unit.name}: {held}")
         for boundary in list(self.open):
+            if unknown is not None and unknown[0] <= boundary:
+                self.refuse(boundary, unknown[1])
+                continue
             lowest = min((number for number in self._observed if number <= boundary), default=0)
             if lowest:
                 self.refuse(boundary, f"{self._observed[lowest]}, which your code may read in each step")

@@ -10,51 +10,45 @@ values read       global variables and closures of functions outside the known l
 
 from __future__ import annotations
 
-import enum
-import functools
-import logging
+import inspect
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from itertools import chain
-from operator import is_
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.nn import functional
-from transformers import GenerationConfig, PreTrainedConfig, Trainer
+from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ....model.method_override import MethodOverride
 from .known_code import OF_ALL, is_known
+from .told import told
+from .values import (
+    DEEPEST,
+    are_identical,
+    bases,
+    containers_in,
+    content,
+    entries_of,
+    function_in,
+    is_same_inside,
+    is_users,
+    key_of,
+    own_forward,
+)
 
-PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
-"""Types of values that are compared directly."""
-PYTHONS = sys.stdlib_module_names | {"numpy"}
-"""Packages whose objects are values, and not users' objects."""
-CONTAINERS = (Mapping, list, tuple, set, frozenset, deque, np.ndarray)
 OF_CALLS = frozenset({"_disable_adapters", "_active_adapter"})
 """Attributes of PEFT that a loss may change from call to call. Only calls in the same state are stored."""
 OF_MODULES = frozenset(vars(nn.Module())) | {"forward"} | OF_CALLS
 """Names of the attributes of every module: parts, hooks and mode. They are compared separately."""
-OF_FILES = frozenset({"_name_or_path", "_original_object_hash", "architectures", "dtype", "transformers_version"})
-"""Names of a configuration's fields that loading and saving write, but modules do not read."""
 TABLES = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
-MOST_ENTRIES = 1024
-"""Maximum number of entries of a container or object whose entries are looked into."""
-LARGEST, LARGEST_ARRAY = 2**16, 2**22
-"""Maximum number of entries of a container, and of bytes of an array. Larger ones are data: their size counts."""
 OF_TRAINING = (Trainer, Accelerator, PartialState, AcceleratorState)
 """Classes of objects of the training, into which `ReadOutside` does not look."""
-DEEPEST = 4
-"""Maximum nesting depth of containers and objects."""
+CALLABLE = (FunctionType, BuiltinFunctionType)
 MOST_FUNCTIONS = 200
 """Maximum number of functions to compare global variables of."""
 
@@ -75,16 +69,16 @@ class Settings:
         self._types = [type(module) for module in modules]
         self._slots: list[Slot] = [(of, name) for of in self._owners for name in of if name not in OF_MODULES]
         self._num_attributes = len(self._slots)
-        objects = [type(one) for one in _containers_in(of[name] for of, name in self._slots) if _is_users(type(one))]
+        objects = [type(one) for one in containers_in(of[name] for of, name in self._slots) if is_users(type(one))]
         functions = list(self._note_code([*self._types, *objects]))
         self._cells: list[CellType] = []
         self._slots += _read_by(functions, self._cells)
         used = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in modules}
         self._slots += [(ALL_ATTENTION_FUNCTIONS, name) for name in sorted(filter(None, used))]
         self._noted = self._now()
-        containers = _containers_in(self._noted[1])
-        self._containers = [(one, list(_entries(one))) for one in containers]
-        values = [*self._noted[1], *chain.from_iterable(map(_entries, containers))]
+        containers = containers_in(self._noted[1])
+        self._containers = [(one, list(entries_of(one))) for one in containers]
+        values = [*self._noted[1], *chain.from_iterable(map(entries_of, containers))]
         self.tensors = [v for v in values if getattr(v, "plain_class", type(v)) in (torch.Tensor, nn.Parameter)]
         """Tensors among the settings: they are neither weights nor buffers of the modules."""
 
@@ -96,13 +90,14 @@ class Settings:
         for base in _bases_of(classes):
             if "forward" not in vars(base) and issubclass(base, nn.Module):
                 self._slots.append((vars(base), "forward"))  # `forward` may be added later
+            self._slots += _functions_named_by(base)
             for name, value in vars(base).items():
-                function = _function_in(value)
-                if isinstance(function, FunctionType) or (_is_users(base) and not name.startswith("__")):
+                function = function_in(value)
+                if isinstance(function, FunctionType) or (is_users(base) and not name.startswith("__")):
                     self._slots.append((vars(base), name))
                 if isinstance(function, FunctionType) and not is_known(function):
                     yield function
-        yield from (f for of in self._owners if isinstance(f := _own_forward(of), FunctionType) and not is_known(f))
+        yield from (f for of in self._owners if isinstance(f := own_forward(of), FunctionType) and not is_known(f))
 
     def are_same(self) -> bool:
         """Whether all settings are unchanged. Compares objects first, then the contents of identical objects."""
@@ -110,18 +105,18 @@ class Settings:
         if sizes != noted_sizes or not are_identical(code, noted_code):
             return False
         are_equal = are_identical(values, noted) or all(
-            one is other or _value(one) == _value(other) for one, other in zip(values, noted, strict=True)
+            one is other or key_of(one) == key_of(other) for one, other in zip(values, noted, strict=True)
         )
-        return are_equal and all(map(_is_same_inside, self._containers))
+        return are_equal and all(map(is_same_inside, self._containers))
 
     def described(self) -> str:
         """Return the settings in words that are the same in every process."""
-        attributes = [(name, _told(of.get(name))) for of, name in self._slots[: self._num_attributes]]
-        read = {(name, _told(of.get(name))) for of, name in self._slots[self._num_attributes :]}
-        cells = sorted(_told(_content(cell)) for cell in self._cells)
-        own = [_told(_own_forward(of)) for of in self._owners]
-        hooks = [[_told(hook) for table in TABLES[2:] for hook in of[table].values()] for of in self._owners]
-        return repr(([_told(cls) for cls in self._types], attributes, sorted(read), cells, own, hooks))
+        attributes = [(name, told(of.get(name))) for of, name in self._slots[: self._num_attributes]]
+        read = {(name, told(of.get(name))) for of, name in self._slots[self._num_attributes :]}
+        cells = sorted(told(content(cell)) for cell in self._cells)
+        own = [told(own_forward(of)) for of in self._owners]
+        hooks = [[told(hook) for table in TABLES[2:] for hook in of[table].values()] for of in self._owners]
+        return repr(([told(cls) for cls in self._types], attributes, sorted(read), cells, own, hooks))
 
     def _now(self) -> tuple[list[int], list[Any], list[Any]]:
         """Return the numbers of attributes, the values, and the parts, hooks and replaced methods."""
@@ -133,9 +128,9 @@ class Settings:
         code += [hook for table in OF_ALL for hook in table.values() if not is_known(hook)]
         code += map(type, self._modules)
         code += [value for name, value in vars(functional).items() if not name.startswith("__")]  # warnings are noted
-        code += [own for of in self._owners if "forward" in of and (own := _own_forward(of)) is not None]
+        code += [own for of in self._owners if "forward" in of and (own := own_forward(of)) is not None]
         values = [of.get(name) for of, name in self._slots]
-        return sizes, [*values, *map(_content, self._cells)], code
+        return sizes, [*values, *map(content, self._cells)], code
 
 
 class ReadOutside:
@@ -151,9 +146,9 @@ class ReadOutside:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
         slots, functions = list[Slot](), list[FunctionType]()
-        for base in filter(_is_users, _bases_of(map(type, modules))):
+        for base in filter(is_users, _bases_of(map(type, modules))):
             for name, value in vars(base).items():
-                function = _function_in(value)
+                function = function_in(value)
                 if isinstance(function, FunctionType):
                     functions.append(function)
                 elif not name.startswith("__"):
@@ -163,25 +158,20 @@ class ReadOutside:
         self._slots = slots
         self._noted = self._now()
         attributes = chain.from_iterable(vars(module).values() for module in modules)
-        of_modules = set(map(id, _containers_in(attributes)))
-        containers = [one for one in _containers_in(self._noted, OF_TRAINING) if id(one) not in of_modules]
-        self._containers = [(one, list(_entries(one))) for one in containers]
+        of_modules = set(map(id, containers_in(attributes)))
+        containers = [one for one in containers_in(self._noted, OF_TRAINING) if id(one) not in of_modules]
+        self._containers = [(one, list(entries_of(one))) for one in containers]
 
     def changed(self) -> str:
         """The name of a value that has changed; empty if all are the same."""
         names = [*(name for _, name in self._slots), *("a closure" for _ in self._cells)]
         for name, value, noted in zip(names, self._now(), self._noted, strict=True):
-            if value is not noted and _value(value) != _value(noted):
+            if value is not noted and key_of(value) != key_of(noted):
                 return name
-        return "" if all(map(_is_same_inside, self._containers)) else "a container or object"
+        return "" if all(map(is_same_inside, self._containers)) else "a container or object"
 
     def _now(self) -> list[Any]:
-        return [*(of.get(name) for of, name in self._slots), *map(_content, self._cells)]
-
-
-def are_identical(now: Sequence[Any], noted: Sequence[Any]) -> bool:
-    """Whether two sequences contain the very same objects."""
-    return len(now) == len(noted) and all(map(is_, now, noted))
+        return [*(of.get(name) for of, name in self._slots), *map(content, self._cells)]
 
 
 def _is_libraries_function(hook: Any) -> bool:
@@ -189,43 +179,9 @@ def _is_libraries_function(hook: Any) -> bool:
     return isinstance(hook, FunctionType) and is_known(hook)
 
 
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the cell is empty
-        return None
-
-
-def _bases(cls: type) -> Iterable[type]:
-    """The base classes of a module's class, without torch's own; of another class, the user's base classes."""
-    if issubclass(cls, nn.Module):
-        return cls.__mro__[: cls.__mro__.index(nn.Module)]
-    return filter(_is_users, cls.__mro__)
-
-
 def _bases_of(classes: Iterable[type]) -> Iterable[type]:
     """The base classes of all these classes, each once."""
-    return dict.fromkeys(base for cls in dict.fromkeys(classes) for base in _bases(cls))
-
-
-def _is_users(cls: type) -> bool:
-    """Whether a class is neither of Python's nor of a known library's."""
-    return not is_known(cls) and cls.__module__.partition(".")[0] not in PYTHONS
-
-
-def _function_in(value: Any) -> Any:
-    """The function of a property, a static method or a class method; other values as they are."""
-    if isinstance(value, (staticmethod, classmethod, MethodType)):
-        return value.__func__
-    return value.fget if isinstance(value, property) else value
-
-
-def _own_forward(of: Mapping[str, Any]) -> Any:
-    """Return the function that replaces a module's `forward`, apart from our own overrides."""
-    function = of.get("forward")
-    while isinstance(function, MethodOverride):
-        function = function.earlier
-    return function
+    return dict.fromkeys(base for cls in dict.fromkeys(classes) for base in bases(cls))
 
 
 def _read_by(functions: Sequence[FunctionType], cells: list[CellType]) -> Iterator[Slot]:
@@ -243,12 +199,12 @@ def _read_by(functions: Sequence[FunctionType], cells: list[CellType]) -> Iterat
         done.add(id(function))
         names, own = set(_names_in(function.__code__)), function.__closure__ or ()
         cells += own
-        values, spaces = list(map(_content, own)), list[Mapping[str, Any]]([function.__globals__])
+        values, spaces = list(map(content, own)), list[Mapping[str, Any]]([function.__globals__])
         seen = set[int]()  # modules, and objects of users' classes
         for _ in range(DEEPEST):  # `config.model.scale` is read of a variable, of a module or class in it, and so on
             slots = [(of, name) for of in spaces for name in sorted(names & of.keys())]
             yield from slots
-            values += [_function_in(of[name]) for of, name in slots]
+            values += [function_in(of[name]) for of, name in slots]
             waiting += [value for value in values if isinstance(value, FunctionType) and not is_known(value)]
             inside = {id(value): _namespaces(value) for value in values if id(value) not in seen}
             seen.update(inside)
@@ -260,7 +216,22 @@ def _namespaces(value: Any) -> list[Mapping[str, Any]]:
     if isinstance(value, ModuleType):
         return [vars(value)]
     cls = value if isinstance(value, type) else type(value)
-    return [vars(base) for base in _bases(cls)] if _is_users(cls) else []
+    return [vars(base) for base in bases(cls)] if is_users(cls) else []
+
+
+def _functions_named_by(cls: type) -> Iterator[Slot]:
+    """Yield the locations of the functions in a library's module that its class uses, directly or through others."""
+    functions = map(function_in, vars(cls).values())
+    waiting = [inspect.unwrap(function) for function in functions if isinstance(function, FunctionType)]
+    of_module = vars(sys.modules.get(cls.__module__, sys))
+    waiting = [function for function in waiting if function.__globals__ is of_module and is_known(function)]
+    names = set[str]()
+    while waiting:
+        found = {name for name in _names_in(waiting.pop().__code__) if name not in names and name in of_module}
+        called = {name: of_module[name] for name in found if isinstance(of_module[name], CALLABLE)}
+        names |= called.keys()
+        waiting += [f for f in called.values() if isinstance(f, FunctionType) and f.__globals__ is of_module]
+    yield from ((of_module, name) for name in sorted(names))
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -268,110 +239,3 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):  # an inner function
             yield from _names_in(constant)
-
-
-def _told(value: Any, depth: int = DEEPEST) -> str:
-    """Return a value in words: functions by their code, containers and objects by their contents."""
-    value = _function_in(value)
-    if isinstance(value, (*PLAIN, float)):
-        return repr(value)
-    if isinstance(value, MethodOverride):
-        return _told(value.earlier, depth)
-    if isinstance(value, functools.partial):
-        return repr([_told(part, depth - 1) for part in (value.func, value.args, value.keywords)]) if depth else ""
-    if isinstance(value, FunctionType) and not is_known(value):
-        code, *given = _entries(value)
-        return _code_told(code) + (repr([_told(one, min(depth - 1, 1)) for one in given]) if depth else "")
-    if not _has_inside(value) and (isinstance(value, (type, ModuleType)) or callable(value)):
-        of = value if hasattr(value, "__name__") else type(value)
-        return f"{getattr(of, '__module__', '')} {getattr(of, '__qualname__', of.__name__)}"
-    if not _has_inside(value) or not depth:
-        return type(value).__qualname__
-    inside = [_told(entry, depth - 1) for entry in _entries(value)]
-    return f"{type(value).__qualname__} {sorted(inside) if isinstance(value, (set, frozenset)) else inside}"
-
-
-def _code_told(code: CodeType) -> str:
-    constants = [
-        _code_told(c) if isinstance(c, CodeType) else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
-        for c in code.co_consts
-    ]
-    return repr((code.co_code.hex(), code.co_names, constants))
-
-
-def _has_inside(value: Any) -> bool:
-    """Whether a value may change its contents while it stays the same object."""
-    if isinstance(value, (*PLAIN, float, torch.Tensor, nn.Module, type, ModuleType, logging.Logger)):
-        return False  # a logger changes whenever it is used, and no module computes with it
-    if isinstance(value, (*CONTAINERS, ContextVar)):
-        return True
-    if isinstance(value, FunctionType):
-        return not is_known(value)
-    return _is_users(type(value)) or (not callable(value) and hasattr(value, "__dict__"))
-
-
-def _containers_in(values: Iterable[Any], opaque: tuple[type, ...] = ()) -> list[Any]:
-    """Return the containers and objects among values, and inside of them, each once; not those of `opaque` classes."""
-    found: dict[int, Any] = {}
-    level = list(values)
-    for _ in range(DEEPEST):
-        level = [v for v in level if id(v) not in found and not isinstance(v, opaque) and _has_inside(v)]
-        level = list({id(value): value for value in level}.values())
-        found |= {id(value): value for value in level}
-        inside = map(_entries, level)
-        level = [entry for entries in inside if len(entries) <= MOST_ENTRIES for entry in entries]
-    return list(found.values())
-
-
-def _entries(container: Any) -> list[Any]:
-    """Return the contents of a container, object or function; its size instead, if it is data."""
-    if isinstance(container, np.ndarray):
-        is_data = container.nbytes > LARGEST_ARRAY
-        values = container.nbytes if is_data else xxhash.xxh3_128_hexdigest(container.tobytes())
-        return [values, repr(container.dtype), container.shape]
-    if isinstance(container, ContextVar):
-        return [container.get(None)]
-    if isinstance(container, FunctionType):
-        given = (*(container.__defaults__ or ()), *(container.__kwdefaults__ or {}).values())
-        return [container.__code__, *given, *vars(container).values()]
-    if isinstance(container, (PreTrainedConfig, GenerationConfig)):
-        container = {name: value for name, value in vars(container).items() if name not in OF_FILES}
-    elif not isinstance(container, CONTAINERS):
-        container = _attributes_of(container)
-    if len(container) > LARGEST:
-        return [len(container)]
-    if isinstance(container, Mapping):
-        return [*container, *container.values()]
-    return container if type(container) in (tuple, list) else list(container)
-
-
-def _attributes_of(value: Any) -> Mapping[str, Any]:
-    """Return an object's attributes; of users' classes also those in slots."""
-    attributes = getattr(value, "__dict__", {})
-    if not hasattr(type(value), "__slots__"):
-        return attributes
-    slots = chain.from_iterable(vars(base).get("__slots__", ()) for base in _bases(type(value)))
-    own = [name for name in slots if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
-    return {**attributes, **{name: getattr(value, name) for name in own}}
-
-
-def _is_same_inside(container: tuple[Any, list[Any]]) -> bool:
-    """Whether a container still has its noted entries."""
-    value, noted = container
-    now = _entries(value)
-    return are_identical(now, noted) or list(map(_value, now)) == list(map(_value, noted))
-
-
-def _value(value: Any) -> Any:
-    """Return a key for comparing settings: equal keys mean equal settings."""
-    if isinstance(value, float):
-        return repr(value)  # NaN is not equal to itself
-    if isinstance(value, PLAIN):
-        return value
-    if type(value) in (list, tuple):
-        return list(map(_value, value))
-    if type(value) is functools.partial:  # as each turning on of gradient checkpointing makes anew
-        return [id(value.func), _value(value.args), _value(value.keywords)]
-    if isinstance(value, dict):
-        return [(_value(key), _value(entry)) for key, entry in value.items()]
-    return id(value)

@@ -13,7 +13,8 @@ from torch import nn
 from ....model.placeholders import is_wrapper, values_of
 from .batch_entries import bytes_of
 from .guards import accesses, are_lent, guard, unguard, unnoticed
-from .settings import Settings, are_identical
+from .settings import Settings
+from .values import are_identical
 
 OFTEN, MOST_OF_TIME = 10, 0.03
 """Number of full comparisons of values, and the share of time that they may take after this number."""

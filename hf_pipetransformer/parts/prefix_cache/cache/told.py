@@ -1,0 +1,76 @@
+"""Values in words that are the same in every process, for the fingerprint of a module's settings.
+
+Equal words mean equal values: a value that cannot be described has other words each time, so that no other training
+takes its outputs for its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+
+from ....model.method_override import MethodOverride
+from .known_code import is_known
+from .values import LOCKS, PLAIN, entries_of, function_in, has_inside
+
+DEEPEST = 12
+"""Maximum nesting depth of a value that is described."""
+
+
+def told(value: Any, around: tuple[int, ...] = ()) -> str:
+    """Return a value in words: functions by their code, containers and objects by their contents.
+
+    Args:
+        value: the value.
+        around: identities of the values that it is inside of, from the outermost one.
+    """
+    if isinstance(value, (staticmethod, classmethod, property)) or not has_inside(value):
+        value = function_in(value)
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, MethodOverride):
+        return told(value.earlier, around)
+    if isinstance(value, np.generic):
+        return f"{value.dtype} {value.tobytes().hex()}"
+    if isinstance(value, (*PLAIN, float, complex, range)):
+        return f"{name} {value!r}" if isinstance(value, (complex, range)) else repr(value)
+    if isinstance(value, (torch.Tensor, nn.Module, *LOCKS)):
+        return name  # their values are compared elsewhere
+    if id(value) in around:
+        return f"around it, at level {around.index(id(value))}"
+    if len(around) > DEEPEST:
+        return secrets.token_hex(16)
+    if isinstance(value, FunctionType) and not is_known(value):
+        code, *given = entries_of(value)
+        return _code_told(code) + repr([told(one, (*around, id(value))) for one in given])
+    if has_inside(value):
+        inside = [told(entry, (*around, id(value))) for entry in entries_of(value)]
+        return f"{name} {sorted(inside) if isinstance(value, (set, frozenset)) else inside}"
+    if isinstance(value, (type, ModuleType, FunctionType, BuiltinFunctionType)):
+        return f"{value.__name__} {getattr(value, '__module__', '')} {getattr(value, '__qualname__', '')}"
+    if (wrapped := getattr(value, "__wrapped__", None)) is not None:  # by functools.lru_cache, say
+        return f"{name} {told(wrapped, (*around, id(value)))}"
+    return f"{name} {_pickled(value)}"
+
+
+def _pickled(value: Any) -> str:
+    """A digest of the value's pickle; a random one if there is none, or if it has other bytes each time."""
+    try:
+        one, other = pickle.dumps(value), pickle.dumps(value)
+    except Exception:  # anything may happen in it
+        return secrets.token_hex(16)
+    return xxhash.xxh3_128_hexdigest(one) if one == other else secrets.token_hex(16)
+
+
+def _code_told(code: CodeType) -> str:
+    constants = [
+        _code_told(c) if isinstance(c, CodeType) else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
+        for c in code.co_consts
+    ]
+    return repr((code.co_code.hex(), code.co_names, constants))

@@ -1,0 +1,269 @@
+"""The insides of a frozen module's attributes, and which of them can be compared with what they were.
+
+plain, fixed        compared directly, or never changed
+containers, memory  lists, dictionaries, objects, arrays of bytes, of numbers or of C: by their contents
+of libraries        objects of known libraries: by their attributes
+others              objects of C code, such as generators and files: a module of the user's with one is not cached
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import operator
+import re
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import date, time, timedelta, tzinfo
+from decimal import Decimal
+from fractions import Fraction
+from itertools import chain
+from multiprocessing.sharedctypes import SynchronizedBase
+from multiprocessing.synchronize import SemLock
+from operator import is_
+from pathlib import PurePath
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+from uuid import UUID
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig
+
+from ....model.method_override import MethodOverride
+from .known_code import is_known
+
+PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+"""Types of values that are compared directly."""
+PYTHONS = sys.stdlib_module_names | {"numpy"}
+"""Packages whose objects are values, and not users' objects."""
+FIXED = (
+    *(complex, range, re.Pattern, Decimal, Fraction, PurePath, UUID, date, time, timedelta, tzinfo),
+    *(np.generic, np.dtype, np.ufunc, operator.itemgetter, operator.attrgetter, operator.methodcaller),
+    *(torch.layout, torch.memory_format, torch.finfo, torch.iinfo, type(Ellipsis), type(NotImplemented)),
+)
+"""Types of values that never change."""
+CALLS = (functools.partial, MethodType, BuiltinFunctionType)
+LOCKS = (type(threading.Lock()), type(threading.RLock()), SemLock, logging.Logger)
+"""Types of objects that no module computes with."""
+CONTAINERS = (Mapping, list, tuple, set, frozenset, deque, np.ndarray)
+
+OF_FILES = frozenset({"_name_or_path", "_original_object_hash", "architectures", "dtype", "transformers_version"})
+"""Names of a configuration's fields that loading and saving write, but modules do not read."""
+
+LARGEST, LARGEST_ARRAY = 2**16, 2**22
+"""Maximum number of entries of a container, and of bytes of an array. Larger ones are data: their size counts."""
+
+DEEPEST = 4
+"""Maximum nesting depth of containers and objects."""
+
+
+def content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the cell is empty
+        return None
+
+
+def bases(cls: type) -> Iterable[type]:
+    """The base classes of a module's class, without torch's own; of another class, the user's base classes."""
+    if issubclass(cls, nn.Module):
+        return cls.__mro__[: cls.__mro__.index(nn.Module)]
+    return filter(is_users, cls.__mro__)
+
+
+def is_users(cls: type) -> bool:
+    """Whether a class is neither of Python's nor of a known library's."""
+    return not is_known(cls) and cls.__module__.partition(".")[0] not in PYTHONS
+
+
+def function_in(value: Any) -> Any:
+    """The function of a property, a static method or a class method; other values as they are."""
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
+
+
+def own_forward(of: Mapping[str, Any]) -> Any:
+    """Return the function that replaces a module's `forward`, apart from our own overrides."""
+    function = of.get("forward")
+    while isinstance(function, MethodOverride):
+        function = function.earlier
+    return function
+
+
+def has_inside(value: Any) -> bool:
+    """Whether a value may change its contents while it stays the same object."""
+    if isinstance(value, (*PLAIN, float, *FIXED, torch.Tensor, nn.Module, type, ModuleType, logging.Logger)):
+        return False  # a logger changes whenever it is used, and no module computes with it
+    if isinstance(value, (*CONTAINERS, ContextVar, slice, functools.partial, SynchronizedBase)):
+        return True
+    if isinstance(value, FunctionType):
+        return not is_known(value)
+    if isinstance(value, MethodType):
+        return is_users(type(value.__self__))
+    if isinstance(value, BuiltinFunctionType):  # a method of a list, say; functions have their module
+        return not isinstance(value.__self__, (ModuleType, type, type(None))) and not isinstance(
+            value.__self__, nn.Module
+        )
+    if is_users(type(value)) or (not callable(value) and hasattr(value, "__dict__")):
+        return True
+    return _memory_of(value) is not None
+
+
+def held_by(module: nn.Module) -> str | None:
+    """Describe the first value in parts with code of the user's whose changes cannot be noticed; None without one."""
+    for part in module.modules():
+        own = own_forward(vars(part))
+        if not is_users(type(part)) and (own is None or is_known(own)):
+            continue
+        attributes = {
+            name: value for base in bases(type(part)) for name, value in vars(base).items() if is_users(base)
+        }
+        for name, value in {**attributes, **vars(part)}.items():
+            if name.startswith("__") or isinstance(function_in(value), FunctionType):
+                continue
+            if (unknown := _unknown_in([value])) is not None:
+                return f"it has {unknown} in its attribute {name}, whose changes cannot be noticed"
+    return None
+
+
+def _unknown_in(values: list[Any]) -> str | None:
+    """Describe the first value that is neither plain nor comparable."""
+    seen = set[int]()
+    for _ in range(DEEPEST):
+        values = [value for value in values if not isinstance(value, (*PLAIN, float)) and id(value) not in seen]
+        seen.update(map(id, values))
+        unknown = next((value for value in values if not _is_comparable(value)), None)
+        if unknown is not None:
+            return f"a value of type {type(unknown).__module__}.{type(unknown).__qualname__}"
+        inside = [value for value in values if has_inside(value) and not _is_libraries(value)]
+        values = [entry for value in inside for entry in entries_of(value)]
+    return f"values at more than {DEEPEST} levels of containers" if any(map(has_inside, values)) else None
+
+
+def _is_comparable(value: Any) -> bool:
+    """Whether changes of a value are noticed, or there are none that a module could compute with."""
+    if isinstance(value, (*FIXED, *LOCKS, threading.local, ContextVar, type, ModuleType, FunctionType)):
+        return True
+    if isinstance(value, (*CONTAINERS, *CALLS)) or _is_libraries(value) or _memory_of(value) is not None:
+        return True
+    return has_inside(value) and not any(map(_is_of_c, type(value).__mro__[:-1]))
+
+
+def _is_libraries(value: Any) -> bool:
+    return (
+        not isinstance(value, (*CONTAINERS, *CALLS)) and type(value).__module__ != "builtins" and is_known(type(value))
+    )
+
+
+def _is_of_c(cls: type) -> bool:
+    """Whether a class was not made in Python: attributes do not show what its objects hold."""
+    is_made_at_runtime, cannot_be_called = cls.__flags__ >> 9 & 1, cls.__flags__ >> 7 & 1
+    has_constructor = isinstance(vars(cls).get("__new__"), BuiltinFunctionType)
+    return not is_made_at_runtime or bool(cannot_be_called) or has_constructor
+
+
+def _memory_of(value: Any) -> list[Any] | None:
+    """A digest of the memory of an array of bytes, numbers or C; its size instead, if it is data. None for others."""
+    if isinstance(value, (FunctionType, *CALLS)):
+        return None
+    try:
+        view = memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return None
+    with view:  # as long as there is one, the array cannot be resized
+        is_data = view.nbytes > LARGEST_ARRAY
+        return [view.nbytes if is_data else xxhash.xxh3_128_hexdigest(view.tobytes()), view.format, view.shape]
+
+
+def containers_in(values: Iterable[Any], opaque: tuple[type, ...] = ()) -> list[Any]:
+    """Return the containers and objects among values, and inside of them, each once; not those of `opaque` classes."""
+    found: dict[int, Any] = {}
+    level = list(values)
+    for _ in range(DEEPEST):
+        level = [v for v in level if id(v) not in found and not isinstance(v, opaque) and has_inside(v)]
+        level = list({id(value): value for value in level}.values())
+        found |= {id(value): value for value in level}
+        level = [entry for value in level for entry in entries_of(value)]
+    return list(found.values())
+
+
+def entries_of(container: Any) -> list[Any]:
+    """Return the contents of a container, object or function; its size instead, if it is data."""
+    kind = type(container)
+    if kind is list or kind is tuple or kind is dict:  # first, as most are
+        if len(container) > LARGEST:
+            return [len(container)]
+        return [*container, *container.values()] if kind is dict else container
+    if isinstance(container, np.ndarray):
+        is_data = container.nbytes > LARGEST_ARRAY
+        values = container.nbytes if is_data else xxhash.xxh3_128_hexdigest(container.tobytes())
+        return [values, repr(container.dtype), container.shape]
+    if isinstance(container, SynchronizedBase):
+        container = container.get_obj()
+    if isinstance(container, ContextVar):
+        return [container.get(None)]
+    if isinstance(container, slice):
+        return [container.start, container.stop, container.step]
+    if isinstance(container, (MethodType, BuiltinFunctionType)):
+        return [getattr(container, "__func__", container.__name__), container.__self__]
+    if isinstance(container, functools.partial):
+        return [container.func, *container.args, *container.keywords, *container.keywords.values()]
+    if isinstance(container, FunctionType):
+        given = (*(container.__defaults__ or ()), *(container.__kwdefaults__ or {}).values())
+        return [container.__code__, *given, *vars(container).values()]
+    if isinstance(container, (PreTrainedConfig, GenerationConfig)):
+        container = {name: value for name, value in vars(container).items() if name not in OF_FILES}
+    elif not isinstance(container, CONTAINERS):
+        if (memory := _memory_of(container)) is not None:
+            return memory
+        container = _attributes_of(container)
+    if len(container) > LARGEST:
+        return [len(container)]
+    if isinstance(container, Mapping):
+        return [*container, *container.values()]
+    return container if type(container) in (tuple, list) else list(container)
+
+
+def _attributes_of(value: Any) -> Mapping[str, Any]:
+    """Return an object's attributes; of users' classes also those in slots."""
+    attributes = getattr(value, "__dict__", {})
+    if not hasattr(type(value), "__slots__"):
+        return attributes
+    slots = chain.from_iterable(vars(base).get("__slots__", ()) for base in bases(type(value)))
+    own = [name for name in slots if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+    return {**attributes, **{name: getattr(value, name) for name in own}}
+
+
+def are_identical(now: Sequence[Any], noted: Sequence[Any]) -> bool:
+    """Whether two sequences contain the very same objects."""
+    return len(now) == len(noted) and all(map(is_, now, noted))
+
+
+def is_same_inside(container: tuple[Any, list[Any]]) -> bool:
+    """Whether a container still has its noted entries."""
+    value, noted = container
+    now = entries_of(value)
+    return are_identical(now, noted) or list(map(key_of, now)) == list(map(key_of, noted))
+
+
+def key_of(value: Any) -> Any:
+    """Return a key for comparing settings: equal keys mean equal settings."""
+    if isinstance(value, float):
+        return repr(value)  # NaN is not equal to itself
+    if isinstance(value, PLAIN):
+        return value
+    if type(value) in (list, tuple):
+        return list(map(key_of, value))
+    if type(value) is functools.partial:  # as each turning on of gradient checkpointing makes anew
+        return [id(value.func), key_of(value.args), key_of(value.keywords)]
+    if isinstance(value, dict):
+        return [(key_of(key), key_of(entry)) for key, entry in value.items()]
+    return id(value)
