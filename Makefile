@@ -48,7 +48,7 @@ demo: $(if $(wildcard $(STAMP)),,$(DEMO_STAMP)) ## Train a small BERT on the CPU
 	@$(BIN)/accelerate launch --config_file accelerate_configs/cpu_4.yaml recipes/run_glue.py recipes/configs/demo.yaml
 	@$(BIN)/hf-pipetransformer report outputs/demo
 
-test: $(STAMP) ## Test the features and most promises once (no network, no GPU; about ten minutes on two cores)
+test: $(STAMP) ## Test the features and most promises once (no network, no GPU; about six minutes on two cores)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations 20
 
 test-all: $(STAMP) ## Run all tests but the injected faults (40 to 50 minutes on two cores)

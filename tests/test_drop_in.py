@@ -128,6 +128,7 @@ def averaging_later(rank: int, world_size: int) -> Outcome:
     return outcome_of(trainer)
 
 
+@pytest.mark.slow
 def test_averaging_tokens_set_later_does_not_double_the_loss() -> None:
     assert_same_training(run_ranks(averaging_later, 2), reference(0, 1, replace(RUN, kind="causal-lm")))
 

@@ -63,6 +63,7 @@ def run(rank: int, world_size: int, folder: str, *more: str) -> dict[str, float]
     )
 
 
+@pytest.mark.slow
 def test_packed_blocks_from_end_to_end_whole_and_in_slices(tmp_path: Path) -> None:
     """Batches and blocks are all full, so the perplexity follows from the mean loss."""
     results: dict[str, dict[str, float]] = {}

@@ -7,6 +7,7 @@ gradients by 5e-3 of their norm, as much as computing in bfloat16 does (6e-3 to 
 
 from __future__ import annotations
 
+import pytest
 import torch
 from distributed import run_ranks
 from training_runs import Outcome, Run, outcome_of, pipeline_trainer, weights_of
@@ -37,6 +38,7 @@ def update(outcome: Outcome, model: str | None) -> torch.Tensor:
     return torch.cat([(outcome.weights[name] - before[name]).flatten() for name in before])
 
 
+@pytest.mark.slow
 def test_gradients_differ_by_float32s_rounding_only() -> None:
     (alone,) = run_ranks(train, 1)
     for outcomes in run_ranks(train, 2):

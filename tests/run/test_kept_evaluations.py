@@ -38,7 +38,7 @@ def train_again(trained: Trained) -> None:
     trained.trainer.train()
 
 
-@pytest.mark.parametrize("how", ["", "a training of other weights follows", *slow("the best model is loaded")])
+@pytest.mark.parametrize("how", ["", *slow("a training of other weights follows", "the best model is loaded")])
 def test_evaluations_after_the_training_read_what_those_in_it_have_stored(
     how: str, tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
