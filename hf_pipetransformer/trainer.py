@@ -32,12 +32,12 @@ from .data.loaders import LoaderWithoutTags, NumberedLoader
 from .errors import UnsupportedModelError, calling_code, refuse_wrong_order
 from .model.method_override import having
 from .model.micro_batch import naming_long_rows
-from .pipeline.elastic_pipeline import ElasticPipeline, unwrapped_model
+from .pipeline.elastic_pipeline import ElasticPipeline
 from .progress import phase
 from .registry import find_part, require_part
 from .run import evaluation, mistakes, training_data
 from .run.batches import BatchesInEpoch
-from .run.checkpointing import CheckpointWrite, gathered_for_override, gathered_weights
+from .run.checkpointing import CheckpointWrite, gathered_weights
 from .run.job import TrainingJob, refuse_distributed_model
 from .run.lazy_model import is_lazy, loading, refuse_meta, saving_shards
 from .run.parts import Parts
@@ -47,7 +47,7 @@ from .run.resuming import (
     stock_checkpoint_to_resume,
     translating_names,
 )
-from .run.run import PipelineRun
+from .run.run import PipelineRun, unwrapped_model
 from .run.setup.cutting import CutModel, find_units
 from .run.setup.probing import SampleCollator
 from .training_args import PipeTransformerTrainingArguments, naming_lost_arguments
@@ -446,7 +446,7 @@ class PipeTransformerTrainer(Trainer):
         )
         self._checkpoint_write = write
         try:
-            with phase("save"), write, gathered_for_override(self._job, self._placed, write):
+            with phase("save"), write:
                 super()._save_checkpoint(model, trial)
         finally:
             self._checkpoint_write = None

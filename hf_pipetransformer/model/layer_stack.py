@@ -241,7 +241,8 @@ class LayerStack:
                     why = why or (OWN_FUNCTION.format(functions[0]) if functions else "")
                 if (after := _versions(model)) != before:  # a teacher that is an average, for example
                     versions.update({name: versions[name] + after[name] - before[name] for name in versions})
-                    whole = output_tensors(runner.trace(batch))
+                    with refusing_what_fails(model):
+                        whole = output_tensors(runner.trace(batch))
             nowhere = frozenset(table.names) - frozenset().union(*reached)
             # A value or parameter can be read without a gradient (under no_grad, by an index), and autograd then does
             # not show which unit needs it: if the minimal candidate fails, all units get it. At last all units get all

@@ -21,6 +21,7 @@ from torch import nn
 
 CONTAINERS: tuple[type, ...] = (list, dict, set, collections.deque)
 HOLDING = (*CONTAINERS, tuple, CellType)
+UNREAD_SLOTS = ("__dict__", "__weakref__")
 PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, torch.Tensor)
 MOST_OBJECTS = 10_000
 """Limit for the search for what objects hold."""
@@ -115,6 +116,8 @@ def parts_of(objects: Sequence[Any]) -> list[Any]:
         value = todo.popleft()
         if id(value) in seen or isinstance(value, PLAIN):
             continue
+        if isinstance(value, (*CONTAINERS, tuple)) and not value:  # as most of torch's tables of hooks
+            continue
         seen[id(value)] = value
         if isinstance(value, (MethodType, functools.partial, FunctionType, *HOLDING)):
             todo.extend(_held_by(value))
@@ -166,7 +169,7 @@ def _is_bound(cell: CellType) -> bool:
 def vars_of(owner: Any) -> dict[str, Any]:
     """The attributes of an object, in its dictionary and in slots."""
     slots = [name for cls in type(owner).__mro__ for name in _as_tuple(vars(cls).get("__slots__", ()))]
-    in_slots = {name: getattr(owner, name) for name in slots if name != "__dict__" and hasattr(owner, name)}
+    in_slots = {name: getattr(owner, name) for name in slots if name not in UNREAD_SLOTS and hasattr(owner, name)}
     return {**in_slots, **getattr(owner, "__dict__", {})}
 
 

@@ -52,18 +52,6 @@ def set_values(parameter: torch.Tensor, values: Iterable[torch.Tensor]) -> None:
         setattr(owner, name, value)
 
 
-def with_values(parameter: torch.Tensor, values: Iterator[torch.Tensor]) -> torch.Tensor:
-    """A new tensor of the parameter's kind with other values. It takes as many from the iterator as it needs."""
-    if not is_wrapper(parameter):
-        return next(values)
-    names, context = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
-    inside = {name: with_values(getattr(parameter, name), values) for name in names}
-    rebuilt: torch.Tensor = type(parameter).__tensor_unflatten__(  # type: ignore[attr-defined]
-        inside, context, parameter.shape, parameter.stride()
-    )
-    return rebuilt
-
-
 def num_bytes(parameter: torch.Tensor) -> int:
     """Size of a parameter's values in bytes; for a wrapper, the size of its inner tensors."""
     return sum(value.nbytes for value in values_of(parameter))

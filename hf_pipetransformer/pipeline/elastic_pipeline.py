@@ -479,6 +479,11 @@ class ElasticPipeline(nn.Module):
             )
         self.optimizer_state.share_outside()
 
+    def refuse_incomplete_optimizer(self) -> None:
+        """From now on, refuse steps of an optimizer that updates one stage. It stays attached, for saving."""
+        if self._optimizer is not None:
+            self._optimizer.refuse_use()
+
     def detach_optimizer(self) -> None:
         """Release the attached optimizer, which the next training attaches anew. Not collective."""
         if self._optimizer is not None:
@@ -493,8 +498,3 @@ class ElasticPipeline(nn.Module):
     def optimizer_state(self) -> OptimizerState:
         assert self._optimizer is not None, "attach_optimizer() first"
         return self._optimizer
-
-
-def unwrapped_model(unwrap: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply an accelerator's `unwrap_model`, and remove the pipeline, a wrapper around the user's model like DDP."""
-    return unwrap(model.model if isinstance(model, ElasticPipeline) else model, *args, **kwargs)

@@ -84,7 +84,7 @@ class StageGradients:
 
         If gradients accumulate on their sums over the stages, keep the sums on one stage: each counts once.
         """
-        self._accumulated = frozenset(self._stage.gradients())
+        self._accumulated = frozenset(self._stage.gradients()) if self._group is not None else frozenset()
         if not self.shared_are_summed:
             return
         for shared in self._shared:

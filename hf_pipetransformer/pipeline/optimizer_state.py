@@ -104,10 +104,7 @@ class OptimizerState:
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict)),
         ]
         self.keep_what_is_here()
-        refusing = _INCOMPLETE.pop(optimizer, [])
-        for hook in refusing:
-            hook.remove()
-        self._is_complete &= not refusing
+        self._is_complete &= not _allow_use(optimizer)
 
     @property
     def _group_members(self) -> list[list[Member]]:
@@ -130,7 +127,11 @@ class OptimizerState:
         for hook in self._hooks:
             hook.remove()
         self.optimizer.state.pop(self._idle_parameter, None)
-        if not self._is_complete:
+        self.refuse_use()
+
+    def refuse_use(self) -> None:
+        """Let steps and `state_dict()` fail until the next run, if this process lacks a part of the state."""
+        if not self._is_complete and self.optimizer not in _INCOMPLETE:
             _INCOMPLETE[self.optimizer] = [
                 self.optimizer.register_step_pre_hook(_refuse_use),
                 self.optimizer.register_state_dict_pre_hook(_refuse_use),
@@ -351,6 +352,7 @@ class OptimizerState:
 
         transfer(before, dict.fromkeys(before, tuple(range(len(everyone)))), self._mesh, device, read, store)
         self._is_complete = True
+        _allow_use(self.optimizer)  # after a training that was interrupted
 
     @contextmanager
     def gathered(self, folder: Path | None = None) -> Iterator[None]:
@@ -382,10 +384,13 @@ class OptimizerState:
                 "state": {**numbered, **_of_no_parameter(self.optimizer.state)},
                 "param_groups": groups,
             }
+        was_refused = _allow_use(self.optimizer)  # after a training that was interrupted
         try:
             yield
         finally:
             self._gathered = None
+            if was_refused:
+                self.refuse_use()
 
     def _state_on_cpu(self, member: Member) -> dict[str, Any]:
         state = self.optimizer.state.get(self._parameter(member), {})
@@ -412,6 +417,14 @@ def _num_bytes(state: Mapping[str, Any]) -> int | None:
     """The size of a parameter's state; None if it has tensors that other processes cannot be given."""
     tensors = [value for value in tree_leaves(dict(state)) if isinstance(value, torch.Tensor)]
     return sum(t.nbytes for t in tensors) if all(type(t) in (torch.Tensor, nn.Parameter) for t in tensors) else None
+
+
+def _allow_use(optimizer: torch.optim.Optimizer) -> bool:
+    """Remove the hooks that refuse an optimizer's use. Returns whether there were any."""
+    refusing = _INCOMPLETE.pop(optimizer, [])
+    for hook in refusing:
+        hook.remove()
+    return bool(refusing)
 
 
 def _refuse_use(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..model.elsewhere import NAN, Hidden, computing_with_nan, hide, placeholder
 from ..model.nested import as_bytes
-from ..model.placeholders import ParameterTable, set_values, values_of, with_values
+from ..model.placeholders import ParameterTable, set_values, values_of
 from .holders import Holders, source_of_buffers
 from .mesh import ProcessMesh
 from .transfer import CPU, transfer
@@ -57,7 +57,6 @@ class Weights:
         self._trainable = {name: table[name].requires_grad for name in table.names}
         self._missing: set[str] = set()
         self._frozen: set[str] = set()
-        self._gathered: dict[str, torch.Tensor] | None = None
         self._lists_placeholders = False
         self._hooks: list[Any] = []
         self._names: dict[int, str] = {}  # of parameters, by their identity
@@ -90,11 +89,6 @@ class Weights:
     @property
     def is_whole(self) -> bool:
         return not self._missing
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether rank 0 has every weight at the moment, for saving (`gathered`)."""
-        return self._gathered is not None
 
     def is_here(self, name: str) -> bool:
         return name not in self._missing
@@ -247,7 +241,7 @@ class Weights:
             self._hooks += [
                 model.register_state_dict_pre_hook(self._begin_state_dict),
                 # torch refuses bound methods here
-                model.register_state_dict_post_hook(lambda *args: self._put_gathered(*args)),
+                model.register_state_dict_post_hook(lambda *args: self._end_state_dict(*args)),
             ]
 
     def containing_nan(self) -> list[str]:
@@ -285,21 +279,19 @@ class Weights:
             folder: the folder of a temporary file for the weights, if there may be no memory for them.
             needed: the parameters that will be read, the same on every process; None for all.
         """
-        gathered: dict[str, torch.Tensor] = {}
         missing = frozenset(self._missing)
 
         def store(name: str, values: Mapping[int, torch.Tensor]) -> None:
             if name in missing:
                 self.put(name, values)
-            gathered[name] = with_values(self._table[name], iter(values.values()))
 
         wanted = {name: (0,) for name in self._table.names if needed is None or name in needed}
         try:
             transfer(self._holders, wanted, self.mesh, CPU, self.values_of, store, folder=folder)
-            self._gathered = gathered
+            self._lists_placeholders = True  # of other processes; saving asks for all keys
             yield
         finally:
-            self._gathered = None
+            self._lists_placeholders = False
             for name in missing - self._missing:
                 self.drop(name)
 
@@ -404,25 +396,22 @@ class Weights:
         incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in skipped]
 
     def _begin_state_dict(self, module: nn.Module, *_: Any) -> None:
-        """Refuse `model.state_dict()`, or let it read placeholders, which `_put_gathered` replaces."""
+        """Refuse `model.state_dict()`, or let it read placeholders."""
         if module is not self._table.model:
             return
-        if self._gathered is None and self._missing and not self._lists_placeholders:
+        if self._missing and not self._lists_placeholders:
             raise ValueError(
                 f"{type(module).__name__} is split over the pipeline stages during training, and"
                 f" {len(self._missing)} of its parameters are not on this process. Call trainer.save_model() on all"
-                " processes, or save after train() has returned."
+                " processes, or save after train() has returned. (In place of a save_model of your own that does not"
+                " call the Trainer's, override _save: it is called while the main process has every weight.)"
             )
         self._reading.close()
         self._reading.enter_context(computing_with_nan())
 
-    def _put_gathered(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        if module is not self._table.model:
-            return
-        self._reading.close()
-        for name, tensor in (self._gathered or {}).items():
-            for alias in self._table.aliases[name]:
-                state_dict[prefix + alias] = tensor
+    def _end_state_dict(self, module: nn.Module, *_: Any) -> None:
+        if module is self._table.model:
+            self._reading.close()
 
 
 def contents_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Content]:

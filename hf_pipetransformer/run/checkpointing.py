@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -218,27 +218,12 @@ def gathered_weights(job: TrainingJob, pipeline: ElasticPipeline, folder: Path) 
         pipeline: the placed model.
         folder: where it is saved.
     """
-    if pipeline.weights.is_gathered:
-        yield
-        return
     pipeline.synchronise_buffers()
     needed: frozenset[str] | None = None
     if hasattr(job.model, "peft_config"):
         needed = job.mesh.of_first(names_saved(job.trainer, job.model, pipeline.weights))
     with pipeline.weights.gathered(folder if pipeline.is_lazy else None, needed):
         yield
-
-
-def gathered_for_override(
-    job: TrainingJob, pipeline: ElasticPipeline | None, write: CheckpointWrite
-) -> AbstractContextManager[None]:
-    """While a checkpoint is written, gather the weights for a `save_model` of the user's that writes them by itself.
-
-    The stock method gathers them for its own time only, so that they are freed before the optimizer's state comes.
-    """
-    if pipeline is None or not job.overrides("save_model"):
-        return nullcontext()
-    return gathered_weights(job, pipeline, write.output_dir or write.final)
 
 
 def names_saved(trainer: Trainer, model: Any, weights: Weights) -> frozenset[str] | None:

@@ -115,7 +115,7 @@ class PipelineRun(TrainerCallback):
         if self.data is not None:
             self.data.close()  # otherwise its workers keep waiting for the next epoch
         if self._cut is not None:  # an error has ended the training, or a model loaded lazily stays distributed
-            self.pipeline.detach_optimizer()
+            self.pipeline.refuse_incomplete_optimizer()
         # the trainer keeps the parts, which refer to this run, for evaluations and the model card
         self.data = self._cut = None
         vars(self).pop("steps", None)
@@ -473,3 +473,8 @@ class PipelineRun(TrainerCallback):
             self.steps.may_have_other_flags = True
             for part in self.parts.having("weights_shown"):
                 part.weights_shown()
+
+
+def unwrapped_model(unwrap: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply an accelerator's `unwrap_model`, and remove the pipeline, a wrapper around the user's model like DDP."""
+    return unwrap(model.model if isinstance(model, ElasticPipeline) else model, *args, **kwargs)

@@ -307,7 +307,7 @@ class Steps:
                     " training_step). With several processes, all of them must know of the change before the step."
                     " Change it in a TrainerCallback, for example in on_step_begin."
                 )
-            if is_cut:
+            if is_cut and self._trainer.accelerator.scaler is None:  # the scaler inspects gradients on all processes
                 pipeline.running.drop_zeros()
         for name, is_asked in zip(OF_CONTROL, votes[3:], strict=False):
             if is_asked:

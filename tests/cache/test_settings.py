@@ -6,8 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import nn
+
+from hf_pipetransformer.parts.prefix_cache.cache.values import held_by
 
 DESCRIBES = """
 import hashlib, torch
@@ -35,9 +40,11 @@ models = [
         num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)),
     torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32), 2),
 ]
+models[0].gradient_checkpointing_enable()
 for model in models:
     settings = Settings(list(model.modules()))
     assert settings.are_same()
+    assert settings.described() == settings.described()
     print(type(model).__name__, hashlib.md5(settings.described().encode()).hexdigest())
 """
 
@@ -56,3 +63,23 @@ def test_known_models_are_described_alike_in_every_process() -> None:
     first = described("1")
     assert len(first) == 10
     assert described("2") == first
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(2, 2), {"by": [1.0, 2.0]}
+
+
+class Blocks(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(Block() for _ in range(2))
+        self.again = list(self.inner)
+        vars(self).update(attributes)
+
+
+def test_values_whose_changes_cannot_be_noticed_are_named() -> None:
+    assert held_by(Blocks(size=SimpleNamespace(width=3), nothing=object())) is None
+    for value, name in ((iter([1]), "list_iterator"), ([Block()], "Block")):
+        assert name in str(held_by(Blocks(hidden=value)))

@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 
 from ...data.numbered_batches import TrainingBatches
+from ...errors import is_users
 from ...logs import log_once
 from ...model.layer_stack import LayerStack, why_whole
 from ...model.loss_reading import LossReading, read_reduction
 from ...model.loss_scaling import EXACT, HALF_PRECISION, LossReduction, NumItems, unexamined
 from ...model.micro_batch import Batch, SampleBounds, naming_long_rows, numbers_of_rows
 from ...model.placeholders import evaluation_mode
-from ...model.training_check import is_users
 from ...planning.planner import Planner
 from ...planning.tables import MIB
 from ...randomness import seeded
@@ -100,7 +100,8 @@ def find_reduction(
     # results may differ between processes by rounding, or by a collator's random numbers
     found = found_by_each(job.mesh, collate.is_probed_once, read)
     unreached = frozenset(stack.table.names)
-    if not any(map(is_users, job.model.modules())):  # code of the user's may reach others from some step on
+    # code of the user's may reach others from some step on
+    if not any(is_users(type(module).forward) for module in job.model.modules()):
         unreached -= frozenset.intersection(*(theirs.reached for theirs in found))
     return found[0].reduction, unreached
 

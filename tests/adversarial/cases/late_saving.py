@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from user_code.kit import Rows
 
 from ..kit import VOCABULARY, At, Script, bert, case, pad, samples
@@ -106,10 +107,64 @@ class Replaces:
             torch.save(own.model.state_dict(), folder / "weights.pt")
 
 
-@case("K2")
+@case("K2", expect="exact", because="override _save")
 def save_model_of_the_users() -> Script:
     """`save_model` does not call the stock method."""
     return Script(model=bert(), data=samples(48), options=SAVES, trainer=Replaces, observe=written("weights.pt"))
+
+
+@case("K2", expect="exact", because="override _save")
+def save_model_of_adapters_that_reads_all_weights() -> Script:
+    """The stock method saves the adapters; the user's reads the whole model's state first."""
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False)
+    return tuned(config, SAVES, trainer=Replaces, observe=written("weights.pt"))
+
+
+class Swaps:
+    """A `save_model` that saves other weights, which each process has for the parameters that it holds."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        own: Any = self
+        here = [p for p in own.model.parameters() if not getattr(p, "is_elsewhere", False)]
+        before = [p.detach().clone() for p in here]
+        with torch.no_grad():
+            for p in here:
+                p.zero_()
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            for p, value in zip(here, before, strict=True):
+                p.copy_(value)
+
+
+@case("K2", "K2R2")
+def save_model_swaps_weights() -> Script:
+    """A checkpoint of averaged weights, which replace the trained ones while it is written."""
+
+    def read(trainer: Any) -> dict[str, Tensor]:
+        return dict(load_file(Path(trainer.args.output_dir) / "checkpoint-3" / "model.safetensors"))
+
+    return Script(model=bert(), data=samples(48), options=SAVES, trainer=Swaps, observe=read)
+
+
+def interrupted(trainer: Any) -> None:
+    """A callback ends the training by an error; the user saves and goes on."""
+    try:
+        trainer.train()
+    except ZeroDivisionError:
+        trainer._save_checkpoint(trainer.model, None)
+        trainer.remove_callback(Fails)
+    trainer.train(resume_from_checkpoint=True)
+
+
+class Fails(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            raise ZeroDivisionError("the user's")
+
+
+@case("K2")
+def saved_after_an_error() -> Script:
+    """A checkpoint that is written after an error has ended the training has the whole optimizer's state."""
+    return Script(model=bert(), data=samples(48), options=ADAM, callbacks=[Fails()], drive=interrupted)
 
 
 class Counts:

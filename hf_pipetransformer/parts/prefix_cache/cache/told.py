@@ -10,11 +10,13 @@ import pickle
 import secrets
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 import numpy as np
 import torch
 import xxhash
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ....model.method_override import MethodOverride
 from .known_code import is_known
@@ -40,8 +42,8 @@ def told(value: Any, around: tuple[int, ...] = ()) -> str:
         return f"{value.dtype} {value.tobytes().hex()}"
     if isinstance(value, (*PLAIN, float, complex, range)):
         return f"{name} {value!r}" if isinstance(value, (complex, range)) else repr(value)
-    if isinstance(value, (torch.Tensor, nn.Module, *LOCKS)):
-        return name  # their values are compared elsewhere
+    if isinstance(value, (torch.Tensor, nn.Module, *LOCKS, ReferenceType, RemovableHandle)):
+        return name  # their values are compared elsewhere, or are none
     if id(value) in around:
         return f"around it, at level {around.index(id(value))}"
     if len(around) > DEEPEST:

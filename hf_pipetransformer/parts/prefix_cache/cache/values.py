@@ -26,14 +26,16 @@ from multiprocessing.sharedctypes import SynchronizedBase
 from multiprocessing.synchronize import SemLock
 from operator import is_
 from pathlib import PurePath
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from uuid import UUID
+from weakref import ReferenceType
 
 import numpy as np
 import torch
 import xxhash
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ....model.method_override import MethodOverride
@@ -52,6 +54,8 @@ FIXED = (
 CALLS = (functools.partial, MethodType, BuiltinFunctionType)
 LOCKS = (type(threading.Lock()), type(threading.RLock()), SemLock, logging.Logger)
 """Types of objects that no module computes with."""
+OF_PYTHON = (threading.local, ContextVar, SimpleNamespace, ReferenceType, RemovableHandle)
+"""Further types of objects that are compared, or that no module computes with."""
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque, np.ndarray)
 
 OF_FILES = frozenset({"_name_or_path", "_original_object_hash", "architectures", "dtype", "transformers_version"})
@@ -119,7 +123,8 @@ def has_inside(value: Any) -> bool:
 
 def held_by(module: nn.Module) -> str | None:
     """Describe the first value in parts with code of the user's whose changes cannot be noticed; None without one."""
-    for part in module.modules():
+    parts = list(module.modules())  # compared as modules
+    for part in parts:
         own = own_forward(vars(part))
         if not is_users(type(part)) and (own is None or is_known(own)):
             continue
@@ -129,14 +134,14 @@ def held_by(module: nn.Module) -> str | None:
         for name, value in {**attributes, **vars(part)}.items():
             if name.startswith("__") or isinstance(function_in(value), FunctionType):
                 continue
-            if (unknown := _unknown_in([value])) is not None:
+            if (unknown := _unknown_in([value], parts)) is not None:
                 return f"it has {unknown} in its attribute {name}, whose changes cannot be noticed"
     return None
 
 
-def _unknown_in(values: list[Any]) -> str | None:
-    """Describe the first value that is neither plain nor comparable."""
-    seen = set[int]()
+def _unknown_in(values: list[Any], known: Iterable[Any]) -> str | None:
+    """Describe the first value that is neither plain, known nor comparable."""
+    seen = set(map(id, known))
     for _ in range(DEEPEST):
         values = [value for value in values if not isinstance(value, (*PLAIN, float)) and id(value) not in seen]
         seen.update(map(id, values))
@@ -150,7 +155,7 @@ def _unknown_in(values: list[Any]) -> str | None:
 
 def _is_comparable(value: Any) -> bool:
     """Whether changes of a value are noticed, or there are none that a module could compute with."""
-    if isinstance(value, (*FIXED, *LOCKS, threading.local, ContextVar, type, ModuleType, FunctionType)):
+    if isinstance(value, (*FIXED, *LOCKS, *OF_PYTHON, type, ModuleType, FunctionType)) or type(value) is object:
         return True
     if isinstance(value, (*CONTAINERS, *CALLS)) or _is_libraries(value) or _memory_of(value) is not None:
         return True
