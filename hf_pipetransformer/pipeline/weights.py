@@ -273,7 +273,8 @@ class Weights:
     def gathered(self, folder: Path | None = None, needed: Collection[str] | None = None) -> Iterator[None]:
         """Inside, on rank 0, the model has every weight: saving reads `state_dict()`, parameters, or calls modules.
 
-        Other processes' weights are on the CPU. Collective over all processes.
+        Other processes' weights are on the CPU, if parameters of this device can hold such; else they are on the device.
+        Collective over all processes.
 
         Args:
             folder: the folder of a temporary file for the weights, if there may be no memory for them.
@@ -282,8 +283,12 @@ class Weights:
         missing = frozenset(self._missing)
 
         def store(name: str, values: Mapping[int, torch.Tensor]) -> None:
-            if name in missing:
+            if name not in missing:
+                return
+            try:
                 self.put(name, values)
+            except RuntimeError:  # parameters of some kinds of devices (those of extensions) cannot hold CPU tensors
+                self.put(name, {key: value.to(self.device) for key, value in values.items()})
 
         wanted = {name: (0,) for name in self._table.names if needed is None or name in needed}
         try:
