@@ -273,7 +273,7 @@ class Weights:
     def gathered(self, folder: Path | None = None, needed: Collection[str] | None = None) -> Iterator[None]:
         """Inside, on rank 0, the model has every weight: saving reads `state_dict()`, parameters, or calls modules.
 
-        Other processes' weights are on the CPU, if parameters of this device can hold such; else they are on the device.
+        Other processes' weights are on the CPU, or on the device if its parameters cannot hold CPU tensors.
         Collective over all processes.
 
         Args:

@@ -87,8 +87,8 @@ class FrozenFront:
         device: device of the model.
         storage_dtype: dtype of stored floating-point outputs; None keeps the computed dtype.
         is_timed: whether measurements may decide when stored outputs are compared with computed ones.
-        what_changed: returns the change of the modules' settings since they were found, in words, or None. Asked where
-            the first module is called, because the forward of the model around it may change them.
+        what_changed: returns the change of the modules since they were found, in words, or None; with values=False,
+            of their settings only. Asked where the first module is called, as the model's forward may change them.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class FrozenFront:
         device: torch.device,
         storage_dtype: torch.dtype | None = None,
         is_timed: bool = True,
-        what_changed: Callable[[], str | None] = lambda: None,
+        what_changed: Callable[..., str | None] = lambda **_: None,
     ) -> None:
         self.found = found
         self.seconds_per_row = self.share = 0.0
@@ -413,7 +413,7 @@ class FrozenFront:
         call.is_apart |= not runs_plainly()
         if not call.ran and not call.is_apart:
             call.is_apart = not self._inputs.is_called_as_before()
-            if not call.ends and not self.trial.is_noisy and (why := self._what_changed()) is not None:
+            if not call.ends and not self.trial.is_noisy and (why := self._what_changed(values=False)) is not None:
                 call.is_apart, self.trouble = True, why
                 module = self._model.get_submodule(name)
                 is_wrapped = vars(module).get("forward") not in self._overrides  # by a forward that calls this one
@@ -468,16 +468,17 @@ class FrozenFront:
         if others not in known.others or not are_equal(digests, call.digests[name], self._implies_causal):
             raise NewCallError
         computed = of_missing(forward, args, kwargs, call, known, has_rows) if call.missing else []
-        versions, of_whole = versions_of(given), list[Any]()
+        versions, of_whole, device = versions_of(given), list[Any](), self._device.type
+        cast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
         def whole(position: int) -> torch.Tensor | None:
-            """A leaf that is not kept, and is read in this call; None if the module may now return something else."""
-            is_same = self._call is call and versions_of(given) == versions and self._inputs.is_called_as_before()
-            if not is_same or self._what_changed() is not None:
-                return None
-            self.trouble = MORE
-            if not of_whole:
-                with torch.no_grad(), unnoticed():
+            """A leaf that is not kept, and is read now; None if the module may now return something else."""
+            with cast, torch.no_grad(), unnoticed():
+                is_same = versions_of(given) == versions and self._inputs.is_called_as_before()
+                if not is_same or self._what_changed() is not None:
+                    return None
+                self.trouble = MORE
+                if not of_whole:
                     of_whole.extend(tree_flatten(forward(*args, **kwargs))[0])
             return of_whole[position] if isinstance(of_whole[position], torch.Tensor) else None
 

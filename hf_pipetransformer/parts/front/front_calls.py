@@ -243,7 +243,7 @@ class FrontCalls:
         if changed is not None and self._may_be_rewritten and self._weights.take_rewritten(self._digest):
             changed = None
         self._may_be_rewritten = False  # in the first call of an evaluation, or after one, alone
-        if changed is not None:
+        if (changed := changed or self._front.trouble) is not None:  # found after the last call, by a late read
             self._turn_off(changed, is_wrong=True)
             return run()
         if (why := self._weights.why_too_slow()) is not None:
@@ -308,8 +308,8 @@ class FrontCalls:
         storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
         self._expected_in = self.epoch + (1 if self._begun < 0.5 else 2)  # half an epoch is too short
         is_timed = job.args.activation_cache == "auto" and not job.args.full_determinism
-        changed = partial(self._weights.what_changed, values=False)
-        self._front = front = FrozenFront(self._model, found, self._entries, device, storage_dtype, is_timed, changed)
+        changed, entries = self._weights.what_changed, self._entries
+        self._front = front = FrozenFront(self._model, found, entries, device, storage_dtype, is_timed, changed)
         self._of_front = CacheCounts()
         # evaluations repeat their batches, and samples grouped by length meet batches of similar width again
         self._may_widen = self._is_training and str(job.args.train_sampling_strategy) == "random"

@@ -48,7 +48,7 @@ class WatchedWeights:
         self._where: list[int] = []  # addresses of the tensors of `_middles`
         self._middles: list[list[torch.Tensor]] = []
         self._digests: dict[int, str] = {}  # id of a guarded tensor -> digest of all values
-        self._is_guarding = False
+        self._is_guarding = self._is_released = False
         self._accesses: list[int] = []  # number of accesses to each tensor's memory
         self._is_lent: list[bool] = []  # whether something else holds a tensor's memory, or may hold it
         self._may_be_lent = False  # whether holders are to be looked for
@@ -71,7 +71,7 @@ class WatchedWeights:
         with unnoticed():
             self._digests = {id(tensor): known.get(id(tensor)) or digest_of(tensor) for tensor in self._tensors}
         guard(self._tensors)
-        self._is_guarding = True
+        self._is_guarding, self._is_released = True, False
         self._count_views(1)
         self._accesses, self._is_lent = accesses(self._tensors), [False] * len(self._tensors)
         self._may_be_lent = True
@@ -88,7 +88,7 @@ class WatchedWeights:
         if self._is_guarding:
             self._count_views(-1)
             unguard(self._tensors)
-        self._digests, self._is_guarding = {}, False
+        self._digests, self._is_guarding, self._is_released = {}, False, True
         self._where, self._middles = [], []
 
     def digest(self) -> str:
@@ -117,6 +117,8 @@ class WatchedWeights:
             return "its modules have been set to another mode (train() or eval())"
         if not values:
             return None
+        if self._is_released:
+            return "its weights are no longer watched"
         with unnoticed():
             are_same = self._values() == self._noted_values and self._are_given_out_same()
         if not are_same or not are_identical(self._held_buffers(), self._noted_buffers):
