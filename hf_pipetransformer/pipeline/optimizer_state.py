@@ -93,6 +93,7 @@ class OptimizerState:
         self._exchange: RemovableHandle | None = None  # after each step, once replicas have divided the parameters
         self._sharing: tuple[dist.ProcessGroup, Sequence[int]] | None = None  # while they do
         self._gathered: dict[str, Any] | None = None
+        self._is_gathering = self._has_stepped = False
         # stands in for the parameters of a stage without trainable parameters
         self._idle_parameter = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
         self._begins = optimizer.register_step_pre_hook(lambda *_: self._begin_step())
@@ -100,6 +101,7 @@ class OptimizerState:
         self._hooks = [
             self._begins,
             self._ends,
+            optimizer.register_state_dict_pre_hook(lambda _: self._refuse_part()),
             optimizer.register_state_dict_post_hook(lambda _, state_dict: self._gathered),
             optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: self._keep_mine(state_dict)),
         ]
@@ -137,6 +139,15 @@ class OptimizerState:
                 self.optimizer.register_state_dict_pre_hook(_refuse_use),
             ]
 
+    def _refuse_part(self) -> None:
+        """Let users' `state_dict()` in training fail if this process lacks a part of the state."""
+        if self._has_stepped and not self._is_complete and not self._is_gathering:  # Accelerate asks before steps
+            raise ValueError(
+                f"{type(self.optimizer).__name__}.state_dict(): in training, each process has the optimizer state of its"
+                " own stage (or replica) only. Let the trainer save it: set control.should_save = True in a callback, and"
+                " read optimizer.pt; or call state_dict() after train()."
+            )
+
     # ------------------------------------------------------------------------------------ the groups' lists
     def put_hooks_in_order(self) -> None:
         """Let the groups list all parameters in the step hooks that the user has registered, whenever that was."""
@@ -148,6 +159,7 @@ class OptimizerState:
 
     def _begin_step(self) -> None:
         self._steps_inside += 1
+        self._has_stepped = True
         if self._lists is None:
             self._show(lambda parameter: id(parameter) not in self._elsewhere, self._shows_idle)
 
@@ -385,10 +397,11 @@ class OptimizerState:
                 "param_groups": groups,
             }
         was_refused = _allow_use(self.optimizer)  # after a training that was interrupted
+        self._is_gathering = True
         try:
             yield
         finally:
-            self._gathered = None
+            self._gathered, self._is_gathering = None, False
             if was_refused:
                 self.refuse_use()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from user_code.kit import Rows
 
-from ..kit import VOCABULARY, At, Script, bert, case, pad, samples
+from ..kit import VOCABULARY, At, Each, Script, bert, case, pad, samples
 
 ADAM: dict[str, Any] = {"num_train_epochs": 1, "optim": "adamw_torch", "learning_rate": 0.05, "adam_epsilon": 1e-4}
 SAVES: dict[str, Any] = {**ADAM, "save_strategy": "steps", "save_steps": 3}
@@ -191,3 +191,17 @@ def layer_is_rolled_back() -> Script:
         model.bert.encoder.layer[0].load_state_dict(before)
 
     return Script(model=model, data=samples(48), options=ADAM, callbacks=[At(roll_back, [3])])
+
+
+@case("K1", "K2", expect="exact", because="state_dict()")
+def optimizer_saved_by_a_callback() -> Script:
+    """A callback on the main process keeps the optimizer's state."""
+    kept: dict[str, Any] = {}
+
+    def keep(each: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        if state.is_world_process_zero and state.global_step == 3:
+            kept.update({str(key): values["exp_avg"].clone() for key, values in optimizer.state_dict()["state"].items()})
+
+    return Script(
+        model=bert(), data=samples(48), options=ADAM, callbacks=[Each(keep)], observe=lambda trainer: dict(kept)
+    )
