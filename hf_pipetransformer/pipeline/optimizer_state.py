@@ -143,9 +143,9 @@ class OptimizerState:
         """Let users' `state_dict()` in training fail if this process lacks a part of the state."""
         if self._has_stepped and not self._is_complete and not self._is_gathering:  # Accelerate asks before steps
             raise ValueError(
-                f"{type(self.optimizer).__name__}.state_dict(): in training, each process has the optimizer state of its"
-                " own stage (or replica) only. Let the trainer save it: set control.should_save = True in a callback, and"
-                " read optimizer.pt; or call state_dict() after train()."
+                f"{type(self.optimizer).__name__}.state_dict(): in training, each process has the optimizer state of"
+                " its own stage (or replica) only. Let the trainer save it: set control.should_save = True in a"
+                " callback, and read optimizer.pt; or call state_dict() after train()."
             )
 
     # ------------------------------------------------------------------------------------ the groups' lists

@@ -200,7 +200,9 @@ def optimizer_saved_by_a_callback() -> Script:
 
     def keep(each: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         if state.is_world_process_zero and state.global_step == 3:
-            kept.update({str(key): values["exp_avg"].clone() for key, values in optimizer.state_dict()["state"].items()})
+            kept.update(
+                {str(key): values["exp_avg"].clone() for key, values in optimizer.state_dict()["state"].items()}
+            )
 
     return Script(
         model=bert(), data=samples(48), options=ADAM, callbacks=[Each(keep)], observe=lambda trainer: dict(kept)
