@@ -22,7 +22,7 @@ from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
-from ..errors import in_one_line
+from ..errors import in_one_line, is_users
 from ..file_formats import KEPT
 from ..model.elsewhere import computing_with_nan
 from ..pipeline.elastic_pipeline import ElasticPipeline
@@ -172,7 +172,8 @@ class CheckpointWrite:
             OSError: a process has failed. The message says whether the checkpoint is saved.
         """
         error = self._error
-        mine = None if error is None else (in_one_line(error), _remedy(error, self._folder))
+        is_main = self._job.args.should_save
+        mine = None if error is None else (in_one_line(error), _remedy(error, self._folder, is_main))
         everyone = self._job.mesh.gather_objects(mine)
         failed = [f"rank {rank}: {theirs[0]}" for rank, theirs in enumerate(everyone) if theirs is not None]
         if not failed:
@@ -193,11 +194,11 @@ class CheckpointWrite:
         ) from error
 
 
-def _remedy(error: Exception, folder: Path) -> str:
-    if isinstance(error, FileNotFoundError):
+def _remedy(error: Exception, folder: Path, is_main: bool) -> str:
+    if isinstance(error, FileNotFoundError) or not (is_main or isinstance(error, OSError)):
         return (
-            "The main process alone makes the checkpoint's folder: let code of yours that writes into it (_save,"
-            " save_model) ask self.args.should_save"
+            "The main process alone makes the checkpoint's folder, and has all weights: let code of yours that writes"
+            " the checkpoint (_save, save_model) ask self.args.should_save"
         )
     if isinstance(error, OSError):
         return f"Fix the cause (check the free disk space of {folder})"
@@ -213,6 +214,9 @@ def _remedy(error: Exception, folder: Path) -> str:
 def gathered_weights(job: TrainingJob, pipeline: ElasticPipeline, folder: Path) -> Iterator[None]:
     """Inside, rank 0 has all weights and buffers that `Trainer.save_model` writes. Collective over all processes.
 
+    If it has all of the model, it may also call the model (model cards have examples). Other processes may not, and do
+    not enter a library's `_save`: sentence-transformers' does not ask whether it is on the main process.
+
     Args:
         job: the training job.
         pipeline: the placed model.
@@ -222,8 +226,22 @@ def gathered_weights(job: TrainingJob, pipeline: ElasticPipeline, folder: Path) 
     needed: frozenset[str] | None = None
     if hasattr(job.model, "peft_config"):
         needed = job.mesh.of_first(names_saved(job.trainer, job.model, pipeline.weights))
-    with pipeline.weights.gathered(folder if pipeline.is_lazy else None, needed):
-        yield
+    runner, is_split = pipeline.stack.runner, pipeline.is_split
+    is_served, runner.is_served = runner.is_served, False  # nobody waits for calls
+    skips = not job.args.should_save and not is_users(job.trainer._save)
+    if skips:
+        vars(job.trainer)["_save"] = lambda *_, **__: None
+    try:
+        with pipeline.weights.gathered(folder if pipeline.is_lazy else None, needed):
+            if is_split and job.mesh.rank == 0 and needed is None:
+                runner.restrict_to(None)
+            yield
+    finally:
+        runner.is_served = is_served
+        if is_split:
+            runner.restrict_to(pipeline.current_layout.units_of(pipeline.stage_index))
+        if skips:
+            vars(job.trainer).pop("_save")
 
 
 def names_saved(trainer: Trainer, model: Any, weights: Weights) -> frozenset[str] | None:

@@ -250,6 +250,28 @@ def test_two_stages_equal_one_process(models: str, tmp_path: Path) -> None:
                 torch.testing.assert_close(mine, wanted, rtol=0, atol=most)
 
 
+def saved_in_stages(rank: int, world_size: int, models: str, folder: str) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    options: dict[str, Any] = {"save_strategy": "epoch", "num_train_epochs": 2, "pipeline_parallel_size": 2}
+    trainer = make_trainer("pairs", "ours", models, folder, world_size, **options)
+    trainer.train()
+    if rank == 0:
+        saved = SentenceTransformer(f"{folder}/ours/checkpoint-{trainer.state.global_step}").state_dict()
+        for name, weight in trainer.model.state_dict().items():
+            torch.testing.assert_close(saved[name], weight, rtol=0, atol=0)
+    first = trainer.state.global_step // 2
+    resumed = make_trainer("pairs", "ours", models, folder, world_size, **options)
+    resumed.train(resume_from_checkpoint=f"{folder}/ours/checkpoint-{first}")
+    for mine, wanted in zip(resumed.model.parameters(), trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-5)
+
+
+def test_two_stages_save_and_resume(models: str, tmp_path: Path) -> None:
+    """The library writes a model card, for which it calls the model on the main process."""
+    run_ranks(saved_in_stages, 2, models, str(tmp_path), timeout=200)
+
+
 def test_an_interrupted_training_resumes(models: str, tmp_path: Path) -> None:
     from sentence_transformers import SentenceTransformer
 

@@ -40,9 +40,20 @@ class ClipsInside(Sgd):
         super().step()
 
 
+class KeyedByNumbers(Sgd):
+    """As PEFT's LoRA-FA, whose state has the parameters' names as keys."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for number, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            self.state[f"number {number}"] = {"last": p.clone()}
+
+
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], str | None]] = {
     "decoupled": (Sgd, None),
     "clips": (ClipsInside, "gradients of other parameters"),
+    "keyed": (KeyedByNumbers, "under other keys than the parameters ('number 0')"),
 }
 
 

@@ -72,7 +72,8 @@ class CallbackCalls:
             self._serve_all(None)
 
     def _forward(self, module: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._served.is_driving or self._runner.is_running or not self._runner.is_restricted:
+        is_own = self._served.is_driving or self._runner.is_running or not self._runner.is_restricted
+        if is_own or not self._runner.is_served:  # it is not served while a checkpoint is written
             return forward(*args, **kwargs)
         self._is_asked(by_me=True)
         return self._serve_all(_CallRequest(module, args, kwargs, torch.is_grad_enabled(), plain_state(self._modules)))

@@ -115,6 +115,8 @@ def _kept_outside(optimizer: torch.optim.Optimizer, freezes: bool) -> str | None
         return f"its state is in another optimizer ({type(inner).__name__}), and would be missing in checkpoints"
     twin = _Twin(optimizer)
     _step_together(twin, twin, [torch.tensor(1.0)] * len(twin.parameters))
+    if (key := twin.key_with_values()) is not None:
+        return f"it keeps values of the parameters in `state` under other keys than the parameters ({key})"
     if freezes and (name := twin.attribute_with_values()) is not None:
         return f"it keeps values of the parameters in its attribute {name!r}, which do not move with layers"
     has_run: list[bool] = []
@@ -170,6 +172,19 @@ class _Twin:
         state = self.optimizer.state
         of_none = [state[key] for key in state if not isinstance(key, torch.Tensor)]
         return [parameter.detach(), *state.get(parameter, {}).values(), *of_none]
+
+    def key_with_values(self) -> str | None:
+        """A key of the state that is no parameter, with tensors in the shapes of parameters; None without one."""
+        shapes = {parameter.shape for parameter in self.parameters if parameter.dim()}
+        for key, values in self.optimizer.state.items():
+            leaves = (
+                ()
+                if isinstance(key, torch.Tensor)
+                else tree_leaves(dict(values) if isinstance(values, dict) else values)
+            )
+            if any(isinstance(leaf, torch.Tensor) and leaf.shape in shapes for leaf in leaves):
+                return repr(key)
+        return None
 
     def attribute_with_values(self) -> str | None:
         """Name of an attribute with a container of tensors that have the shapes of parameters; None without one."""
