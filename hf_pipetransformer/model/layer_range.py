@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import UnsupportedModelError
 from .elsewhere import computing_with_nan, hidden_like
 from .frozen_units import FrozenUnits, modules_around
-from .method_override import HookOfOriginal, MethodOverride, having
+from .method_override import HookOfOriginal, MethodOverride, having, original_method
 from .nested import in_new_containers, tensors_of
 from .refusals import refuse_split_checkpoint
 from .units import CalledWith, Carry, ModelLayers, Observer, OutputStructure, TracedLayers, Unit, plain_values
@@ -131,10 +131,10 @@ class LayerRangeRunner:
         if self.installed:
             return
         for stack, name, module in self._layers:
-            forward = self._ranged_forward(Unit(name, module, stack), module.forward)
+            forward = self._ranged_forward(Unit(name, module, stack), original_method(module))
             self._replaced.append(MethodOverride(module, "forward", forward))
         for tap in {module: None for modules in self._taps.values() for module in modules}:
-            self._replaced.append(MethodOverride(tap, "forward", self._tapped_forward(tap, tap.forward)))
+            self._replaced.append(MethodOverride(tap, "forward", self._tapped_forward(tap, original_method(tap))))
         self._hook = self.model.register_forward_pre_hook(
             HookOfOriginal(lambda module, _: self.begin_call() if module is self.model else None)
         )

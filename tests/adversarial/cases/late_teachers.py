@@ -1,0 +1,262 @@
+"""What the package captures of a class once, and what a frozen module gives to another call of the loss."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BertForSequenceClassification
+
+from ..kit import (
+    Each,
+    FrozenBackbone,
+    Inputs,
+    LossAndOutputs,
+    Network,
+    Script,
+    bert,
+    case,
+    samples,
+    with_loss,
+)
+
+
+def frozen(module: nn.Module) -> Any:
+    return module.eval().requires_grad_(False)
+
+
+def read_of(inputs: Any) -> dict[str, Tensor]:
+    return {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+
+def kd(student: Tensor, teacher: Tensor) -> Tensor:
+    return F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="batchmean")
+
+
+def teacher_of_four(seed: int = 3, **changes: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return frozen(bert(num_hidden_layers=4, initializer_range=0.3, **changes))
+
+
+def student(**changes: Any) -> Any:
+    return bert(**{"num_hidden_layers": 2, "initializer_range": 0.2, **changes})
+
+
+def distil(name: str, further: Any, teacher: Any = teacher_of_four, **fields: Any) -> Script:
+    """`further(trainer, model, outputs, inputs)` is added to the student's own loss."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        return outputs["loss"] + further(trainer, model, outputs, inputs), outputs
+
+    before = fields.pop("wire", lambda trainer: None)
+
+    def wire(trainer: Any) -> None:
+        if teacher is not None:
+            trainer.teacher = teacher()
+        before(trainer)
+
+    fields = {"model": None, "data": samples(32, 4, 9), **fields}
+    model = fields.pop("model") or student()
+    fields["options"] = {"num_train_epochs": 4, "learning_rate": 0.02, **fields.get("options", {})}
+    fields["product"] = {"log_level": "info", **fields.get("product", {})}
+    return with_loss(loss, model, wire=wire, **fields)
+
+
+def plainly(trainer: Any, model: Any, outputs: Any, inputs: Inputs) -> Tensor:
+    with torch.no_grad():
+        return kd(outputs.logits, trainer.teacher(**read_of(inputs)).logits)
+
+
+@case("K1")
+def teacher_copied_shallowly() -> Script:
+    """A shallow copy of the teacher with another head, from the third epoch on."""
+
+    def further(trainer: Any, model: Any, outputs: Any, inputs: Inputs) -> Tensor:
+        given = read_of(inputs)
+        if trainer.state.epoch >= 2.2 and not hasattr(trainer, "second"):
+            trainer.second = copy.copy(trainer.teacher)
+            trainer.second._modules = dict(trainer.teacher._modules)
+            trainer.second.classifier = copy.deepcopy(trainer.teacher.classifier)
+            with torch.no_grad():
+                trainer.second.classifier.weight.mul_(-2)
+        with torch.no_grad():
+            theirs = getattr(trainer, "second", trainer.teacher)(**given).logits
+        return kd(outputs.logits, theirs)
+
+    return distil("shallow", further)
+
+
+def class_changes(name: str, change: Any, further: Any = plainly, at: int = 9) -> Script:
+    class Teacher(BertForSequenceClassification):
+        pass
+
+    class Doubled(Teacher):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            outputs = super().forward(*args, **kwargs)
+            outputs.logits = -2 * outputs.logits
+            return outputs
+
+    def make() -> Any:
+        teacher = teacher_of_four()
+        teacher.__class__ = Teacher
+        return teacher
+
+    def act(callback: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == at:
+            change(callback.trainer, Teacher, Doubled)
+
+    return distil(name, further, make, callbacks=[Each(act)])
+
+
+def on_what_is_trained(trainer: Any, model: Any, outputs: Any, inputs: Inputs) -> Tensor:
+    """The teacher is called on the batch, and on trained embeddings."""
+    given = trainer.model.bert.embeddings.word_embeddings(inputs["input_ids"])
+    theirs = trainer.teacher(inputs_embeds=given, attention_mask=inputs["attention_mask"]).logits
+    return plainly(trainer, model, outputs, inputs) + 0.1 * theirs.square().mean()
+
+
+def swap_class(trainer: Any, teacher: Any, doubled: Any) -> None:
+    trainer.teacher.__class__ = doubled
+
+
+def patch_class(trainer: Any, teacher: Any, doubled: Any) -> None:
+    original = teacher.__mro__[1].forward
+
+    def forward(self: Any, input_ids: Any = None, attention_mask: Any = None, inputs_embeds: Any = None) -> Any:
+        outputs = original(self, input_ids, attention_mask, inputs_embeds=inputs_embeds)
+        outputs.logits = -2 * outputs.logits
+        return outputs
+
+    teacher.forward = forward
+
+
+@case("K1")
+def class_of_the_teacher_is_swapped() -> Script:
+    """The teacher gets another class in the third epoch."""
+    return class_changes("swap", swap_class)
+
+
+@case("K1")
+def class_of_the_teacher_is_patched() -> Script:
+    """The class of the teacher gets another forward in the third epoch."""
+    return class_changes("patch", patch_class)
+
+
+@case("K1")
+def class_is_swapped_with_gradients() -> Script:
+    """Likewise; the teacher is also called on trained values."""
+    return class_changes("swap_gradients", swap_class, on_what_is_trained)
+
+
+@case("K1")
+def class_is_patched_with_gradients() -> Script:
+    """Likewise; the teacher is also called on trained values."""
+    return class_changes("patch_gradients", patch_class, on_what_is_trained)
+
+
+def model_patched(swaps: bool, **fields: Any) -> Script:
+    """The class of the trained model gets another forward, or the model another class, in the third epoch."""
+
+    class Users(FrozenBackbone):
+        pass
+
+    class Doubled(Users):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            outputs = super().forward(*args, **kwargs)
+            return {**outputs, "loss": 2 * outputs["loss"]}
+
+    def change(callback: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 9:
+            if swaps:
+                callback.trainer.model.__class__ = Doubled
+            else:
+                original = FrozenBackbone.forward
+
+                def forward(self: Any, input_ids: Any, attention_mask: Any, labels: Any = None) -> Any:
+                    outputs = original(self, input_ids, attention_mask, labels)
+                    return {**outputs, "loss": 2 * outputs["loss"]} if labels is not None else outputs
+
+                Users.forward = forward  # type: ignore[method-assign]
+
+    options = {"num_train_epochs": 4}
+    return Script(model=Users(), data=samples(32, 8, 8), callbacks=[Each(change)], options=options, **fields)
+
+
+@case("K1", "R2")
+def class_of_the_model_is_swapped() -> Script:
+    """The trained model gets another class in the third epoch; its backbone is frozen."""
+    return model_patched(True)
+
+
+@case("K1")
+def class_of_the_model_is_patched() -> Script:
+    """The class of the trained model gets another forward in the third epoch; its backbone is frozen."""
+    return model_patched(False)
+
+
+@case("K2")
+def class_of_a_trained_model_in_stages_is_patched() -> Script:
+    """The class of a model without frozen parts gets another forward in the third epoch."""
+
+    class Users(Network):
+        pass
+
+    def change(callback: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 9:
+            original = Network.forward
+
+            def forward(self: Any, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+                outputs = original(self, input_ids, attention_mask, labels)
+                return {**outputs, "loss": 2 * outputs["loss"]} if labels is not None else outputs
+
+            Users.forward = forward  # type: ignore[method-assign]
+
+    return Script(model=Users(), data=samples(32, 8, 8), callbacks=[Each(change)], options={"num_train_epochs": 4})
+
+
+@case("K1")
+def shallow_copy_of_the_model_is_a_reference() -> Script:
+    """The loss calls a shallow copy of the model with a head of its own."""
+    model = student(num_hidden_layers=4)
+    model.bert.requires_grad_(False)
+
+    def further(trainer: Any, model: Any, outputs: Any, inputs: Inputs) -> Tensor:
+        if not hasattr(trainer, "second"):
+            trainer.second = copy.copy(trainer.model)
+            trainer.second._modules = dict(trainer.model._modules)
+            trainer.second.classifier = frozen(copy.deepcopy(trainer.model.classifier))
+        with torch.no_grad():
+            theirs = trainer.second(**read_of(inputs)).logits
+        return 3 * kd(outputs.logits, theirs)
+
+    return distil("shallow_model", further, None, model=model)
+
+
+def patched_in_on_train_begin() -> Script:
+    """The class of the trained model gets another forward in `on_train_begin`."""
+
+    class Users(FrozenBackbone):
+        pass
+
+    def change(callback: Any, state: Any, control: Any, **_: Any) -> None:
+        original = FrozenBackbone.forward
+
+        def forward(self: Any, input_ids: Any, attention_mask: Any, labels: Any = None) -> Any:
+            outputs = original(self, input_ids, attention_mask, labels)
+            return {**outputs, "loss": 2 * outputs["loss"]} if labels is not None else outputs
+
+        Users.forward = forward  # type: ignore[method-assign]
+
+    options = {"num_train_epochs": 3}
+    return Script(model=Users(), data=samples(32, 8, 8), callbacks=[Each(change, "on_train_begin")], options=options)
+
+
+@case("K1", "K2")
+def class_of_the_model_is_patched_when_training_begins() -> Script:
+    """The class of the trained model gets another forward in `on_train_begin`."""
+    return patched_in_on_train_begin()
