@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..kit import (
+    VOCABULARY,
     Each,
     FrozenBackbone,
     Inputs,
@@ -22,6 +24,9 @@ from ..kit import (
     samples,
     with_loss,
 )
+
+PAST = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
+"""Name of the keys and values in transformers' models."""
 
 
 def frozen(module: nn.Module) -> Any:
@@ -70,6 +75,60 @@ def distil(name: str, further: Any, teacher: Any = teacher_of_four, **fields: An
 def plainly(trainer: Any, model: Any, outputs: Any, inputs: Inputs) -> Tensor:
     with torch.no_grad():
         return kd(outputs.logits, trainer.teacher(**read_of(inputs)).logits)
+
+
+def llama(layers: int) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = LlamaConfig(num_hidden_layers=layers, vocab_size=VOCABULARY, initializer_range=0.2, **sizes)
+    return LlamaForCausalLM(config)
+
+
+def llama_teacher() -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return frozen(llama(3))
+
+
+def words(number: int = 32) -> Any:
+    rows = samples(number, 8, 8)
+    return type(rows)([{**rows[i], "labels": rows[i]["input_ids"]} for i in range(number)])
+
+
+def of_words(name: str, further: Any, **fields: Any) -> Script:
+    return distil(name, further, **{"teacher": llama_teacher, "model": llama(2), "data": words(), **fields})
+
+
+@case("K1", "R2")
+def prefix_of_keys_and_values() -> Script:
+    """The teacher reads the prompt first, and the rest with the keys and values that it has returned."""
+
+    def further(trainer: Any, model: Any, outputs: Any, inputs: Inputs) -> Tensor:
+        with torch.no_grad():
+            first = trainer.teacher(inputs["input_ids"][:, :4], use_cache=True)
+            rest = trainer.teacher(inputs["input_ids"][:, 4:], **{PAST: first[PAST]})
+        return kd(outputs.logits[:, 4:], rest.logits)
+
+    return of_words("prefix", further)
+
+
+@case("K1")
+def keys_and_values_of_the_teacher_for_the_student() -> Script:
+    """The student reads and extends the teacher's keys and values of the prompt."""
+
+    def further(trainer: Any, model: Any, outputs: Any, inputs: Inputs) -> Tensor:
+        with torch.no_grad():
+            first = trainer.teacher(inputs["input_ids"][:, :4], use_cache=True)
+        past = first[PAST]
+        rest = model(inputs["input_ids"][:, 4:], **{PAST: past})
+        past.crop(-2)
+        return rest.logits.square().mean() + past.get_seq_length() * 0.01 * outputs.logits.square().mean()
+
+    def like_the_student() -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return frozen(llama(2))
+
+    return of_words("keys_for_student", further, teacher=like_the_student)
 
 
 @case("K1")
