@@ -393,7 +393,9 @@ class LayerRangeRunner:
 
     def _plain_forward(self, unit: Unit, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A unit's own forward outside of a pass: a plain call, or gradient checkpointing that recomputes a layer."""
-        if self._computable is not None and unit.name not in {self.units[i].name for i in self._computable}:
+        here = self._computable
+        # layers that the model does not call are no units: those of a teacher inside of it, say
+        if here is not None and unit.name in {u.name for u in self.units} - {self.units[i].name for i in here}:
             refuse_split_checkpoint(self.model, unit)
             raise self._missing_layers(unit)
         if self._frozen.is_called and unit in self.units:

@@ -13,9 +13,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..kit import (
     VOCABULARY,
+    Backbone,
     Each,
     FrozenBackbone,
     Inputs,
+    Layer,
     LossAndOutputs,
     Network,
     Script,
@@ -150,6 +152,34 @@ def teacher_copied_shallowly() -> Script:
     return distil("shallow", further)
 
 
+@case("K1", "R2", "K2")
+def teacher_in_the_model() -> Script:
+    """The teacher is a part of the student's module, which its forward does not call."""
+    model = student()
+    model.teacher = teacher_of_four()
+
+    def further(trainer: Any, model: Any, outputs: Any, inputs: Inputs) -> Tensor:
+        with torch.no_grad():
+            return kd(outputs.logits, trainer.model.teacher(**read_of(inputs)).logits)
+
+    return distil("inside", further, None, model=model)
+
+
+@case("K2")
+def layers_of_a_teacher_in_the_model() -> Script:
+    """The loss calls layers of a teacher inside of the model on values that are trained."""
+    model = student()
+    model.teacher = teacher_of_four()
+
+    def further(trainer: Any, model: Any, outputs: Any, inputs: Inputs) -> Tensor:
+        given = outputs.logits.new_ones(2, 3, trainer.model.config.hidden_size)
+        layers = trainer.model.teacher.bert.encoder.layer
+        hidden = layers[3](layers[1](given * outputs.logits.mean()))
+        return (hidden[0] if isinstance(hidden, tuple) else hidden).square().mean()
+
+    return distil("layers", further, None, model=model)
+
+
 def class_changes(name: str, change: Any, further: Any = plainly, at: int = 9) -> Script:
     class Teacher(BertForSequenceClassification):
         pass
@@ -276,6 +306,57 @@ def class_of_a_trained_model_in_stages_is_patched() -> Script:
             Users.forward = forward  # type: ignore[method-assign]
 
     return Script(model=Users(), data=samples(32, 8, 8), callbacks=[Each(change)], options={"num_train_epochs": 4})
+
+
+@case("K1")
+def model_patched_to_call_its_backbone_on_other_words() -> Script:
+    """From the third epoch on, the forward of the model's class calls the frozen backbone on the reversed words."""
+
+    class Users(FrozenBackbone):
+        pass
+
+    def change(callback: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 9:
+            original = FrozenBackbone.forward
+
+            def forward(self: Any, input_ids: Any, attention_mask: Any, labels: Any = None) -> Any:
+                return original(self, input_ids.flip(1)[:, :5], attention_mask[:, :5], labels)
+
+            Users.forward = forward  # type: ignore[method-assign]
+
+    options = {"num_train_epochs": 4}
+    return Script(model=Users(), data=samples(32, 8, 8), callbacks=[Each(change)], options=options)
+
+
+@case("K2")
+def class_of_the_layers_is_patched() -> Script:
+    """The class of layers in two stages gets another forward in the third epoch."""
+
+    class Users(Layer):
+        pass
+
+    def change(callback: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 9:
+            Users.forward = lambda self, x: -Layer.forward(self, x)  # type: ignore[method-assign]
+
+    options = {"num_train_epochs": 4}
+    return Script(model=Network(layer=Users), data=samples(32, 8, 8), callbacks=[Each(change)], options=options)
+
+
+@case("K1")
+def class_of_a_part_of_the_backbone_is_patched() -> Script:
+    """The class of a frozen layer gets another forward in the third epoch."""
+
+    class Users(Layer):
+        pass
+
+    def change(callback: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 9:
+            Users.forward = lambda self, x: -Layer.forward(self, x)  # type: ignore[method-assign]
+
+    options = {"num_train_epochs": 4}
+    model = FrozenBackbone(Backbone(layer=Users))
+    return Script(model=model, data=samples(32, 8, 8), callbacks=[Each(change)], options=options)
 
 
 @case("K1")
