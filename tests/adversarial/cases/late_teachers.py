@@ -1,8 +1,7 @@
-"""What the package captures of a class once, and what a frozen module gives to another call of the loss."""
+"""Classes that get another forward while modules are intercepted, and other ways to call and share a teacher."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from ..kit import (
     Script,
     bert,
     case,
+    own_loss,
     samples,
     with_loss,
 )
@@ -131,25 +131,6 @@ def keys_and_values_of_the_teacher_for_the_student() -> Script:
             return frozen(llama(2))
 
     return of_words("keys_for_student", further, teacher=like_the_student)
-
-
-@case("K1")
-def teacher_copied_shallowly() -> Script:
-    """A shallow copy of the teacher with another head, from the third epoch on."""
-
-    def further(trainer: Any, model: Any, outputs: Any, inputs: Inputs) -> Tensor:
-        given = read_of(inputs)
-        if trainer.state.epoch >= 2.2 and not hasattr(trainer, "second"):
-            trainer.second = copy.copy(trainer.teacher)
-            trainer.second._modules = dict(trainer.teacher._modules)
-            trainer.second.classifier = copy.deepcopy(trainer.teacher.classifier)
-            with torch.no_grad():
-                trainer.second.classifier.weight.mul_(-2)
-        with torch.no_grad():
-            theirs = getattr(trainer, "second", trainer.teacher)(**given).logits
-        return kd(outputs.logits, theirs)
-
-    return distil("shallow", further)
 
 
 @case("K1", "R2", "K2")
@@ -359,24 +340,6 @@ def class_of_a_part_of_the_backbone_is_patched() -> Script:
     return Script(model=model, data=samples(32, 8, 8), callbacks=[Each(change)], options=options)
 
 
-@case("K1")
-def shallow_copy_of_the_model_is_a_reference() -> Script:
-    """The loss calls a shallow copy of the model with a head of its own."""
-    model = student(num_hidden_layers=4)
-    model.bert.requires_grad_(False)
-
-    def further(trainer: Any, model: Any, outputs: Any, inputs: Inputs) -> Tensor:
-        if not hasattr(trainer, "second"):
-            trainer.second = copy.copy(trainer.model)
-            trainer.second._modules = dict(trainer.model._modules)
-            trainer.second.classifier = frozen(copy.deepcopy(trainer.model.classifier))
-        with torch.no_grad():
-            theirs = trainer.second(**read_of(inputs)).logits
-        return 3 * kd(outputs.logits, theirs)
-
-    return distil("shallow_model", further, None, model=model)
-
-
 def patched_in_on_train_begin() -> Script:
     """The class of the trained model gets another forward in `on_train_begin`."""
 
@@ -400,3 +363,75 @@ def patched_in_on_train_begin() -> Script:
 def class_of_the_model_is_patched_when_training_begins() -> Script:
     """The class of the trained model gets another forward in `on_train_begin`."""
     return patched_in_on_train_begin()
+
+
+@case("K1")
+def rows_of_one_class_of_bert() -> Script:
+    """The teacher is called on the samples of a class, if there are any; their number differs."""
+
+    def further(trainer: Any, model: Any, outputs: Any, inputs: Inputs) -> Tensor:
+        chosen = inputs["labels"] == 2
+        if not chosen.any():
+            return outputs.logits.sum() * 0
+        with torch.no_grad():
+            theirs = trainer.teacher(inputs["input_ids"][chosen], inputs["attention_mask"][chosen]).logits
+        return (outputs.logits[chosen] - theirs).square().sum() / len(chosen)
+
+    return distil("one_class_bert", further, batch=4)
+
+
+@case("K1")
+def called_with_other_weights_later() -> Script:
+    """`torch.func.functional_call` of the teacher with other weights, from the third epoch on."""
+
+    def further(trainer: Any, model: Any, outputs: Any, inputs: Inputs) -> Tensor:
+        given = read_of(inputs)
+        with torch.no_grad():
+            if trainer.state.epoch >= 2.2:
+                other = {n: p * 1.5 for n, p in trainer.teacher.named_parameters()}
+                theirs = torch.func.functional_call(trainer.teacher, other, (), given).logits
+            else:
+                theirs = trainer.teacher(**given).logits
+        return kd(outputs.logits, theirs)
+
+    return distil("functional2", further)
+
+
+@case("K1")
+def memory_shared_with_the_student() -> Script:
+    """The teacher's embedding is another parameter with the memory of the student's trained one."""
+
+    def wire(trainer: Any) -> None:
+        ours = trainer.model.bert.embeddings.word_embeddings.weight
+        trainer.teacher.bert.embeddings.word_embeddings.weight = nn.Parameter(ours.data, requires_grad=False)
+
+    return distil("memory", plainly, wire=wire)
+
+
+@case("K1")
+def embeddings_of_the_student() -> Script:
+    """The teacher has the student's embeddings, which are trained."""
+
+    def wire(trainer: Any) -> None:
+        trainer.teacher.bert.embeddings = trainer.model.bert.embeddings
+
+    return distil("shared", plainly, wire=wire)
+
+
+@case("K1", "K2")
+def teacher_in_training_step() -> Script:
+    """`training_step` calls the teacher, and keeps its logits for the loss."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        return outputs["loss"] + kd(outputs.logits, trainer.theirs), outputs
+
+    class Steps:
+        def training_step(self, model: Any, inputs: Any, *rest: Any) -> Any:
+            with torch.no_grad():
+                self.theirs = self.teacher(**read_of(inputs)).logits  # type: ignore[attr-defined]
+            return super().training_step(model, inputs, *rest)  # type: ignore[misc]
+
+    script = distil("step", plainly)
+    script.trainer = type("Both", (Steps, own_loss(loss)), {})
+    return script
