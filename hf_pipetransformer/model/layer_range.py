@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import UnsupportedModelError
 from .elsewhere import computing_with_nan, hidden_like
 from .frozen_units import FrozenUnits, modules_around
-from .method_override import HookOfOriginal, MethodOverride, having
+from .method_override import HookOfOriginal, MethodOverride, having, original_method
 from .nested import in_new_containers, tensors_of
 from .refusals import refuse_split_checkpoint
 from .units import CalledWith, Carry, ModelLayers, Observer, OutputStructure, TracedLayers, Unit, plain_values
@@ -131,10 +131,10 @@ class LayerRangeRunner:
         if self.installed:
             return
         for stack, name, module in self._layers:
-            forward = self._ranged_forward(Unit(name, module, stack), module.forward)
+            forward = self._ranged_forward(Unit(name, module, stack), original_method(module))
             self._replaced.append(MethodOverride(module, "forward", forward))
         for tap in {module: None for modules in self._taps.values() for module in modules}:
-            self._replaced.append(MethodOverride(tap, "forward", self._tapped_forward(tap, tap.forward)))
+            self._replaced.append(MethodOverride(tap, "forward", self._tapped_forward(tap, original_method(tap))))
         self._hook = self.model.register_forward_pre_hook(
             HookOfOriginal(lambda module, _: self.begin_call() if module is self.model else None)
         )
@@ -393,7 +393,9 @@ class LayerRangeRunner:
 
     def _plain_forward(self, unit: Unit, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A unit's own forward outside of a pass: a plain call, or gradient checkpointing that recomputes a layer."""
-        if self._computable is not None and unit.name not in {self.units[i].name for i in self._computable}:
+        here = self._computable
+        # layers that the model does not call are no units: those of a teacher inside of it, say
+        if here is not None and unit.name in {u.name for u in self.units} - {self.units[i].name for i in here}:
             refuse_split_checkpoint(self.model, unit)
             raise self._missing_layers(unit)
         if self._frozen.is_called and unit in self.units:

@@ -40,25 +40,55 @@ class HookOfOriginal:
         return getattr, ({}, "get")  # of (module, inputs): the inputs
 
 
+def original_method(module: nn.Module, name: str = "forward") -> Callable[..., Any]:
+    """The method that a module has now, for a function that replaces it.
+
+    If the module uses its class's method, this is looked up in each call: the user's code may change the class or
+    its method later.
+    """
+    own: Callable[..., Any] | None = module.__dict__.get(name)
+    if own is not None:
+        return own
+    cls = type(module)
+    bound, of_class = getattr(module, name), getattr(cls, name)
+
+    def original(*args: Any, **kwargs: Any) -> Any:
+        if type(module) is cls and getattr(cls, name) is of_class:
+            return bound(*args, **kwargs)
+        return _of_class(module, name)(*args, **kwargs)
+
+    return original
+
+
+def _of_class(module: nn.Module, name: str) -> Any:
+    """The method of a module's class, bound to the module, also if the module has an own one."""
+    found = next(vars(base)[name] for base in type(module).__mro__ if name in vars(base))
+    return found.__get__(module, type(module)) if hasattr(found, "__get__") else found
+
+
 class MethodOverride:
     """Replaces a method of one module until `remove`. A copy of the module gets the earlier method, bound to the copy.
 
     Args:
         module: the module.
         name: name of the replaced method, which the module's class has.
-        function: the function that is called instead.
+        function: the function that is called instead. It may call the `original_method`.
     """
 
     def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
         self._module, self._name, self._function = module, name, function
         self.earlier = module.__dict__.get(name)
         """The module's own attribute of this name before; None if it used its class's method."""
-        self.replaced = getattr(module, name)
-        """The method that would be called without the override."""
+        self._original = original_method(module, name)
         setattr(module, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
+
+    @property
+    def replaced(self) -> Any:
+        """The method that would be called without the override."""
+        return _of_class(self._module, self._name) if self.earlier is None else self.earlier
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -68,7 +98,7 @@ class MethodOverride:
     def remove(self) -> None:
         """Restore the earlier method. A later replacement of this one stays, and calls the earlier method."""
         if self._module.__dict__.get(self._name) is not self:
-            self._function = self.replaced
+            self._function = self._original
         elif self.earlier is None:
             del self._module.__dict__[self._name]
         else:

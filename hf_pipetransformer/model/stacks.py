@@ -18,7 +18,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError
-from .method_override import MethodOverride
+from .method_override import MethodOverride, original_method
 from .nested import in_new_tensors, is_continuous, tensors_of
 from .placeholders import ParameterTable, reachable_leaves
 
@@ -144,7 +144,7 @@ def _lists_in_order(model: nn.Module, lists: Sequence[list[str]], batch: dict[st
         for layer in dict.fromkeys(model.get_submodule(name) for names in lists for name in names):
             numbers[layer] = []
             # no hooks, because some models call layer.forward()
-            undone.callback(MethodOverride(layer, "forward", partial(noted, layer, layer.forward)).remove)
+            undone.callback(MethodOverride(layer, "forward", partial(noted, layer, original_method(layer))).remove)
         model(**in_new_tensors(batch))
     calls_of = [[numbers[layer] for layer in dict.fromkeys(map(model.get_submodule, names))] for names in lists]
     chained = list(compress(lists, (_are_chained(calls, of) for of in calls_of)))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...model.method_override import MethodOverride
+from ...model.method_override import MethodOverride, original_method
 from ...progress import phase
 from .module_state import Changes, plain_state, put_all
 from .served_calls import ServedCalls
@@ -56,7 +56,7 @@ class CallbackCalls:
         self._modules, self._runner = list(served.model.modules()), served.runner
         self._runner.is_served = True
         self._overrides = [
-            MethodOverride(module, "forward", partial(self._forward, name, module.forward))
+            MethodOverride(module, "forward", partial(self._forward, name, original_method(module)))
             for name, module in served.modules.items()
         ]
 

@@ -31,7 +31,7 @@ from ...model.dropout import may_drop
 from ...model.elsewhere import Hidden, hidden_like
 from ...model.layer_range import HIDDEN, HIDDEN_REMEDY, CalledWith, Carry
 from ...model.layer_stack import why_whole
-from ...model.method_override import MethodOverride
+from ...model.method_override import MethodOverride, original_method
 from ...model.micro_batch import Batch, numbers_of_rows
 from ...model.nested import tensors_of
 from ...model.tags import TAGS
@@ -121,7 +121,7 @@ class ServedCalls(StageCalls):
             undone.callback(setattr, self, "is_driving", False)
             self.runner.is_served = self.is_driving = True
             for name, module in self.modules.items():
-                override = MethodOverride(module, "forward", serving(name, module.forward))
+                override = MethodOverride(module, "forward", serving(name, original_method(module)))
                 undone.callback(override.remove)
             self._state.begin()
             undone.callback(self._state.abandon)

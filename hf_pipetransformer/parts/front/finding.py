@@ -33,7 +33,7 @@ from transformers.cache_utils import Cache
 
 from ...model.called_inputs import NOT_OF_STATES, SELECTING
 from ...model.left_as_found import is_iterator
-from ...model.method_override import MethodOverride
+from ...model.method_override import MethodOverride, original_method
 from ...model.micro_batch import batch_rows
 from ...model.plain_runs import runs_plainly
 from ...model.training_check import LIBRARIES
@@ -273,7 +273,7 @@ def find_front(
     began = time.perf_counter()
     with ExitStack() as stack:
         for name, module in modules.items():
-            override = MethodOverride(module, "forward", watched(name, module, module.forward))
+            override = MethodOverride(module, "forward", watched(name, module, original_method(module)))
             stack.callback(override.remove)
         stack.enter_context(origins)
         output = call()

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...model.left_as_found import left_as_found
-from ...model.method_override import MethodOverride
+from ...model.method_override import MethodOverride, original_method
 from ...model.micro_batch import Batch
 from ...model.nested import in_new_tensors
 from ...model.plain_runs import runs_plainly
@@ -131,7 +131,9 @@ class FrozenFront:
         """Intercept the calls of the front's modules until `close`."""
         for name in self.found.needed if not self._overrides else ():
             module = self._model.get_submodule(name)
-            self._overrides.append(MethodOverride(module, "forward", partial(self._forward, name, module.forward)))
+            self._overrides.append(
+                MethodOverride(module, "forward", partial(self._forward, name, original_method(module)))
+            )
 
     def close(self) -> None:
         """Restore the modules' own forward."""

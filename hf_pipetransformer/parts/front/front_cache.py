@@ -26,7 +26,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerState
 
-from ...model.method_override import MethodOverride, having
+from ...model.method_override import MethodOverride, having, original_method
 from ...model.micro_batch import Batch
 from ...run.loss import Loss
 from ..prefix_cache.cache.file_store import FileStore
@@ -66,8 +66,7 @@ class FrontCache:
 
     def _watch(self) -> None:
         """Intercept the calls of the model."""
-        forward = self.model.forward
-        self._override = MethodOverride(self.model, "forward", partial(self._forward, forward))
+        self._override = MethodOverride(self.model, "forward", partial(self._forward, original_method(self.model)))
 
     def _unwatch(self) -> None:
         """Restore the model's own forward."""

@@ -412,9 +412,9 @@ class FrontCalls:
         self._is_decided, self._share = True, front.share
         needed = None if self._size is None else front.found.sample_bytes * self._size
         now = "epoch" if self._is_training else "evaluation"
-        since = (
-            "was stored by another training" if self._existed else f"is stored in this {now} and read in later ones"
-        )
+        since = f"is stored in this {now} and read in later ones"
+        if self._existed:  # in its own folder: for another form of the call, or before this training was resumed
+            since = "was stored by another training" if self._job.shares_store else "was stored before"
         size = self._store.epoch_in_words(needed)
         share = f"Frozen: {names}, {front.share:.0%} of the forward pass."
         share = share if self._called is None else f"Frozen, and called by the loss: {names}."

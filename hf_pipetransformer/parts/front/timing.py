@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...model.method_override import MethodOverride
+from ...model.method_override import MethodOverride, original_method
 from ...pipeline.devices import synchronise
 
 STEPS = 3
@@ -35,7 +35,7 @@ class ModuleTimer:
         self._began: float | None = None
         self._seconds, self._shares = 0.0, list[float]()
         self._overrides = [
-            MethodOverride(module, "forward", partial(self._forward, module.forward))
+            MethodOverride(module, "forward", partial(self._forward, original_method(module)))
             for module in map(model.get_submodule, names)
         ]
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ...model.elsewhere import on_this_thread
-from ...model.method_override import MethodOverride
+from ...model.method_override import MethodOverride, original_method
 from ...model.nested import in_new_containers
 from ...model.plain_runs import runs_plainly
 from ..front.called_by_loss import CalledByLoss, Split
@@ -82,7 +82,7 @@ class Surrounding:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._override = MethodOverride(module, "forward", partial(self._forward, module.forward))
+        self._override = MethodOverride(module, "forward", partial(self._forward, original_method(module)))
 
     def close(self) -> None:
         """Let the module run as it is."""
@@ -129,7 +129,7 @@ class FrozenRoot:
 
     def open(self) -> None:
         """Intercept the module's calls until `close`."""
-        self._override = MethodOverride(self.module, "forward", partial(self._forward, self.module.forward))
+        self._override = MethodOverride(self.module, "forward", partial(self._forward, original_method(self.module)))
 
     def close(self) -> None:
         """Let the module run as it is."""

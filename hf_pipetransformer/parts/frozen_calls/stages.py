@@ -24,7 +24,7 @@ import torch
 import xxhash
 from torch import nn
 
-from ...model.method_override import MethodOverride, having
+from ...model.method_override import MethodOverride, having, original_method
 from ...pipeline.messages import Pending, PipelineMessages, wait_for
 from ...pipeline.stage import StageModule
 from ...randomness import set_torch_states, torch_states
@@ -115,7 +115,7 @@ class SplitRoot(FrozenRoot):
         self._calls, self._is_sure = calls, digests is not None
         self._digests = digests or ()
         module = calls.modules[calls.innermost]
-        innermost = MethodOverride(module, "forward", as_one_function(module.forward))
+        innermost = MethodOverride(module, "forward", as_one_function(original_method(module)))
         self.open()
         for front in self.fronts.values():
             front.resume()
@@ -231,7 +231,7 @@ class Stages:
         why = DRAWS if self._draws else self._what_changed(calls.stage, module)
         wait_for(self._pending)
         self._pending = calls.messages.send_tree((self._digest, why), calls.messages.last)
-        override = MethodOverride(module, "forward", partial(self._noting_draws, module.forward))
+        override = MethodOverride(module, "forward", partial(self._noting_draws, original_method(module)))
         try:
             yield
         finally:

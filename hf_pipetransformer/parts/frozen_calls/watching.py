@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ DEAR = 2.0
 DEEPEST = 6
 """Levels of objects in a cache of keys and values: an encoder-decoder's contains two."""
 OWN = f"{__package__.partition('.')[0]}."
+NOT_LOOKED_INTO = (torch.Tensor, nn.Module, type, FunctionType, ModuleType)
+"""Classes of values that pass no output of a call on to another one, or whose contents are many."""
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -112,6 +115,7 @@ class LossWatch:
         self._model, self._trained, self._may_be_root = model, trained, may_be_root
         self._why_foreign = why_foreign
         self._foreign: list[nn.Module] = []  # modules with code of the user's that run
+        self._passed: list[Any] = []  # objects with tensors that calls were given
         self._origins = Origins(model, inputs)
         self._stack: list[_Open] = []  # of calls that have begun, from the outermost one
         self._kinds: dict[int, _Kind] = {}
@@ -133,8 +137,10 @@ class LossWatch:
             of = [k for k, leaf in leaves if isinstance(leaf, torch.Tensor) and self._origins.is_read(leaf)]
             call.positions = frozenset(of)
             caches = [leaf for leaf in call.outputs if isinstance(leaf, Cache)]
-            call.reads_cache = any(map(self._origins.is_read, _tensors_of(caches)))
+            passed = any(cache is given for cache in caches for given in self._passed)
+            call.reads_cache = passed or any(map(self._origins.is_read, _tensors_of(caches)))
             call.outputs = []
+        self._passed = []
 
     def _kind_of(self, module: nn.Module) -> _Kind:
         if id(module) not in self._kinds:
@@ -187,6 +193,10 @@ class LossWatch:
     def _note(self, call: _Open, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Note the output of the outermost call of a module with weights."""
         module, given = call.module, tensors_in((args, kwargs))
+        leaves = tree_flatten((args, kwargs))[0]
+        objects = [leaf for leaf in leaves if not isinstance(leaf, NOT_LOOKED_INTO) and hasattr(leaf, "__dict__")]
+        self._passed += (value for value in objects if isinstance(value, Cache))
+        given += _tensors_of(objects)  # a call may read and extend the keys and values of an earlier one
         self._origins.note_read(given)
         is_trained = self._kind_of(module).is_trained
         is_root = self._may_be_root(module) and (not is_trained or module is self._model)
@@ -224,13 +234,14 @@ def noting_calls(note: Callable[[nn.Module], object], is_candidate: Callable[[nn
         handle.remove()
 
 
-def _tensors_of(caches: Collection[Any]) -> list[torch.Tensor]:
-    """The tensors in caches of keys and values, as attributes of their layers."""
-    level, found = list(caches), list[torch.Tensor]()
+def _tensors_of(objects: Collection[Any]) -> list[torch.Tensor]:
+    """The tensors in objects, such as those in the layers of a cache of keys and values."""
+    level, found, seen = list(objects), list[torch.Tensor](), set[int]()
     for _ in range(DEEPEST):
         found += [value for value in level if isinstance(value, torch.Tensor)]
-        others = [value for value in level if not isinstance(value, torch.Tensor)]
-        level = [entry for value in others for entry in _entries(value)]
+        others = {id(value): value for value in level if not isinstance(value, NOT_LOOKED_INTO)}
+        level = [entry for key, value in others.items() if key not in seen for entry in _entries(value)]
+        seen |= others.keys()
     return found
 
 
