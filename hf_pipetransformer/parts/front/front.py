@@ -131,9 +131,8 @@ class FrozenFront:
         """Intercept the calls of the front's modules until `close`."""
         for name in self.found.needed if not self._overrides else ():
             module = self._model.get_submodule(name)
-            self._overrides.append(
-                MethodOverride(module, "forward", partial(self._forward, name, original_method(module)))
-            )
+            run = partial(self._forward, name, original_method(module))
+            self._overrides.append(MethodOverride(module, "forward", run))
 
     def close(self) -> None:
         """Restore the modules' own forward."""
