@@ -87,8 +87,8 @@ class FrozenFront:
         device: device of the model.
         storage_dtype: dtype of stored floating-point outputs; None keeps the computed dtype.
         is_timed: whether measurements may decide when stored outputs are compared with computed ones.
-        what_changed: returns the change of the modules since they were found, in words, or None; with values=False,
-            of their settings only. Asked where the first module is called, as the model's forward may change them.
+        what_changed: returns the change of the modules since they were found, or None; with values=False, of their
+            settings. Asked where the first module is called, as the model's forward may change them.
     """
 
     def __init__(
@@ -131,8 +131,7 @@ class FrozenFront:
         """Intercept the calls of the front's modules until `close`."""
         for name in self.found.needed if not self._overrides else ():
             module = self._model.get_submodule(name)
-            run = partial(self._forward, name, original_method(module))
-            self._overrides.append(MethodOverride(module, "forward", run))
+            self._overrides += [MethodOverride(module, "forward", partial(self._forward, name, original_method(module)))]
 
     def close(self) -> None:
         """Restore the modules' own forward."""
