@@ -131,7 +131,8 @@ class FrozenFront:
         """Intercept the calls of the front's modules until `close`."""
         for name in self.found.needed if not self._overrides else ():
             module = self._model.get_submodule(name)
-            self._overrides += [MethodOverride(module, "forward", partial(self._forward, name, original_method(module)))]
+            run = partial(self._forward, name, original_method(module))
+            self._overrides.append(MethodOverride(module, "forward", run))
 
     def close(self) -> None:
         """Restore the modules' own forward."""
@@ -478,8 +479,7 @@ class FrozenFront:
                 if not is_same or self._what_changed() is not None:
                     return None
                 self.trouble = MORE
-                if not of_whole:
-                    of_whole.extend(tree_flatten(forward(*args, **kwargs))[0])
+                of_whole.extend(() if of_whole else tree_flatten(forward(*args, **kwargs))[0])
             return of_whole[position] if isinstance(of_whole[position], torch.Tensor) else None
 
         leaves: list[Any] = []
