@@ -156,10 +156,10 @@ def _has_settings(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, (nn.Module, torch.Tensor, ModuleType)) or callable(value):
         return False
-    package = kind.__module__.partition(".")[0]
-    return package not in ("logging", "threading", "torch") and len(getattr(value, "__dict__", ())) in range(
-        1, MAX_ENTRIES
-    )
+    if kind.__module__.partition(".")[0] in ("logging", "threading", "torch"):
+        return False
+    attributes = getattr(value, "__dict__", None)  # may be empty: its values are in the class, until one is set
+    return attributes is not None and len(attributes) < MAX_ENTRIES
 
 
 def _differences(number: int, path: Path, before: Any, after: Any, value: Any) -> Iterator[Change]:

@@ -75,6 +75,21 @@ def sets_attribute_of_object() -> Script:
     return with_layers_set(lambda layer, step: setattr(layer.config, "scale", annealed(step)))
 
 
+class Settings:
+    """Settings of a class, until an object of it gets its own."""
+
+    scale = 1.0
+
+
+@case("K2", expect="exact", because="scale")
+def sets_first_attribute_of_object() -> Script:
+    """A number on an object of each layer that had none before."""
+    model: Any = Network(layer=Adjustable)
+    for layer in model.layers:
+        layer.config = Settings()
+    return with_layers_set(lambda layer, step: setattr(layer.config, "scale", annealed(step)), model)
+
+
 @case("K2", expect="exact", because="gate")
 def sets_buffer() -> Script:
     """A buffer of each layer is filled."""
