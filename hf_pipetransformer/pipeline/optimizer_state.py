@@ -93,7 +93,7 @@ class OptimizerState:
         self._exchange: RemovableHandle | None = None  # after each step, once replicas have divided the parameters
         self._sharing: tuple[dist.ProcessGroup, Sequence[int]] | None = None  # while they do
         self._gathered: dict[str, Any] | None = None
-        self._is_gathering = self._has_stepped = False
+        self._is_gathering = self._is_prepared = False
         # stands in for the parameters of a stage without trainable parameters
         self._idle_parameter = nn.Parameter(torch.zeros(1, device=next(iter(parameters)).device))
         self._begins = optimizer.register_step_pre_hook(lambda *_: self._begin_step())
@@ -141,7 +141,7 @@ class OptimizerState:
 
     def _refuse_part(self) -> None:
         """Let users' `state_dict()` in training fail if this process lacks a part of the state."""
-        if self._has_stepped and not self._is_complete and not self._is_gathering:  # Accelerate asks before steps
+        if self._is_prepared and not self._is_complete and not self._is_gathering:
             raise ValueError(
                 f"{type(self.optimizer).__name__}.state_dict(): in training, each process has the optimizer state of"
                 " its own stage (or replica) only. Let the trainer save it: set control.should_save = True in a"
@@ -159,7 +159,7 @@ class OptimizerState:
 
     def _begin_step(self) -> None:
         self._steps_inside += 1
-        self._has_stepped = True
+        self._is_prepared = True
         if self._lists is None:
             self._show(lambda parameter: id(parameter) not in self._elsewhere, self._shows_idle)
 
@@ -414,6 +414,7 @@ class OptimizerState:
 
     def _keep_mine(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """This process's part of a whole model's state dict; None leaves any other state dict as it is."""
+        self._is_prepared = True  # Accelerate reads and loads the state before the first step
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
         if [len(numbers) for numbers in saved] != [len(members) for members in self._group_members]:
             return None

@@ -300,6 +300,11 @@ class Weights:
             for name in missing - self._missing:
                 self.drop(name)
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a checkpoint is written or loaded, so that this process may have other weights than its stage's."""
+        return self._lists_placeholders
+
     @contextmanager
     def listing_placeholders(self) -> Iterator[None]:
         """Inside, `model.state_dict()` may be called for its keys; the values of missing weights are meaningless."""

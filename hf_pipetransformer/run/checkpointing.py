@@ -25,6 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from ..errors import in_one_line, is_users
 from ..file_formats import KEPT
 from ..model.elsewhere import computing_with_nan
+from ..model.method_override import having
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.weights import Weights
 from ..progress import phase
@@ -195,7 +196,7 @@ class CheckpointWrite:
 
 
 def _remedy(error: Exception, folder: Path, is_main: bool) -> str:
-    if isinstance(error, FileNotFoundError) or not (is_main or isinstance(error, OSError)):
+    if isinstance(error, FileNotFoundError) or (not is_main and isinstance(error, ValueError)):  # of missing weights
         return (
             "The main process alone makes the checkpoint's folder, and has all weights: let code of yours that writes"
             " the checkpoint (_save, save_model) ask self.args.should_save"
@@ -214,7 +215,8 @@ def _remedy(error: Exception, folder: Path, is_main: bool) -> str:
 def gathered_weights(job: TrainingJob, pipeline: ElasticPipeline, folder: Path) -> Iterator[None]:
     """Inside, rank 0 has all weights and buffers that `Trainer.save_model` writes. Collective over all processes.
 
-    If it has all of the model, it may also call the model (model cards have examples). Other processes may not, and do
+    If it has all of the model, it may also call the model (model cards have examples): on the CPU as it is, and on an
+    accelerator once its code has moved the model there (sentence-transformers' does). Other processes may not, and do
     not enter a library's `_save`: sentence-transformers' does not ask whether it is on the main process.
 
     Args:
@@ -229,10 +231,9 @@ def gathered_weights(job: TrainingJob, pipeline: ElasticPipeline, folder: Path) 
     runner, is_split = pipeline.stack.runner, pipeline.is_split
     is_served, runner.is_served = runner.is_served, False  # nobody waits for calls
     skips = not job.args.should_save and not is_users(job.trainer._save)
-    if skips:
-        vars(job.trainer)["_save"] = lambda *_, **__: None
+    entered: dict[str, Any] = {"_save": lambda *_, **__: None} if skips else {}
     try:
-        with pipeline.weights.gathered(folder if pipeline.is_lazy else None, needed):
+        with having(job.trainer, **entered), pipeline.weights.gathered(folder if pipeline.is_lazy else None, needed):
             if is_split and job.mesh.rank == 0 and needed is None:
                 runner.restrict_to(None)
             yield
@@ -240,8 +241,6 @@ def gathered_weights(job: TrainingJob, pipeline: ElasticPipeline, folder: Path) 
         runner.is_served = is_served
         if is_split:
             runner.restrict_to(pipeline.current_layout.units_of(pipeline.stage_index))
-        if skips:
-            vars(job.trainer).pop("_save")
 
 
 def names_saved(trainer: Trainer, model: Any, weights: Weights) -> frozenset[str] | None:

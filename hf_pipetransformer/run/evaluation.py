@@ -105,9 +105,18 @@ def in_training(
         generates: whether it generates, which excludes the parts.
         prefix: of its metrics.
 
+    Raises:
+        ValueError: a checkpoint is being written.
+
     Yields:
         The loader, which removes the tags from its batches and keeps them in `tags`.
     """
+    if pipeline.weights.is_gathered:
+        raise ValueError(
+            "evaluate() and predict() cannot be called while a checkpoint is written (in _save or save_model), because"
+            " the weights of all stages are on the main process then. Call them before or after, for example in a"
+            " callback's on_save."
+        )
     loader = dataloader if isinstance(dataloader, LoaderWithoutTags) else LoaderWithoutTags(dataloader)
     with phase("evaluation"), ExitStack() as stack:
         if generates:

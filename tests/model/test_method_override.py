@@ -86,5 +86,3 @@ def test_copies_have_their_own_method() -> None:
     overridden(module)
     for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert copied(ONE) == 2
-        copied.__class__ = Doubles
-        assert copied.__class__.forward(copied, ONE) == 4

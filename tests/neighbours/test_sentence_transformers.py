@@ -146,7 +146,7 @@ def make_trainer(
     class Trainer(PipeTransformerTrainer, StockTrainer):
         pass
 
-    is_ours = way in ("ours", "frozen")
+    is_ours, evaluator = way in ("ours", "frozen"), options.pop("evaluator", None)
     common = {
         # "cached" has two mini-batches on each process
         "per_device_train_batch_size": ROWS // (1 if kind == "cached" else world_size),
@@ -169,7 +169,12 @@ def make_trainer(
     callbacks = {"by hand": [FreezesByHand()], "callback": [freezing]}.get(way, [])
     torch.manual_seed(1)  # the loss may have parameters of its own
     return (Trainer if is_ours else StockTrainer)(
-        model=model, args=arguments, train_dataset=data_for(kind), loss=loss_for(kind, model), callbacks=callbacks
+        model=model,
+        args=arguments,
+        train_dataset=data_for(kind),
+        loss=loss_for(kind, model),
+        callbacks=callbacks,
+        evaluator=evaluator,
     )
 
 
@@ -256,6 +261,7 @@ def saved_in_stages(rank: int, world_size: int, models: str, folder: str) -> Non
     options: dict[str, Any] = {"save_strategy": "epoch", "num_train_epochs": 2, "pipeline_parallel_size": 2}
     trainer = make_trainer("pairs", "ours", models, folder, world_size, **options)
     trainer.train()
+    assert (Path(folder) / "ours" / f"checkpoint-{trainer.state.global_step}" / "README.md").is_file()
     if rank == 0:
         saved = SentenceTransformer(f"{folder}/ours/checkpoint-{trainer.state.global_step}").state_dict()
         for name, weight in trainer.model.state_dict().items():
@@ -265,6 +271,33 @@ def saved_in_stages(rank: int, world_size: int, models: str, folder: str) -> Non
     resumed.train(resume_from_checkpoint=f"{folder}/ours/checkpoint-{first}")
     for mine, wanted in zip(resumed.model.parameters(), trainer.model.parameters(), strict=True):
         torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-5)
+
+
+def evaluated(rank: int, world_size: int, models: str, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """What an evaluator finds after each epoch, and the best model's weights."""
+    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+
+    both = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 3}
+    best = {"metric_for_best_model": "dev_spearman_cosine", "greater_is_better": True}
+    way, stages = ("ours", {"pipeline_parallel_size": 2}) if world_size > 1 else ("stock", {})
+    options: dict[str, Any] = {**both, **best, **stages, "per_device_train_batch_size": ROWS // world_size}
+    first, second = ([f"w{start + n} w{n % 3}" for n in range(9)] for start in (1, 2))
+    scores = [n / 9 for n in range(9)]
+    options["evaluator"] = EmbeddingSimilarityEvaluator(first, second, scores, name="dev", batch_size=2)
+    trainer = make_trainer("pairs", way, models, folder, world_size, **options)
+    trainer.train()
+    weights = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    return values_of(trainer, "eval_dev_spearman_cosine"), weights
+
+
+def test_two_stages_evaluate_and_load_the_best(models: str, tmp_path: Path) -> None:
+    """An odd number of sentences, in several batches."""
+    expected, weights = evaluated(0, 1, models, str(tmp_path / "stock"))
+    assert len(expected) == 3
+    for found, theirs in run_ranks(evaluated, 2, models, str(tmp_path / "two"), timeout=200):
+        assert found == pytest.approx(expected, abs=1e-4)
+        for name, weight in weights.items():
+            torch.testing.assert_close(theirs[name], weight, rtol=0, atol=1e-5)
 
 
 def test_two_stages_save_and_resume(models: str, tmp_path: Path) -> None:

@@ -50,8 +50,18 @@ class KeyedByNumbers(Sgd):
             self.state[f"number {number}"] = {"last": p.clone()}
 
 
+class Counts(Sgd):
+    """As MADGRAD, which counts its steps in a tensor of `state`."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.state["k"] = torch.tensor([int(self.state.get("k", 0)) + 1])
+
+
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], str | None]] = {
     "decoupled": (Sgd, None),
+    "counts": (Counts, None),
     "clips": (ClipsInside, "gradients of other parameters"),
     "keyed": (KeyedByNumbers, "under other keys than the parameters ('number 0')"),
 }

@@ -470,11 +470,11 @@ class FrozenFront:
             raise NewCallError
         computed = of_missing(forward, args, kwargs, call, known, has_rows) if call.missing else []
         versions, of_whole, device = versions_of(given), list[Any](), self._device.type
-        cast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        dtype, is_cast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
         def whole(position: int) -> torch.Tensor | None:
             """A leaf that is not kept, and is read now; None if the module may now return something else."""
-            with cast, torch.no_grad(), unnoticed():
+            with torch.autocast(device, dtype, is_cast), torch.no_grad(), unnoticed():
                 is_same = versions_of(given) == versions and self._inputs.is_called_as_before()
                 if not is_same or self._what_changed() is not None:
                     return None

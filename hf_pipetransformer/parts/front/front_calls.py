@@ -39,7 +39,7 @@ from .finding import (
     users_see_all_calls,
     waits_for_others,
 )
-from .front import FrozenFront, OtherCallsError
+from .front import MORE, FrozenFront, OtherCallsError
 from .repeating import is_of_libraries, is_restorable
 from .rows import may_have_padding
 from .trial import NOT_TRIED, OF_OTHER_SAMPLES
@@ -244,7 +244,7 @@ class FrontCalls:
             changed = None
         self._may_be_rewritten = False  # in the first call of an evaluation, or after one, alone
         if (changed := changed or self._front.trouble) is not None:  # found after the last call, by a late read
-            self._turn_off(changed, is_wrong=True)
+            self._turn_off(changed, is_wrong=changed != MORE)
             return run()
         if (why := self._weights.why_too_slow()) is not None:
             self._turn_off(why)
@@ -260,7 +260,7 @@ class FrontCalls:
         failure = self._entries.failure
         self._say_if_full(self._entries.full or (str(failure) if failure is not None and self._existed else None))
         if self._front.trouble is not None or (failure is not None and not self._existed):
-            is_wrong = self._front.trouble is not None
+            is_wrong = self._front.trouble not in (None, MORE)
             self._turn_off(self._front.trouble or f"it cannot be stored ({failure})", is_wrong)
         elif not self._is_decided and self._front.share:
             self._decide()

@@ -193,10 +193,9 @@ class LossWatch:
     def _note(self, call: _Open, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Note the output of the outermost call of a module with weights."""
         module, given = call.module, tensors_in((args, kwargs))
-        leaves = tree_flatten((args, kwargs))[0]
-        objects = [leaf for leaf in leaves if not isinstance(leaf, NOT_LOOKED_INTO) and hasattr(leaf, "__dict__")]
-        self._passed += (value for value in objects if isinstance(value, Cache))
-        given += _tensors_of(objects)  # a call may read and extend the keys and values of an earlier one
+        caches = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Cache)]
+        self._passed += caches
+        given += _tensors_of(caches)  # a call may read and extend the keys and values of an earlier one
         self._origins.note_read(given)
         is_trained = self._kind_of(module).is_trained
         is_root = self._may_be_root(module) and (not is_trained or module is self._model)

@@ -175,14 +175,16 @@ class _Twin:
 
     def key_with_values(self) -> str | None:
         """A key of the state that is no parameter, with tensors in the shapes of parameters; None without one."""
-        shapes = {parameter.shape for parameter in self.parameters if parameter.dim()}
+        shapes = {parameter.shape for parameter in self.parameters if parameter.numel() > 1}
         for key, values in self.optimizer.state.items():
             leaves = (
                 ()
                 if isinstance(key, torch.Tensor)
                 else tree_leaves(dict(values) if isinstance(values, dict) else values)
             )
-            if any(isinstance(leaf, torch.Tensor) and leaf.shape in shapes for leaf in leaves):
+            if any(
+                isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape in shapes for leaf in leaves
+            ):
                 return repr(key)
         return None
 

@@ -6,6 +6,8 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from transformers import TrainerCallback
 
 from ..kit import Each, Script, case, own_loss, plain_loss, samples, with_loss
@@ -13,14 +15,24 @@ from ..kit import Each, Script, case, own_loss, plain_loss, samples, with_loss
 SAVES: dict[str, Any] = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 3}
 
 
+def seen(trainer: Any) -> Tensor:
+    """The logits of one sample, with dropout off."""
+    row, mode = samples()[0], trainer.model.training
+    trainer.model.eval()
+    try:
+        with torch.no_grad():
+            return trainer.model(input_ids=row["input_ids"][None])["logits"]
+    finally:
+        trainer.model.train(mode)
+
+
 class Card:
     """sentence-transformers' `_save` writes a model card, for which it encodes sentences; errors are warnings."""
 
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
-        row = samples()[0]
-        with torch.no_grad(), suppress(Exception):
-            self.model(input_ids=row["input_ids"][None])
+        with suppress(Exception):
+            self.seen = [*getattr(self, "seen", []), seen(self)]
 
 
 class MainsCard:
@@ -28,10 +40,17 @@ class MainsCard:
 
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)  # type: ignore[misc]
-        row = samples()[0]
         if self.args.should_save:
-            with torch.no_grad():
-                self.model(input_ids=row["input_ids"][None])
+            self.seen = [*getattr(self, "seen", []), seen(self)]
+
+
+def seen_by_main(trainer: Any) -> dict[str, Tensor]:
+    """What the main process has computed while saving, on all processes."""
+    found = [getattr(trainer, "seen", None)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(found)
+    assert found[0], "nothing was computed"
+    return {"seen": torch.stack(found[0])}
 
 
 def nothing(callback: Any, state: Any, control: Any, **others: Any) -> None:
@@ -40,7 +59,10 @@ def nothing(callback: Any, state: Any, control: Any, **others: Any) -> None:
 
 def script(card: type) -> Script:
     return with_loss(
-        trainer=type("Saving", (own_loss(plain_loss), card), {}), callbacks=[Each(nothing)], options=SAVES
+        trainer=type("Saving", (own_loss(plain_loss), card), {}),
+        callbacks=[Each(nothing)],
+        options=SAVES,
+        observe=seen_by_main,
     )
 
 
@@ -71,4 +93,5 @@ def model_runs_while_saved_in_a_callback() -> Script:
         trainer=type("Saving", (own_loss(plain_loss), MainsCard), {}),
         callbacks=[Saves()],
         options={"num_train_epochs": 1},
+        observe=seen_by_main,
     )
