@@ -141,7 +141,8 @@ class OptimizerState:
 
     def _refuse_part(self) -> None:
         """Let users' `state_dict()` in training fail if this process lacks a part of the state."""
-        if self._is_prepared and not self._is_complete and not self._is_gathering:
+        is_in_training = self._is_prepared and self.optimizer not in _INCOMPLETE
+        if is_in_training and not self._is_complete and not self._is_gathering:
             raise ValueError(
                 f"{type(self.optimizer).__name__}.state_dict(): in training, each process has the optimizer state of"
                 " its own stage (or replica) only. Let the trainer save it: set control.should_save = True in a"
