@@ -394,8 +394,8 @@ class LayerRangeRunner:
     def _plain_forward(self, unit: Unit, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A unit's own forward outside of a pass: a plain call, or gradient checkpointing that recomputes a layer."""
         here = self._computable
-        # layers that the model does not call are no units: those of a teacher inside of it, say
-        if here is not None and unit.name in {u.name for u in self.units} - {self.units[i].name for i in here}:
+        # layers that the model does not call are no units, such as those of a teacher that is a submodule of it
+        if here is not None and any(u.name == unit.name for i, u in enumerate(self.units) if i not in here):
             refuse_split_checkpoint(self.model, unit)
             raise self._missing_layers(unit)
         if self._frozen.is_called and unit in self.units:

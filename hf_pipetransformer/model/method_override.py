@@ -10,7 +10,6 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 
@@ -48,8 +47,8 @@ def original_method(module: nn.Module, name: str = "forward") -> Callable[..., A
     its method later.
     """
     own: Callable[..., Any] | None = module.__dict__.get(name)
-    if own is not None or isinstance(module, torch.jit.ScriptModule):  # its class may lack the method
-        return getattr(module, name) if own is None else own
+    if own is not None:
+        return own
     cls = type(module)
     bound, of_class = getattr(module, name), getattr(cls, name)
 

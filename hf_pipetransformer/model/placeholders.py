@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ class ParameterTable:
     def _seen_now(self) -> list[str | nn.Parameter | nn.Module | None]:
         """Return the names, parameters and children of all modules."""
         held = chain(map(attrgetter("_parameters"), self._modules), map(attrgetter("_modules"), self._modules))
-        return list(chain.from_iterable(chain.from_iterable(map(methodcaller("items"), held))))
+        return list(chain.from_iterable(chain.from_iterable(map(dict.items, held))))
 
     def __setitem__(self, name: str, parameter: nn.Parameter) -> None:
         """Replace a parameter under all its names; only before other code refers to the model."""

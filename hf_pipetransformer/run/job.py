@@ -236,14 +236,14 @@ class TrainingJob:
     def generates(self, prediction_loss_only: bool | None) -> bool:
         """Whether an evaluation needs the whole model on each process.
 
-        It does if it generates, as `Seq2SeqTrainer` decides it, and if it runs an evaluator of sentence-transformers,
-        which calls the model as often as it likes on each process.
+        It does if it generates, as `Seq2SeqTrainer` decides it, and with several stages if it runs an evaluator of
+        sentence-transformers, which calls the model with other numbers of batches on each process.
 
         Args:
             prediction_loss_only: the argument of `evaluation_loop`; None stands for the field of the arguments.
         """
         is_of_sentences = any(k.__module__.startswith("sentence_transformers.") for k in type(self.trainer).__mro__)
-        if is_of_sentences and getattr(self.trainer, "evaluator", None) is not None:
+        if self.args.uses_pipeline and is_of_sentences and getattr(self.trainer, "evaluator", None) is not None:
             return True
         only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         return bool(getattr(self.args, "predict_with_generate", False)) and not only_loss  # a Seq2Seq field

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -33,8 +32,6 @@ DEAR = 2.0
 DEEPEST = 6
 """Levels of objects in a cache of keys and values: an encoder-decoder's contains two."""
 OWN = f"{__package__.partition('.')[0]}."
-NOT_LOOKED_INTO = (torch.Tensor, nn.Module, type, FunctionType, ModuleType)
-"""Classes of values that pass no output of a call on to another one, or whose contents are many."""
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -115,7 +112,7 @@ class LossWatch:
         self._model, self._trained, self._may_be_root = model, trained, may_be_root
         self._why_foreign = why_foreign
         self._foreign: list[nn.Module] = []  # modules with code of the user's that run
-        self._passed: list[Any] = []  # objects with tensors that calls were given
+        self._passed: list[Cache] = []  # caches of keys and values that calls were given
         self._origins = Origins(model, inputs)
         self._stack: list[_Open] = []  # of calls that have begun, from the outermost one
         self._kinds: dict[int, _Kind] = {}
@@ -233,14 +230,13 @@ def noting_calls(note: Callable[[nn.Module], object], is_candidate: Callable[[nn
         handle.remove()
 
 
-def _tensors_of(objects: Collection[Any]) -> list[torch.Tensor]:
-    """The tensors in objects, such as those in the layers of a cache of keys and values."""
-    level, found, seen = list(objects), list[torch.Tensor](), set[int]()
+def _tensors_of(caches: Collection[Any]) -> list[torch.Tensor]:
+    """The tensors in caches of keys and values, as attributes of their layers."""
+    level, found = list(caches), list[torch.Tensor]()
     for _ in range(DEEPEST):
         found += [value for value in level if isinstance(value, torch.Tensor)]
-        others = {id(value): value for value in level if not isinstance(value, NOT_LOOKED_INTO)}
-        level = [entry for key, value in others.items() if key not in seen for entry in _entries(value)]
-        seen |= others.keys()
+        others = [value for value in level if not isinstance(value, torch.Tensor)]
+        level = [entry for value in others for entry in _entries(value)]
     return found
 
 

@@ -176,15 +176,10 @@ class _Twin:
     def key_with_values(self) -> str | None:
         """A key of the state that is no parameter, with tensors in the shapes of parameters; None without one."""
         shapes = {parameter.shape for parameter in self.parameters if parameter.numel() > 1}
-        for key, values in self.optimizer.state.items():
-            leaves = (
-                ()
-                if isinstance(key, torch.Tensor)
-                else tree_leaves(dict(values) if isinstance(values, dict) else values)
-            )
-            if any(
-                isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape in shapes for leaf in leaves
-            ):
+        others = {key: values for key, values in self.optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        for key, values in others.items():
+            tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+            if any(tensor.is_floating_point() and tensor.shape in shapes for tensor in tensors):
                 return repr(key)
         return None
 

@@ -38,7 +38,7 @@ def kept_output_read_under_autocast() -> Script:
     return of(KeepsOutput(), trainer=own_loss(of_hidden_states), data=samples(32, 8, 8), options=options)
 
 
-def read_by(act: Any, event: str = "on_step_end") -> Script:
+def read_by(act: Any) -> Script:
     """A callback appends to a list what it sees of the kept output, after `act(model, step)`."""
     seen: list[float] = []
 
@@ -49,7 +49,7 @@ def read_by(act: Any, event: str = "on_step_end") -> Script:
 
     return of(
         KeepsOutput(),
-        callbacks=[Each(read, event)],
+        callbacks=[Each(read)],
         data=samples(32, 8, 8),
         observe=lambda trainer: {"seen": torch.tensor(seen)},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def student(**changes: Any) -> Any:
     return bert(**{"num_hidden_layers": 2, "initializer_range": 0.2, **changes})
 
 
-def distil(name: str, further: Any, teacher: Any = teacher_of_four, **fields: Any) -> Script:
+def distil(further: Any, teacher: Any = teacher_of_four, **fields: Any) -> Script:
     """`further(trainer, model, outputs, inputs)` is added to the student's own loss."""
 
     def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
@@ -96,8 +97,8 @@ def words(number: int = 32) -> Any:
     return type(rows)([{**rows[i], "labels": rows[i]["input_ids"]} for i in range(number)])
 
 
-def of_words(name: str, further: Any, **fields: Any) -> Script:
-    return distil(name, further, **{"teacher": llama_teacher, "model": llama(2), "data": words(), **fields})
+def of_words(further: Any, **fields: Any) -> Script:
+    return distil(further, **{"teacher": llama_teacher, "model": llama(2), "data": words(), **fields})
 
 
 @case("K1", "R2")
@@ -110,7 +111,7 @@ def prefix_of_keys_and_values() -> Script:
             rest = trainer.teacher(inputs["input_ids"][:, 4:], **{PAST: first[PAST]})
         return kd(outputs.logits[:, 4:], rest.logits)
 
-    return of_words("prefix", further)
+    return of_words(further)
 
 
 @case("K1")
@@ -130,7 +131,7 @@ def keys_and_values_of_the_teacher_for_the_student() -> Script:
             torch.manual_seed(3)
             return frozen(llama(2))
 
-    return of_words("keys_for_student", further, teacher=like_the_student)
+    return of_words(further, teacher=like_the_student)
 
 
 @case("K1", "R2", "K2")
@@ -143,7 +144,7 @@ def teacher_in_the_model() -> Script:
         with torch.no_grad():
             return kd(outputs.logits, trainer.model.teacher(**read_of(inputs)).logits)
 
-    return distil("inside", further, None, model=model)
+    return distil(further, None, model=model)
 
 
 @case("K2")
@@ -158,10 +159,10 @@ def layers_of_a_teacher_in_the_model() -> Script:
         hidden = layers[3](layers[1](given * outputs.logits.mean()))
         return (hidden[0] if isinstance(hidden, tuple) else hidden).square().mean()
 
-    return distil("layers", further, None, model=model)
+    return distil(further, None, model=model)
 
 
-def class_changes(name: str, change: Any, further: Any = plainly, at: int = 9) -> Script:
+def class_changes(change: Any, further: Any = plainly, at: int = 9) -> Script:
     class Teacher(BertForSequenceClassification):
         pass
 
@@ -180,7 +181,7 @@ def class_changes(name: str, change: Any, further: Any = plainly, at: int = 9) -
         if state.global_step == at:
             change(callback.trainer, Teacher, Doubled)
 
-    return distil(name, further, make, callbacks=[Each(act)])
+    return distil(further, make, callbacks=[Each(act)])
 
 
 def on_what_is_trained(trainer: Any, model: Any, outputs: Any, inputs: Inputs) -> Tensor:
@@ -208,28 +209,28 @@ def patch_class(trainer: Any, teacher: Any, doubled: Any) -> None:
 @case("K1")
 def class_of_the_teacher_is_swapped() -> Script:
     """The teacher gets another class in the third epoch."""
-    return class_changes("swap", swap_class)
+    return class_changes(swap_class)
 
 
 @case("K1")
 def class_of_the_teacher_is_patched() -> Script:
     """The class of the teacher gets another forward in the third epoch."""
-    return class_changes("patch", patch_class)
+    return class_changes(patch_class)
 
 
 @case("K1")
 def class_is_swapped_with_gradients() -> Script:
     """Likewise; the teacher is also called on trained values."""
-    return class_changes("swap_gradients", swap_class, on_what_is_trained)
+    return class_changes(swap_class, on_what_is_trained)
 
 
 @case("K1")
 def class_is_patched_with_gradients() -> Script:
     """Likewise; the teacher is also called on trained values."""
-    return class_changes("patch_gradients", patch_class, on_what_is_trained)
+    return class_changes(patch_class, on_what_is_trained)
 
 
-def model_patched(swaps: bool, **fields: Any) -> Script:
+def model_patched(swaps: bool) -> Script:
     """The class of the trained model gets another forward, or the model another class, in the third epoch."""
 
     class Users(FrozenBackbone):
@@ -254,7 +255,7 @@ def model_patched(swaps: bool, **fields: Any) -> Script:
                 Users.forward = forward  # type: ignore[method-assign]
 
     options = {"num_train_epochs": 4}
-    return Script(model=Users(), data=samples(32, 8, 8), callbacks=[Each(change)], options=options, **fields)
+    return Script(model=Users(), data=samples(32, 8, 8), callbacks=[Each(change)], options=options)
 
 
 @case("K1", "R2")
@@ -309,9 +310,8 @@ def model_patched_to_call_its_backbone_on_other_words() -> Script:
     return Script(model=Users(), data=samples(32, 8, 8), callbacks=[Each(change)], options=options)
 
 
-@case("K2")
-def class_of_the_layers_is_patched() -> Script:
-    """The class of layers in two stages gets another forward in the third epoch."""
+def layers_patched(model_of: Callable[[type[Layer]], Any]) -> Script:
+    """The class of the model's layers gets another forward in the third epoch."""
 
     class Users(Layer):
         pass
@@ -320,27 +320,24 @@ def class_of_the_layers_is_patched() -> Script:
         if state.global_step == 9:
             Users.forward = lambda self, x: -Layer.forward(self, x)  # type: ignore[method-assign]
 
-    options = {"num_train_epochs": 4}
-    return Script(model=Network(layer=Users), data=samples(32, 8, 8), callbacks=[Each(change)], options=options)
+    model, options = model_of(Users), {"num_train_epochs": 4}
+    return Script(model=model, data=samples(32, 8, 8), callbacks=[Each(change)], options=options)
+
+
+@case("K2")
+def class_of_the_layers_is_patched() -> Script:
+    """The layers are in two stages."""
+    return layers_patched(lambda users: Network(layer=users))
 
 
 @case("K1")
 def class_of_a_part_of_the_backbone_is_patched() -> Script:
-    """The class of a frozen layer gets another forward in the third epoch."""
-
-    class Users(Layer):
-        pass
-
-    def change(callback: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 9:
-            Users.forward = lambda self, x: -Layer.forward(self, x)  # type: ignore[method-assign]
-
-    options = {"num_train_epochs": 4}
-    model = FrozenBackbone(Backbone(layer=Users))
-    return Script(model=model, data=samples(32, 8, 8), callbacks=[Each(change)], options=options)
+    """The layers are frozen."""
+    return layers_patched(lambda users: FrozenBackbone(Backbone(layer=users)))
 
 
-def patched_in_on_train_begin() -> Script:
+@case("K1", "K2")
+def class_of_the_model_is_patched_when_training_begins() -> Script:
     """The class of the trained model gets another forward in `on_train_begin`."""
 
     class Users(FrozenBackbone):
@@ -359,12 +356,6 @@ def patched_in_on_train_begin() -> Script:
     return Script(model=Users(), data=samples(32, 8, 8), callbacks=[Each(change, "on_train_begin")], options=options)
 
 
-@case("K1", "K2")
-def class_of_the_model_is_patched_when_training_begins() -> Script:
-    """The class of the trained model gets another forward in `on_train_begin`."""
-    return patched_in_on_train_begin()
-
-
 @case("K1")
 def rows_of_one_class_of_bert() -> Script:
     """The teacher is called on the samples of a class, if there are any; their number differs."""
@@ -377,7 +368,7 @@ def rows_of_one_class_of_bert() -> Script:
             theirs = trainer.teacher(inputs["input_ids"][chosen], inputs["attention_mask"][chosen]).logits
         return (outputs.logits[chosen] - theirs).square().sum() / len(chosen)
 
-    return distil("one_class_bert", further, batch=4)
+    return distil(further, batch=4)
 
 
 @case("K1")
@@ -394,7 +385,7 @@ def called_with_other_weights_later() -> Script:
                 theirs = trainer.teacher(**given).logits
         return kd(outputs.logits, theirs)
 
-    return distil("functional2", further)
+    return distil(further)
 
 
 @case("K1")
@@ -405,7 +396,7 @@ def memory_shared_with_the_student() -> Script:
         ours = trainer.model.bert.embeddings.word_embeddings.weight
         trainer.teacher.bert.embeddings.word_embeddings.weight = nn.Parameter(ours.data, requires_grad=False)
 
-    return distil("memory", plainly, wire=wire)
+    return distil(plainly, wire=wire)
 
 
 @case("K1")
@@ -415,7 +406,7 @@ def embeddings_of_the_student() -> Script:
     def wire(trainer: Any) -> None:
         trainer.teacher.bert.embeddings = trainer.model.bert.embeddings
 
-    return distil("shared", plainly, wire=wire)
+    return distil(plainly, wire=wire)
 
 
 @case("K1", "K2")
@@ -432,6 +423,6 @@ def teacher_in_training_step() -> Script:
                 self.theirs = self.teacher(**read_of(inputs)).logits  # type: ignore[attr-defined]
             return super().training_step(model, inputs, *rest)  # type: ignore[misc]
 
-    script = distil("step", plainly)
+    script = distil(plainly)
     script.trainer = type("Both", (Steps, own_loss(loss)), {})
     return script
