@@ -319,7 +319,8 @@ class Result:
 
     def __init__(self, trainer: Trainer, lines: list[str]) -> None:
         self.lines = lines
-        self.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        kinds = ("loss", "eval_loss")
+        self.losses = [entry[kind] for entry in trainer.state.log_history for kind in kinds if kind in entry]
         model: Any = trainer.model
         self.weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
@@ -353,6 +354,7 @@ class Case:
         rows: makes the data set.
         callback: makes a callback.
         prepare: does something to the trainer before it trains.
+        eval_rows: makes the data of evaluations; None if there are none.
     """
 
     mixin: type
@@ -363,6 +365,7 @@ class Case:
     prepare: Callable[[Any], object] = lambda trainer: None
     collator: Callable[[Rows], dict[str, Any]] = collate
     options: dict[str, Any] = field(default_factory=dict)
+    eval_rows: Callable[[], Rows] | None = None
 
 
 def frozen(module: nn.Module) -> nn.Module:
@@ -394,6 +397,7 @@ def trained(folder: Path | str, case: Case, is_ours: bool = True, **options: Any
         student,
         kind[1](**{**given, **options}),
         train_dataset=case.rows(),
+        eval_dataset=None if case.eval_rows is None else case.eval_rows(),
         data_collator=case.collator,
         callbacks=[case.callback()] if case.callback is not None else [],
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -60,6 +62,7 @@ class FrozenCalls(RunPart):
         self._of_model: frozenset[int] = frozenset()
         self._epoch, self._begun = -1, 0.0
         self._num_watched, self._must_watch = 0, False
+        self._num_evaluations: Counter[str] = Counter()  # for each data set, by the prefix of its metrics
         self._stages: Stages | None = None  # if the trained model's layers are on several
         self._foreign: dict[nn.Module, str] = {}  # why modules are looked into
         self._not_stored: dict[str, str] = {}  # why modules are computed in every epoch, by name
@@ -152,6 +155,22 @@ class FrozenCalls(RunPart):
         self._must_watch = bool(called) or (watch is None and has_unknown)
         for root in self._roots.values():
             root.has_unknown = False
+
+    @contextmanager
+    def around_evaluation(self, dataloader: Any, prefix: str) -> Iterator[None]:
+        state = self._job.trainer.state
+        number = self._num_evaluations[prefix] = self._num_evaluations[prefix] + 1
+        is_last = (state.epoch or 0.0) >= state.num_train_epochs
+
+        def begin(calls: FrontCalls) -> None:
+            calls.begin_epoch(number, 0.0)
+            calls.writes = not is_last or self._job.shares_store
+
+        with ExitStack() as around:
+            for root in self._roots.values():
+                if not isinstance(root, SplitRoot):  # the stages vote in steps only
+                    around.enter_context(root.evaluation(begin))
+            yield
 
     def vote(self, facts: StepFacts) -> tuple[bool, ...]:
         return (self._stages is not None and self._stages.vote(),) * self.num_votes
@@ -293,8 +312,10 @@ class FrozenCalls(RunPart):
                 self._surrounding[id(container)] = Surrounding(container)
         self._roots[id(module)] = FrozenRoot(name, module, self._trained, self._make_calls, aside)
 
-    def _make_calls(self, called: CalledByLoss) -> FrontCalls:
+    def _make_calls(self, called: CalledByLoss, in_steps: bool) -> FrontCalls:
         assert self._loss is not None and self._store is not None
+        if not in_steps:
+            return FrontCalls(self._loss, self._store, called=replace(called, num_entries=None))
         calls = FrontCalls(self._loss, self._store, self._run.training_batches.dataset, called)
         state = self._job.trainer.state
         calls.writes = self._epoch + 1 < state.num_train_epochs or self._job.shares_store
@@ -343,7 +364,7 @@ class FrozenCalls(RunPart):
         return not self._job.shares_store and bool(self._job.trainer.is_local_process_zero())
 
     def _end(self, root: FrozenRoot, deletes: bool) -> None:
-        for calls in root.fronts.values():
+        for calls in (*root.fronts.values(), *root.evaluated.values()):
             calls.end_hint(is_given=True)
             calls.drop(deletes)  # a process that still reads computes the deleted outputs
         root.close()

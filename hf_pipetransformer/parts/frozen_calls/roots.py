@@ -4,8 +4,8 @@
     teacher(mixed, attention_mask)             2nd call, computed from trained weights: it runs
     teacher(input_ids, output_attentions=True) other arguments: another front
 
-A front is kept for each mode and each form of the arguments. The keys of its entries are digests of the call's
-inputs, so a call with other inputs never reads the stored outputs.
+A front is kept for each mode and each form of the arguments, and another one for its calls in evaluations. The keys of
+its entries are digests of the call's inputs, so a call with other inputs never reads the stored outputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ...model.elsewhere import on_this_thread
-from ...model.method_override import MethodOverride, original_method
+from ...model.method_override import MethodOverride, having, original_method
 from ...model.nested import in_new_containers
 from ...model.plain_runs import runs_plainly
 from ..front.called_by_loss import CalledByLoss, Split
@@ -100,7 +100,7 @@ class FrozenRoot:
         name: for log lines.
         module: the module.
         trained: identities of the parameters that are trained.
-        make_calls: makes what looks at the calls of one form.
+        make_calls: makes what looks at the calls of one form, in steps (True) or in evaluations.
         aside: entered around its calls; others look at calls of the trained model.
     """
 
@@ -109,12 +109,14 @@ class FrozenRoot:
         name: str,
         module: nn.Module,
         trained: frozenset[int],
-        make_calls: Callable[[CalledByLoss], FrontCalls],
+        make_calls: Callable[[CalledByLoss, bool], FrontCalls],
         aside: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.name, self.module = name, module
         self.fronts: dict[str, FrontCalls] = {}
-        """The fronts for its calls, by form."""
+        """The fronts for its calls in steps, by form."""
+        self.evaluated: dict[str, FrontCalls] = {}
+        """The fronts for its calls in evaluations, by form."""
         self.has_unknown = False
         """Whether a call had inputs with unknown sources since this was set to False."""
         self.was_called = True
@@ -123,7 +125,9 @@ class FrozenRoot:
         self._parameters = [parameter for parameter in module.parameters() if id(parameter) not in trained]
         self._is_of_batch: dict[str, dict[int, bool]] = {}  # by form and number of the call in a step
         self._num_calls: Counter[str] = Counter()
-        self._thread: int | None = None  # of the step, in a step
+        self._called: dict[str, CalledByLoss] = {}  # by form
+        self._in_evaluation: Callable[[FrontCalls], None] | None = None  # begins one for new fronts
+        self._thread: int | None = None  # of the step or evaluation, inside of one
         self._override: MethodOverride | None = None
         self.open()
 
@@ -149,6 +153,33 @@ class FrozenRoot:
         finally:
             self._thread = None
 
+    @contextmanager
+    def evaluation(self, begin: Callable[[FrontCalls], None]) -> Iterator[None]:
+        """Inside, in an evaluation, its calls are looked at whose forms are known from the steps.
+
+        Such a call may be of other samples than the steps' calls: what is read depends on its inputs alone.
+
+        Args:
+            begin: begins the evaluation for the calls of one form.
+        """
+        if self._in_evaluation is not None:  # inside another one
+            yield
+            return
+        for calls in self.fronts.values():
+            calls.pause()
+        for calls in self.evaluated.values():
+            begin(calls)
+            calls.resume()
+        try:
+            with having(self, _thread=threading.get_ident(), _in_evaluation=begin):
+                yield
+        finally:
+            for calls in self.evaluated.values():
+                calls.pause()
+            for calls in self.fronts.values():
+                calls.allow_rewritten()
+                calls.resume()
+
     def learn(self, seen: list[SeenCall], num_samples: int | None, batch_rows: int) -> None:
         """Take over which calls are computed from the batch alone.
 
@@ -172,7 +203,7 @@ class FrozenRoot:
                 holder, around = holding(self.name, self.module)
                 opened = around | self._around(call.dear)
                 called = CalledByLoss(holder, opened, reading, self._device, entries, self._split)
-                self.fronts[form] = self._make_calls(called)
+                self._called[form], self.fronts[form] = called, self._make_calls(called, True)
 
     @property
     def _split(self) -> Split | None:
@@ -209,16 +240,28 @@ class FrozenRoot:
         form = form_of(self.module, inputs)
         if inputs is None or form is None:
             return forward(*args, **kwargs)
+        calls = self._calls_in_evaluation(form) if self._in_evaluation is not None else self._calls_in_step(form)
+        with self._aside():
+            if calls is None or not self._may_look_up():
+                return forward(*args, **kwargs)
+            with counted_as_frozen(self._parameters):
+                return self._look_up(calls, inputs)
+
+    def _calls_in_step(self, form: str) -> FrontCalls | None:
+        """What looks at the next call of a form in this step; None if it is not computed from the batch."""
         number = self._num_calls[form]
         self._num_calls[form] += 1
         if form not in self._is_of_batch or number not in self._is_of_batch[form]:
             self.has_unknown |= len(self._is_of_batch) < MOST_FORMS
-        calls = self.fronts.get(form)
-        with self._aside():
-            if calls is None or not self._is_of_batch[form].get(number) or not self._may_look_up():
-                return forward(*args, **kwargs)
-            with counted_as_frozen(self._parameters):
-                return self._look_up(calls, inputs)
+        return self.fronts.get(form) if self._is_of_batch.get(form, {}).get(number) else None
+
+    def _calls_in_evaluation(self, form: str) -> FrontCalls | None:
+        """What looks at calls of a form in evaluations, if it is known from the steps."""
+        if form not in self.evaluated and form in self._called:
+            assert self._in_evaluation is not None
+            self.evaluated[form] = self._make_calls(self._called[form], False)
+            self._in_evaluation(self.evaluated[form])
+        return self.evaluated.get(form)
 
     def _may_look_up(self) -> bool:
         """Whether stored outputs may be read now, and others stored."""
