@@ -3,7 +3,7 @@
     train                     enters one `PipelineRun` around the Trainer's own loop
       get_train_dataloader    numbered batches; this pipeline takes its slice of each
       create_optimizer        splits the model into stages: PipelineRun.place
-      get_batch_samples       between two steps: carries out a proposed freeze; counts the global batch's items
+      get_batch_samples       last_overrides.py: carries out a proposed freeze; counts the items
       training_step           PipelineRun.step -> Steps.step -> ElasticPipeline.step -> compute_loss on the last stage
       clip_grad_norm_         the accelerator's method is replaced: the norm over all stages
       evaluate                the stock methods, over gathered samples
@@ -16,7 +16,7 @@ replaces it. When transformers changes one of these methods, `tests/test_private
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from .data.loaders import LoaderWithoutTags, NumberedLoader
 from .errors import UnsupportedModelError, calling_code, refuse_wrong_order
+from .last_overrides import LastOverrides
 from .model.method_override import having
 from .model.micro_batch import naming_long_rows
 from .pipeline.elastic_pipeline import ElasticPipeline
@@ -62,7 +63,7 @@ EVALUATIONS = {"Evaluation": "evaluate", "Prediction": "predict"}
 """The description that `evaluation_loop` is given by each of the methods that call it."""
 
 
-class PipeTransformerTrainer(Trainer):
+class PipeTransformerTrainer(LastOverrides):
     """A [`~transformers.Trainer`] that can split the model into a pipeline of stages, one per process.
 
     It takes the same arguments as `Trainer`; `args` is a [`PipeTransformerTrainingArguments`]. For every layout of
@@ -93,7 +94,6 @@ class PipeTransformerTrainer(Trainer):
     model: nn.Module
     _job: TrainingJob
     _cut_model: CutModel | None = None
-    _pipeline_run: PipelineRun | None = None
     _checkpoint_write: CheckpointWrite | None = None
     _evaluated_loader: LoaderWithoutTags | None = None
     _freezing: FreezingByArguments | None = None
@@ -300,26 +300,7 @@ class PipeTransformerTrainer(Trainer):
             training_data.shield_workers_from_sigterm(loader)
         return loader
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Any]:
-        run = self._pipeline_run
-        if self.state.global_step >= self.state.max_steps:
-            # resumed after the last step, inside an epoch: the stock loop would run another step
-            self.control.should_training_stop = True
-            if run is not None:
-                run.nothing_left()
-            return [], 1
-        if run is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        return run.take(epoch_iterator, num_batches)
-
     # ------------------------------------------------------------------------------------ steps
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        if self._pipeline_run is None:
-            return super().training_step(model, inputs, num_items_in_batch)
-        return self._pipeline_run.step(inputs, num_items_in_batch)
-
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *positional: Any, **keywords: Any) -> Any:
         stock = partial(super().compute_loss, model, inputs, *positional, **keywords)
         return mistakes.explaining_missing_labels(self._job, inputs, stock)

@@ -311,6 +311,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         show_errors_briefly()
+        self._drops_last = self.dataloader_drop_last  # as given: another library's class may set it afterwards
         self._check_values()
         self.pipeline_parallel_size = int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)
         self.num_microbatches = int_or_auto("num_microbatches", self.num_microbatches)
@@ -339,8 +340,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             wait_for_connections(timeout)
         if self.process_index == 0:
             self._warn_of_unused()
-        if not self.leaves_model_to_trainer:
-            self.average_tokens_across_devices = False
+        self.average_tokens_across_devices &= self.leaves_model_to_trainer
         try:
             refuse(known_later(self))
         except ValueError:

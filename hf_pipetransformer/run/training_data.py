@@ -43,7 +43,9 @@ def training_loader(
     refuse_empty(job.trainer.train_dataset)
     accelerator = job.trainer.accelerator
     with having(accelerator, prepare=partial(_prepared, job, accelerator.prepare)):
-        stock = make_stock()
+        stock = make_stock()  # another library's, if one of its classes follows ours
+    if not isinstance(stock, DataLoader):
+        return stock
     dataset = stock.dataset
     is_iterable = isinstance(dataset, IterableDataset)
     if is_iterable:
@@ -56,9 +58,10 @@ def training_loader(
             )
         return stock
     nodes = job.mesh.gather_objects(node_name()) if keeps_nodes else []  # the node of each rank
+    batches = _batch_sampler_of(stock)
     order = SampleOrder(
-        None if is_iterable else _sampler_of(stock),
-        job.trainer._train_batch_size * args.world_size,
+        None if is_iterable else batches.sampler,
+        (getattr(batches, "batch_size", None) or job.trainer._train_batch_size) * args.world_size,
         seed=args.data_seed if args.data_seed is not None else args.seed,
         node_shares=node_shares(nodes) if keeps_nodes else (1,),
         agree=partial(_order_of_first, job),
@@ -70,7 +73,7 @@ def training_loader(
             dataset,
             order,
             stock.collate_fn,
-            drop_last=args.dataloader_drop_last,
+            drop_last=getattr(batches, "drop_last", args.dataloader_drop_last),
             most_batches=args.max_steps * args.gradient_accumulation_steps if args.max_steps > 0 else None,
             num_workers=args.dataloader_num_workers,
             pin_memory=stock.pin_memory,
@@ -179,11 +182,6 @@ def _order_of_first(job: TrainingJob, order: Order) -> Order:
         return order
     theirs: Order = job.mesh.broadcast_tensor(torch.as_tensor(order, dtype=torch.int64), source=0).numpy()
     return theirs
-
-
-def _sampler_of(loader: DataLoader) -> Any:
-    """Return the sampler over all samples."""
-    return _batch_sampler_of(loader).sampler
 
 
 def _groups_batches(loader: DataLoader) -> str | None:
