@@ -3,6 +3,7 @@
 One process would have one set of modules. Here each stage runs its own modules, and the last one also runs the loss:
 
     loss sets a setting          sent with the next order to all stages, and with the last order of the step
+    loss writes a weight         the same, if other stages hold the weight, too (tied embeddings)
     loss changes another value   refused by name: code, hooks and parts of modules cannot be sent
     layers below write a tensor  reported with their outputs; reading it in the loss is an error
     layers below write a number  the same, unless they ran on the whole batch: then the number is sent
@@ -10,10 +11,12 @@ One process would have one set of modules. Here each stage runs its own modules,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,6 +24,7 @@ from torch import nn
 from ...model.elsewhere import Unreadable, hidden_like
 from ...model.layer_stack import LayerStack
 from ...pipeline.stage import StageModule
+from ..prefix_cache.cache.settings import names_read_by
 from .module_state import (
     ABSENT,
     BUFFERS,
@@ -42,6 +46,9 @@ from .module_state import (
     put_all,
     value_at,
 )
+from .shared_weights import SharedWeights
+
+logger = logging.getLogger(__name__)
 
 BELOW = "{} is written by layers of another pipeline stage, and its value is not on this process"
 IN_PART = "{} is written by layers that have run on micro-batches, and its value is that of the last one"
@@ -50,6 +57,13 @@ REMEDY = (
     " pipeline_parallel_size=1."
 )
 REMEDY_IN_PART = "Set num_microbatches=1, or pipeline_parallel_size=1."
+IN_ONE_PIECE = (
+    "%s has been set since the training began, and code of yours in the model reads it. The model runs on the whole"
+    " batch from now on, as samples may depend on one another with this value, and stages wait for one another."
+)
+
+_in_one_piece = WeakSet[nn.Module]()
+"""Models whose calls are not split any more, because a value that users' code reads was set."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +190,8 @@ class StateOnLast:
         self._below = ModuleState(groups.chosen(groups.below))
         self._around = ModuleState(groups.chosen(groups.outside - groups.own))
         self._own = ModuleState(groups.chosen(groups.own))
+        self._shared = SharedWeights(self._modules, stage)
+        self._model, self._read = stage.stack.model, names_read_by(self._modules)
         self._pending: list[Change] = []  # changes that were not sent yet
         self._left: dict[Place, tuple[Any, str, str]] = {}  # values that layers wrote: description, text, remedy
         self._hidden: dict[Place, tuple[Any, Any]] = {}  # in this batch: placeholder, and the value
@@ -201,9 +217,30 @@ class StateOnLast:
         ]
         self._code = {number: _code_of(self._modules[number]) for number in self._served}
         self._refusal = ""
+        self._look_for_mixing(self._pending)
         for place in self._left:
             self._hide(place)
         self._note()
+        self._shared.note()
+
+    @property
+    def may_mix(self) -> bool:
+        """Whether a call must not be split, because samples may depend on one another."""
+        return self._model in _in_one_piece
+
+    def _look_for_mixing(self, changes: Iterable[Change]) -> None:
+        """Run calls in one piece from now on if a value was set that code of the user's reads.
+
+        The examination before the training has seen the layers with the earlier value only: with others, they may mix
+        samples, as manifold mixup does.
+        """
+        for change in changes if self._read and not self.may_mix else ():
+            number, path = change.place
+            is_of_head = number in self._groups.own - self._groups.layers  # which runs on all rows together
+            if path[0] not in TABLES and path[-1] in self._read and not is_of_head:
+                _in_one_piece.add(self._model)
+                logger.warning(IN_ONE_PIECE, self._groups.name(change.place))
+                return
 
     def end(self) -> Changes:
         """End the batch. Returns the loss's changes since its last call, which persist.
@@ -236,6 +273,7 @@ class StateOnLast:
             ValueError: the loss has changed a value that cannot be sent.
         """
         changes = self._changes_of_loss(name)
+        self._look_for_mixing(changes)
         self._is_other = self._is_other or bool(changes)
         return as_sent(changes)
 
@@ -306,7 +344,7 @@ class StateOnLast:
             self._hidden.pop(change.place, None)
             changes.append(change)
         self._refuse_code(called)
-        return changes
+        return changes + self._shared.changes()
 
     def _refuse_code(self, called: str | None) -> None:
         """Refuse changed hooks or `forward` of modules that contain all layers, unless the module is called.

@@ -66,7 +66,7 @@ class Change:
     Attributes:
         place: place of the value.
         value: the new value.
-        is_written: whether it is a buffer that was written in place, i.e. the same tensor as before.
+        is_written: whether it is a buffer or a weight that was written in place.
     """
 
     place: Place
@@ -419,15 +419,15 @@ def put(modules: list[nn.Module], place: Place, value: Any, is_written: bool = F
         modules: all modules of the model.
         place: place of the value.
         value: the value; `ABSENT` removes the attribute.
-        is_written: whether to write a buffer in place.
+        is_written: whether to write a buffer or a weight in place.
     """
     number, path = place
     if path[-1] == FLAG and path[0] == PARAMETERS:
         return _put_flag(modules[number]._parameters[path[1]], value)
     owner, name = _owner_of(modules, place)
-    if owner is None:
+    before = owner.get(name, ABSENT) if owner is not None else ABSENT
+    if owner is None or isinstance(before, Hidden):  # a weight of other stages
         return lambda: None
-    before = owner.get(name, ABSENT)
     if before is value or (is_plain(value) and type(before) is type(value) and before == value):
         return lambda: None
     if is_written and isinstance(before, torch.Tensor) and before.shape == value.shape:

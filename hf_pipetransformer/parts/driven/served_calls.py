@@ -42,6 +42,7 @@ from ..prefix_cache.cache.settings import ReadOutside
 from .left_behind import StateOnLast
 from .module_state import Changes
 from .orders import POSITIONAL, Ask, Backward, End, Forward, Own, StageCalls, autocast_state, refuse_objects
+from .surroundings import Surroundings
 
 T = TypeVar("T")
 
@@ -64,6 +65,7 @@ class ServedCalls(StageCalls):
         self._own: dict[int, tuple[int, int]] = {}  # id of a tensor of the batch -> its index and version
         self._state = StateOnLast(stage, self.modules)
         self._outside: ReadOutside | None = None
+        self._around = Surroundings()
         self._drops = self._runs_whole = False  # in the current modes: whether dropout is active, and calls stay whole
         self._finds_rows = True  # whether calls are split unevenly; constant in a batch: calls may be repeated
         self._not_of_samples: set[str] = set()  # names of inputs without a row for each sample
@@ -95,6 +97,7 @@ class ServedCalls(StageCalls):
         self._given, self._unread = RecordedInputs(batch), unread
         if self._outside is None or self._outside.changed():
             self._outside = ReadOutside(self.model.modules())
+        self._around = Surroundings()
         with self._overriding():
             result = code()
             self._refuse_changes_outside()
@@ -192,8 +195,10 @@ class ServedCalls(StageCalls):
         keys = {} if name else self._tags_of(args, kwargs)
         changes = self._state.for_call(name)
         self._refuse_changes_outside()
+        self._around.refuse_others()
         if changes or self._number == self._first_call:
-            self._drops, self._runs_whole = may_drop(self.model), bool(why_whole(self.stage.stack))
+            self._drops = may_drop(self.model)
+            self._runs_whole = self._state.may_mix or bool(why_whole(self.stage.stack))
         order = Forward(
             self._number,
             name,

@@ -2,6 +2,8 @@
 
 step     last stage     compute_loss: self.rate = 0.1 ─┐ votes that the trainer has changed
          other stages   serve the loss                 └ adopt the value, before the step's callbacks
+                        np.random.beta()     ─┐ votes that a random generator has moved
+         other stages                         └ adopt its state: callbacks on all stages draw the same numbers
 log      last stages    run the user's method, and all processes log its result (`users_log`)
 hooks    inside layers  refused if they keep outputs, which the loss may read (`observers`)
 """
@@ -13,7 +15,7 @@ from typing import Any
 
 from ...model.micro_batch import Batch
 from ...planning.layout import Layout
-from ...randomness import generators_kept
+from ...randomness import generators_kept, global_states, set_global_states
 from ...run.parts import LayoutChange, RunPart, StepFacts
 from ...run.run import PipelineRun
 from ...run.setup.placing import Findings
@@ -30,13 +32,14 @@ class LossEffects(RunPart):
         run: the run of the training.
     """
 
-    num_votes = 1
+    num_votes = 2
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
         self._has_own_loss = False
         self._before: Snapshot | None = None  # of the trainer, in a step over several stages
         self._changes: Changes | None = None  # in this step, on the last stage
+        self._drawn: dict[str, list[Any]] | None = None  # states of the generators before the step
 
     def found(self, found: Findings) -> None:
         self._has_own_loss = not found.loss.is_stock
@@ -82,18 +85,24 @@ class LossEffects(RunPart):
     def around_step(self, batch: Batch) -> AbstractContextManager[Any]:
         is_needed = self._has_own_loss and self._run.pipeline.num_stages > 1
         self._before = Snapshot(self._run.job.trainer) if is_needed else None
+        self._drawn = global_states() if is_needed and self._run.job.users_callbacks else None
         return nullcontext()
 
     def vote(self, facts: StepFacts) -> tuple[bool, ...]:
         has_run_loss = self._before is not None and self._run.pipeline.computes_loss
         self._changes = self._before.changes(self._run.job.trainer) if self._before and has_run_loss else None
-        return (bool(self._changes),)
+        has_drawn = has_run_loss and self._drawn is not None and self._drawn != global_states()
+        return bool(self._changes), has_drawn
 
     def heard(self, votes: tuple[bool, ...]) -> None:
         """Adopt the last stage's changes. Collective over all processes if one of them has voted."""
-        job, (has_changed,) = self._run.job, votes
+        job, pipeline, (has_changed, has_drawn) = self._run.job, self._run.pipeline, votes
         if has_changed and self._before is not None:
-            share(job.trainer, job.mesh, self._run.pipeline.replica_index, self._changes, self._before)
+            share(job.trainer, job.mesh, pipeline.replica_index, self._changes, self._before)
+        if has_drawn:
+            mine = (pipeline.replica_index, global_states()) if pipeline.computes_loss else None
+            everyone = filter(None, job.mesh.gather_objects(mine))
+            set_global_states(dict(everyone)[pipeline.replica_index])
 
 
 def make(run: PipelineRun) -> LossEffects:

@@ -134,7 +134,8 @@ class Settings:
 
 
 class ReadOutside:
-    """A snapshot of what users' code in modules reads outside of them: globals, closures, attributes of classes.
+    """A snapshot of what modules read outside of them: globals, closures and attributes of classes that users' code in
+    them names, and the functions of `torch.nn.functional`.
 
     The insides of objects that are also attributes of the modules do not count. Nor does a Trainer, whose changes are
     sent to all stages, nor what Accelerate tells about the processes, which is exchanged while a loss runs.
@@ -155,6 +156,7 @@ class ReadOutside:
                     slots.append((vars(base), name))
         self._cells: list[CellType] = []
         slots += _read_by(functions, self._cells)
+        slots += [(vars(functional), name) for name, value in vars(functional).items() if isinstance(value, CALLABLE)]
         self._slots = slots
         self._noted = self._now()
         attributes = chain.from_iterable(vars(module).values() for module in modules)
@@ -172,6 +174,14 @@ class ReadOutside:
 
     def _now(self) -> list[Any]:
         return [*(of.get(name) for of, name in self._slots), *map(content, self._cells)]
+
+
+def names_read_by(modules: Iterable[nn.Module]) -> frozenset[str]:
+    """Return the names that the functions of users' classes among these modules' classes read, besides `training`."""
+    of_users = filter(is_users, _bases_of(map(type, modules)))
+    functions = (function_in(value) for base in of_users for value in vars(base).values())
+    codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
+    return frozenset(chain.from_iterable(map(_names_in, codes))) - {"training"}
 
 
 def _is_libraries_function(hook: Any) -> bool:
