@@ -311,7 +311,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         show_errors_briefly()
-        self._drops_last = self.dataloader_drop_last  # as given: another library's class may set it afterwards
+        self.drops_last_as_given = self.dataloader_drop_last  # as given: another library's class may set it afterwards
         self._check_values()
         self.pipeline_parallel_size = int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)
         self.num_microbatches = int_or_auto("num_microbatches", self.num_microbatches)

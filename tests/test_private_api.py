@@ -267,6 +267,16 @@ def lists_modes() -> bool:
         return functions == [one] and torch.utils._python_dispatch._get_current_dispatch_mode_stack() == [other]
 
 
+def lists_hooks_of_saved_tensors() -> bool:
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        is_seen = top(True) == (pack, pack)
+    return is_seen and top(True) is None
+
+
 def hooks_all_modules(table: str, register: str) -> bool:
     """The table of hooks for all modules has a hook as long as it is registered."""
     module = torch.nn.modules.module
@@ -345,6 +355,11 @@ GUARDS: dict[str, Callable[[], Any]] = {
     "_global_forward_pre_hooks": lambda: hooks_all_modules(
         "_global_forward_pre_hooks", "register_module_forward_pre_hook"
     ),
+    "_global_backward_hooks": lambda: torch.nn.modules.module._global_backward_hooks == {},
+    "_global_backward_pre_hooks": lambda: hooks_all_modules(
+        "_global_backward_pre_hooks", "register_module_full_backward_pre_hook"
+    ),
+    "_top_saved_tensors_default_hooks": lists_hooks_of_saved_tensors,
     "_forward_hooks": lambda: len(module_with_all()._forward_hooks) == 1,
     "_get_current_function_mode_stack": lambda: lists_modes(),
     "_get_current_dispatch_mode_stack": lambda: lists_modes(),

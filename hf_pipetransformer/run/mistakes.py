@@ -56,7 +56,7 @@ def checked_arguments(trainer: type[Trainer], args: Any) -> PipeTransformerTrain
             " per_device_train_batch_size x number of stages samples. Set it to at least 1."
         )
     if args.uses_pipeline and type(args).__post_init__ is not PipeTransformerTrainingArguments.__post_init__:
-        args.dataloader_drop_last = args._drops_last
+        args.dataloader_drop_last = args.drops_last_as_given
     return args
 
 

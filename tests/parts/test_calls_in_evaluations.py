@@ -110,6 +110,7 @@ def test_two_processes(stages: int, tmp_path: Path) -> None:
         "pipeline_parallel_size": stages,
         "per_device_train_batch_size": BATCH // 2,
         "per_device_eval_batch_size": 2,
+        "activation_cache": "on",  # "auto" depends on times
     }
     ours = run_ranks(in_two_processes, 2, str(tmp_path / "ours"), options, timeout=200)
     print(ours[0].text)

@@ -325,7 +325,7 @@ class AutoCache:
         """Whether loading is sufficiently faster than computing, as far as measured. If not, turns the cache off."""
         measured = self._mesh.gather_objects(self.cache.time_reading())
         loading = max((seconds for seconds in measured if seconds is not None), default=None)
-        if loading is None or self._seconds_per_row is None:
+        if loading is None or self._seconds_per_row is None or not self._seconds_of_computing:
             return True
         # on an accelerator, loading overlaps at least the first stage's other units; a CPU loads with the same cores
         units = slice(self._boundary, self._pipeline.current_layout.stage_bounds[1])
@@ -343,7 +343,7 @@ class AutoCache:
         return (
             not self._is_forced
             and self._seconds_per_row is not None
-            and counts.load_seconds > self._seconds_of_computing * counts.found
+            and counts.load_seconds > self._seconds_of_computing * counts.found > 0.0  # a busy machine may measure 0
         )
 
     @property
@@ -422,9 +422,7 @@ class AutoCache:
         self._pipeline.use_shortcut(None)
         if self._mesh.rank == 0:
             until = " until more layers are frozen" if may_pay_later else ""
-            logger.log(
-                logging.INFO if may_pay_later else logging.WARNING, "The activation cache is off%s: %s.", until, reason
-            )
+            logger.warning("The activation cache is off%s: %s.", until, reason)
 
     def _mark_used(self) -> None:
         self._marked = time.monotonic()

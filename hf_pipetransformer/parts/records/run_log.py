@@ -140,9 +140,9 @@ class RunLog(RunPart):
         if first.pipeline_parallel_size > 1 and given not in (AUTO, used):
             self._say(
                 f"num_microbatches={given}, but {used} are used: a pipeline's batch of {rows} samples"
-                f" (per_device_train_batch_size x {first.pipeline_parallel_size} stages) must be divided evenly, and"
-                f" schedule {first.runs_as} must be able to run the number. Set num_microbatches to a divisor of"
-                f" {rows}, or to 'auto'.",
+                f" (per_device_train_batch_size x {first.pipeline_parallel_size} stages) must be divided evenly, in a"
+                f" number that schedule {first.runs_as} accepts. Set num_microbatches to a divisor of {rows}, or to"
+                " 'auto'.",
                 logging.WARNING,
             )
 
@@ -388,7 +388,7 @@ class RunLog(RunPart):
         if not self._rows_read and self._read_for_loss:
             return "outputs of frozen modules that the loss calls were read from the cache"
         if not self._rows_read:
-            return "no output of a frozen module was read from the cache"
+            return "no output of a frozen module was read from the cache in training"
         rows = max(self.recorder.total.rows, 1)
         return (
             f"outputs of frozen modules were read for {self._rows_read / rows:.0%} of the samples, which skipped"
