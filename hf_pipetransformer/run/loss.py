@@ -76,9 +76,14 @@ class Loss:
 
     @property
     def scale(self) -> float:
-        """The factor by which the gradient scaler multiplies losses; 1 without a scaler."""
-        scaler = self.job.trainer.accelerator.scaler
-        return scaler.get_scale() if scaler is not None else 1.0
+        """The factor by which `Accelerator.backward` multiplies losses: the gradient scaler's, over the steps.
+
+        The number of steps is 1 under a Trainer, unless the user has set it.
+        """
+        accelerator = self.job.trainer.accelerator
+        factor = accelerator.scaler.get_scale() if accelerator.scaler is not None else 1.0
+        steps = accelerator.gradient_accumulation_steps
+        return factor if steps == 1 else factor / steps
 
     def passes_items(self, batch: Batch) -> bool:
         """Whether `num_items_in_batch` is passed for such a batch; otherwise None is passed."""
@@ -219,8 +224,7 @@ class BatchInFlight:
     def of_part(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
         """Return this micro-batch's contribution to the global batch's loss. Called on the last stage.
 
-        The result is multiplied by the number of replicas, since DDP averages over them, and by the gradient scaler's
-        factor.
+        The result is multiplied by the number of replicas, since DDP averages over them, and by `Loss.scale`.
         """
         pipeline = self._pipeline
         assert pipeline.stage is not None
