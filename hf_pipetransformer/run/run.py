@@ -151,8 +151,9 @@ class PipelineRun(TrainerCallback):
         Collective over all processes.
 
         Raises:
-            ValueError: another process does something else.
+            ValueError: another process does something else, or the loss begins it, on the last stages.
         """
+        self.job.mesh.refuse_with_last_stages(doing)
         self.serve_callbacks()
         met = [part.meet(doing) for part in self.parts.having("meet")]  # no short cut: each call is collective
         return any(met)
@@ -211,10 +212,13 @@ class PipelineRun(TrainerCallback):
             self._attach(optimizer, pipeline.current_layout)
         if optimizer is not None and self.job.mesh.world_size > 1:
             pipeline.adopt_outside()
-            if pipeline.execution.serves_callbacks:  # a process that serves must not be ahead of one that calls
-                step = unwrapped(optimizer).register_step_pre_hook(lambda *_: self.serve_callbacks())
-                self._entered.callback(step.remove)
+            step = unwrapped(optimizer).register_step_pre_hook(lambda *_: self._begin_update())
+            self._entered.callback(step.remove)
         return pipeline
+
+    def _begin_update(self) -> None:
+        self.job.mesh.refuse_with_last_stages("called optimizer.step()")
+        self.serve_callbacks()  # a process that serves must not be ahead of one that calls
 
     def _attach(self, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
         """Let a new optimizer update the model. Collective over all processes.
@@ -309,13 +313,14 @@ class PipelineRun(TrainerCallback):
         Parts may look at the gradients before they are clipped.
 
         Raises:
-            ValueError: `norm_type` is not 2.
+            ValueError: `norm_type` is not 2, or the loss calls it, on the last stages.
         """
         if norm_type != 2:
             raise ValueError(
                 f"norm_type={norm_type} is not supported: gradients are clipped by their 2-norm over all stages."
                 " Use norm_type=2."
             )
+        self.job.mesh.refuse_with_last_stages("called accelerator.clip_grad_norm_()")
         self.steps.refuse_caught_error()
         accelerator = self.job.trainer.accelerator
         scaler = accelerator.scaler
