@@ -232,8 +232,16 @@ def clipping_in_loss() -> Script:
 
 @case("K2", "K2R2", expect="exact", because="optimizer.step()")
 def step_in_loss() -> Script:
-    """The loss steps the trainer's optimizer."""
-    return calling(lambda trainer, model: trainer.optimizer.step())
+    """The loss steps the trainer's optimizer between two accumulated batches, before it calls the model."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        trainer.calls = getattr(trainer, "calls", 0) + 1
+        if trainer.calls % 4 == 0:
+            trainer.optimizer.optimizer.step()
+        outputs = model(**inputs)
+        return outputs["loss"], outputs
+
+    return with_loss(loss, batch=4, options={"gradient_accumulation_steps": 2})
 
 
 @case("K2", expect="exact", because="optimizer.step()")
