@@ -11,15 +11,33 @@ from torch.utils.data import DataLoader, Sampler
 from ..model.called_inputs import BatchTags
 from .numbered_batches import NumberedBatches
 
+ARGUMENTS = {
+    "batch_size": "set per_device_train_batch_size",
+    "sampler": "override _get_train_sampler",
+    "drop_last": "set dataloader_drop_last",
+}
+"""Attributes of a batch sampler, and what to do before the training in place of setting them."""
+
 
 class _Numbers(Sampler[list[int]]):
-    """Yields [0], [1], ...; Accelerate's `skip_first_batches` finds this sampler and skips numbers."""
+    """Yields [0], [1], ...; Accelerate's `skip_first_batches` finds this sampler and skips numbers.
+
+    Callbacks may read its attributes, which have the values of one process. They cannot be set.
+    """
 
     def __init__(self, batches: NumberedBatches) -> None:
         self._batches = batches
-        self.batch_size = batches.global_batch_size  # as in one process; callbacks read these attributes
-        self.sampler = batches.order.sampler
-        self.drop_last = batches.drop_last
+        given = {"batch_size": batches.global_batch_size, "sampler": batches.order.sampler}
+        vars(self).update(given, drop_last=batches.drop_last)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ARGUMENTS:
+            raise ValueError(
+                f"The training loader's batch_sampler.{name} was set. The batches are divided among processes, and do"
+                f" not depend on it: {ARGUMENTS[name]} before train(). With one stage,"
+                " get_train_dataloader may return a loader of yours."
+            )
+        super().__setattr__(name, value)
 
     def __len__(self) -> int:
         if self._batches.num_batches is None:

@@ -70,6 +70,7 @@ class ProcessMesh:
         # back (an evaluation, another training), creating a group is collective and takes NCCL up to seconds, and
         # there are few of them, as K divides the number of processes.
         self._layouts: dict[int, PipelineGroups] = {}
+        self._is_with_last_stages = False
         self.num_communicators = 0
         """Number of the accelerator's communicators that this process has here. They live until it ends."""
         self._subgroups: dict[tuple[tuple[tuple[int, ...], ...], str | None, int], dist.ProcessGroup | None] = {}
@@ -131,6 +132,33 @@ class ProcessMesh:
             self.num_communicators += 1
             logger.debug(
                 "%d communicators, the latest of %d ranks", self.num_communicators, dist.get_world_size(group)
+            )
+
+    # ------------------------------------------------------------------------------------ code of the last stages
+    @contextmanager
+    def with_last_stages(self) -> Iterator[None]:
+        """Inside the context, code runs that only the last stages run, so no operation of all processes may begin."""
+        before, self._is_with_last_stages = self._is_with_last_stages, True
+        try:
+            yield
+        finally:
+            self._is_with_last_stages = before
+
+    def refuse_with_last_stages(self, doing: str) -> None:
+        """Refuse an operation of all processes in code that only the last stages run. They would wait forever.
+
+        Args:
+            doing: the operation, as the predicate of a sentence.
+
+        Raises:
+            ValueError: such code runs.
+        """
+        if self._is_with_last_stages:
+            raise ValueError(
+                f"This process {doing}, which takes all processes, but the loss (or an overridden log) runs on the"
+                " last stage only. Do it in a callback, or let the Trainer do it: set control.should_evaluate or"
+                " control.should_save. The loss's own modules may have an optimizer of their own, and"
+                " torch.nn.utils.clip_grad_norm_."
             )
 
     # ------------------------------------------------------------------------------------ over the control group
@@ -202,6 +230,7 @@ class ProcessMesh:
         """
         if self.control is None:
             return
+        self.refuse_with_last_stages(f"called {call}")
         remedy = "Call it on every process, not on the main process alone"
         try:
             dist.monitored_barrier(self.control, timedelta(seconds=seconds))

@@ -31,6 +31,8 @@ METHODS = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
 def among_last_stages(accelerator: Accelerator, mesh: ProcessMesh, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Inside the context, a group stands for all processes: for collectives, counts and `torch.distributed`.
 
+    Operations of the trainer that take all processes are refused (`ProcessMesh.refuse_with_last_stages`).
+
     The local index stays, because it is the number of a device.
 
     Args:
@@ -48,7 +50,7 @@ def among_last_stages(accelerator: Accelerator, mesh: ProcessMesh, group: dist.P
     states = vars(PartialState()), vars(accelerator.state)
     before = [{name: state[name] for name in counts} for state in states]
     everyone, alone = dist.group.WORLD, mesh.alone  # made while the default group has all processes
-    with with_collectives_of(accelerator, group):
+    with mesh.with_last_stages(), with_collectives_of(accelerator, group):
         for state in states:
             state.update(counts)
         dist.distributed_c10d._update_default_pg(group or alone)

@@ -24,6 +24,7 @@ from ..model.tags import without_tags
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from .collectives import among_last_stages
 from .job import TrainingJob
+from .loss_source import LossSource
 
 
 class Loss:
@@ -42,21 +43,22 @@ class Loss:
 
     def __init__(self, job: TrainingJob) -> None:
         trainer = job.trainer
-        model: Any = job.model
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        is_stock_model = (
-            type(model).__module__.startswith("transformers.")
-            and not model._forward_pre_hooks
-            and not model._forward_hooks
-            and getattr(model, "_loss_function", None) is None  # set by the user
-        )
         self.job, self.model = job, job.model
         self.label_names = tuple(dict.fromkeys(("labels", *(trainer.label_names or ()))))
         self.shifts_labels = bool(getattr(trainer, "_loss_shifts_labels", False))
-        self.is_stock = is_stock_model and not job.overrides_loss and trainer.compute_loss_func is None
+        self._source = LossSource(job)
+        self.is_stock = self._source.is_stock
         self._num_hooks = len(self.model._forward_pre_hooks)
         self.is_told: bool | None = None
         """Whether the loss gets the number of items in this step; None: as in the stock Trainer's loop."""
+
+    def refuse_change(self) -> None:
+        """Refuse another loss than the one of transformers that was examined: `LossSource.refuse_change`.
+
+        A loss of the user's own is not examined. Nothing depends on one that is computed on the whole batch.
+        """
+        if self.is_stock and (self.job.args.uses_pipeline or self.job.sums_up):
+            self._source.refuse_change()
 
     @property
     def may_exchange_inputs(self) -> bool:
@@ -74,9 +76,14 @@ class Loss:
 
     @property
     def scale(self) -> float:
-        """The factor by which the gradient scaler multiplies losses; 1 without a scaler."""
-        scaler = self.job.trainer.accelerator.scaler
-        return scaler.get_scale() if scaler is not None else 1.0
+        """The factor by which `Accelerator.backward` multiplies losses: the gradient scaler's, over the steps.
+
+        The number of steps is 1 under a Trainer, unless the user has set it.
+        """
+        accelerator = self.job.trainer.accelerator
+        factor = accelerator.scaler.get_scale() if accelerator.scaler is not None else 1.0
+        steps = accelerator.gradient_accumulation_steps
+        return factor if steps == 1 else factor / steps
 
     def passes_items(self, batch: Batch) -> bool:
         """Whether `num_items_in_batch` is passed for such a batch; otherwise None is passed."""
@@ -217,8 +224,7 @@ class BatchInFlight:
     def of_part(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
         """Return this micro-batch's contribution to the global batch's loss. Called on the last stage.
 
-        The result is multiplied by the number of replicas, since DDP averages over them, and by the gradient scaler's
-        factor.
+        The result is multiplied by the number of replicas, since DDP averages over them, and by `Loss.scale`.
         """
         pipeline = self._pipeline
         assert pipeline.stage is not None

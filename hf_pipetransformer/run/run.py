@@ -151,21 +151,26 @@ class PipelineRun(TrainerCallback):
         Collective over all processes.
 
         Raises:
-            ValueError: another process does something else.
+            ValueError: another process does something else, or as of `serve_callbacks`.
         """
-        self.serve_callbacks()
+        self.serve_callbacks(doing)
         met = [part.meet(doing) for part in self.parts.having("meet")]  # no short cut: each call is collective
         return any(met)
 
-    def serve_callbacks(self) -> None:
+    def serve_callbacks(self, doing: str | None = None) -> None:
         """Serve calls of the model in callbacks of other processes, before this one waits for them elsewhere.
 
         Collective over the pipeline.
 
+        Args:
+            doing: what all processes begin, as the predicate of a sentence; None if the loss may do it alone.
+
         Raises:
-            ValueError: the user's code has caught an error of a step.
+            ValueError: the loss begins it, on the last stages only; or the user's code has caught an error of a step.
         """
         if self.is_placed and "steps" in vars(self):
+            if doing is not None:
+                self.job.mesh.refuse_with_last_stages(doing)
             self.steps.refuse_caught_error()
         if self._cut is not None:
             self.pipeline.serve_callbacks()
@@ -211,9 +216,11 @@ class PipelineRun(TrainerCallback):
             self._attach(optimizer, pipeline.current_layout)
         if optimizer is not None and self.job.mesh.world_size > 1:
             pipeline.adopt_outside()
-            if pipeline.execution.serves_callbacks:  # a process that serves must not be ahead of one that calls
-                step = unwrapped(optimizer).register_step_pre_hook(lambda *_: self.serve_callbacks())
-                self._entered.callback(step.remove)
+            # a process that serves must not be ahead of one that calls
+            step = unwrapped(optimizer).register_step_pre_hook(
+                lambda *_: self.serve_callbacks("called optimizer.step()")
+            )
+            self._entered.callback(step.remove)
         return pipeline
 
     def _attach(self, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
@@ -309,13 +316,14 @@ class PipelineRun(TrainerCallback):
         Parts may look at the gradients before they are clipped.
 
         Raises:
-            ValueError: `norm_type` is not 2.
+            ValueError: `norm_type` is not 2, or the loss calls it, on the last stages only.
         """
         if norm_type != 2:
             raise ValueError(
                 f"norm_type={norm_type} is not supported: gradients are clipped by their 2-norm over all stages."
                 " Use norm_type=2."
             )
+        self.job.mesh.refuse_with_last_stages("called accelerator.clip_grad_norm_()")
         self.steps.refuse_caught_error()
         accelerator = self.job.trainer.accelerator
         scaler = accelerator.scaler
@@ -389,7 +397,7 @@ class PipelineRun(TrainerCallback):
 
     def prepare_for_best(self) -> None:
         """Prepare for loading the best model, which overwrites the last weights. Collective over all processes."""
-        self.serve_callbacks()
+        self.serve_callbacks("loads the best model")
         PROGRESS.begin_round("loads the best model")
         for part in self.parts.having("before_best"):
             part.before_best()

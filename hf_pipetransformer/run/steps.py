@@ -189,6 +189,7 @@ class Steps:
 
     def _step(self, inputs: dict[str, Any]) -> torch.Tensor:
         pipeline, state = self._pipeline, self._trainer.state
+        self._loss.refuse_change()
         self._switch_to_training()
         # 1
         self.batch.begin(inputs, pipeline)
