@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,21 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..kit import LABELS, Each, Script, bert, case, classified, pool, samples
+from ..kit import (
+    LABELS,
+    Each,
+    Inputs,
+    LossAndOutputs,
+    Script,
+    bert,
+    case,
+    classified,
+    own_loss,
+    plain_loss,
+    pool,
+    samples,
+    with_loss,
+)
 from .attack_front import OnBert
 from .attack_recipes_front import of
 
@@ -130,3 +145,187 @@ class Lazy(dict[str, Any]):
     def __iter__(self) -> Any:
         self._asked()
         return super().__iter__()
+
+
+@case("K1")
+def values_of_a_lazy_dict() -> Script:
+    """The loss names a dict that computes its values when they are asked for, which no step does."""
+    container = Lazy(a=1, b=2)
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        assert container is not None
+        return plain_loss(trainer, model, inputs)
+
+    def begin(callback: Each, state: Any, control: Any, **_: Any) -> None:
+        Lazy.num_asked = 0
+
+    observe: Callable[[Any], dict[str, Any]] = lambda trainer: {"asked": Lazy.num_asked}  # noqa: E731
+    return with_loss(loss, OnBert(), callbacks=[Each(begin, "on_train_begin")], observe=observe)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What the loss changes: modules of the trainer, and the optimizer's state
+# ---------------------------------------------------------------------------------------------------------
+
+NAMES_IT = "trainer.critic was changed by the loss"
+
+
+def attach(trainer: Any) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        trainer.critic = nn.Linear(LABELS, 1)
+    trainer.critics_optimizer = torch.optim.SGD(trainer.critic.parameters(), 0.1)
+
+
+def adversarial(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+    """The critic is trained on the logits, and the model against the critic."""
+    outputs = model(**inputs)
+    if model.training:
+        trainer.critics_optimizer.zero_grad()
+        trainer.critic(outputs["logits"].detach()).tanh().mean().sub(1).square().backward()
+        trainer.critics_optimizer.step()
+    trainer.critic.requires_grad_(False)
+    loss = outputs["loss"] + trainer.critic(outputs["logits"]).tanh().mean()
+    trainer.critic.requires_grad_(True)
+    return loss, outputs
+
+
+class Judges:
+    """Evaluates with the critic, on every process."""
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            scores: Any = self.critic(model(**inputs)["logits"])  # type: ignore[attr-defined]
+        return scores.mean(), scores, inputs["labels"]
+
+
+def with_critic(**fields: Any) -> Script:
+    evaluated = {"keywords": {"eval_dataset": samples(16)}, "options": {"eval_strategy": "steps", "eval_steps": 3}}
+    return with_loss(adversarial, wire=attach, **{**evaluated, **fields})
+
+
+@case("K2")
+def critic_of_the_loss_alone() -> Script:
+    """The loss trains a module of the trainer, which only the loss reads, also in evaluations."""
+    return with_critic()
+
+
+@case("K2", expect="exact", because=NAMES_IT)
+def critic_that_judges_in_evaluations() -> Script:
+    """The loss trains a module of the trainer that prediction_step reads on every process."""
+    return with_critic(trainer=own_loss(adversarial, Judges))
+
+
+@case("K2", expect="exact", because="trainer.teacher was changed by the loss")
+def average_of_the_loss() -> Script:
+    """The loss moves a teacher of transformers, as an average does; a callback reads it."""
+
+    def attach(trainer: Any) -> None:
+        trainer.teacher = bert(num_hidden_layers=1).requires_grad_(False)
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        with torch.no_grad():
+            trainer.teacher.classifier.weight.mul_(0.5)
+        return plain_loss(trainer, model, inputs)
+
+    def slow_down(callback: Each, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        norm = float(callback.trainer.teacher.classifier.weight.norm())
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + norm)
+
+    return with_loss(loss, wire=attach, callbacks=[Each(slow_down)])
+
+
+@case("K2", expect="exact", because=NAMES_IT)
+def critic_read_in_a_callback() -> Script:
+    """The loss trains a module of the trainer, by which a callback chooses the rate."""
+
+    def choose(callback: Each, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + float(callback.trainer.critic.weight.norm()))
+
+    return with_critic(callbacks=[Each(choose)])
+
+
+@case("K2")
+def critic_trained_twice() -> Script:
+    """The loss trains a module of the trainer, in two trainings and in the evaluation between them."""
+
+    def drive(trainer: Any) -> Any:
+        trainer.train()
+        loss = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        return loss
+
+    return with_critic(drive=drive)
+
+
+def optimizer_in_loss(change: Callable[[Any], None]) -> Script:
+    """The loss changes the optimizer's state in the third step."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        if model.training and trainer.state.global_step == 2:
+            change(trainer.optimizer.state)
+        return plain_loss(trainer, model, inputs)
+
+    return with_loss(loss, options={"optim": "adamw_torch", "adam_epsilon": 1e-4})
+
+
+STATE = "has changed the state of trainer.optimizer"
+
+
+@case("K2", "K2R2", expect="exact", because=STATE)
+def optimizer_state_emptied_by_the_loss() -> Script:
+    """The loss empties the optimizer's state."""
+    return optimizer_in_loss(lambda state: state.clear())
+
+
+@case("K2", expect="exact", because=STATE)
+def optimizer_state_written_by_the_loss() -> Script:
+    """The loss halves the averages in the optimizer's state."""
+
+    def halve(state: Any) -> None:
+        for of_parameter in state.values():
+            of_parameter["exp_avg"].mul_(0.5)
+
+    return optimizer_in_loss(halve)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Uses of a value that only the last stage has
+# ---------------------------------------------------------------------------------------------------------
+
+
+def kept_and_used(use: Callable[[Any], object]) -> Script:
+    """The loss keeps a tensor on the trainer, and a callback uses it on all stages."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        trainer.kept = outputs["logits"].detach()
+        return outputs["loss"], outputs
+
+    def act(callback: Each, state: Any, control: Any, **_: Any) -> None:
+        use(callback.trainer.kept)
+
+    return with_loss(loss, callbacks=[Each(act)])
+
+
+KEPT = "trainer.kept was changed by the loss"
+
+
+@case("K2", expect="exact", because=KEPT)
+def kept_tensor_in_a_function_of_torch() -> Script:
+    """A callback gives a tensor that the loss has kept to a function of torch."""
+    return kept_and_used(lambda kept: torch.stack([kept, kept]))
+
+
+@case("K2", expect="exact", because=KEPT)
+def kept_tensor_in_other_operators() -> Script:
+    """A callback uses a tensor that the loss has kept with an operator that is seldom used."""
+    return kept_and_used(lambda kept: +kept)
+
+
+@case("K2", expect="exact", because=KEPT)
+def kept_tensor_with_an_attribute() -> Script:
+    """A callback sets an attribute on a tensor that the loss has kept."""
+    return kept_and_used(lambda kept: setattr(kept, "is_mine", True))
