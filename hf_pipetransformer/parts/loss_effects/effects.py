@@ -20,7 +20,7 @@ from torch import nn
 
 from ...model.elsewhere import Unreadable
 from ...pipeline.mesh import ProcessMesh
-from .marks import of_module
+from .marks import Marks, tables_of_module
 
 MISSING = object()
 """Value for an attribute that an object does not have."""
@@ -142,7 +142,7 @@ class Snapshot:
         changed = [
             name
             for name, value in now.items()
-            if value is not self._values.get(name, MISSING) or _state_of(value, trainer) != self._states[name]
+            if value is not self._values.get(name, MISSING) or not _is_in(self._states[name], value, trainer)
         ]
         values = {name: now[name] for name in changed if _num_leaves(now[name]) <= MOST_LEAVES}
         others = tuple(name for name in changed if name not in values and not _is_of_the_loop(name, now[name]))
@@ -208,7 +208,7 @@ def _state_of(value: Any, trainer: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value._version
     if isinstance(value, nn.Module):
-        return of_module(value, trainer.model)
+        return Marks(tables_of_module(value, trainer.model))
     if isinstance(value, np.ndarray):
         return value.tobytes() if value.nbytes <= MOST_BYTES else None
     is_sequence = isinstance(value, (list, tuple, deque)) and len(value) <= MOST_LOOKED_INTO
@@ -217,6 +217,13 @@ def _state_of(value: Any, trainer: Any) -> Any:
     if isinstance(value, (list, tuple, deque, Mapping, Set)):
         return repr(value) if _num_leaves(value) <= MOST_LEAVES else _lengths(value)
     return None
+
+
+def _is_in(state: Any, value: Any, trainer: Any) -> bool:
+    """Whether an object is still in a state that `_state_of` has returned."""
+    if isinstance(state, Marks):
+        return state.are_those_of(tables_of_module(value, trainer.model))
+    return bool(_state_of(value, trainer) == state)
 
 
 def _members(container: Any) -> Collection[Any]:

@@ -23,7 +23,7 @@ from ...run.run import PipelineRun
 from ...run.setup.placing import Findings
 from ...run.setup.probing import SampleCollator, found_by_each
 from .effects import Changes, Snapshot, restore, share
-from .marks import Marks, of_optimizer
+from .marks import Marks, tables_of_optimizer
 from .observers import observing_hook
 from .users_log import take_over
 
@@ -91,7 +91,8 @@ class LossEffects(RunPart):
         pipeline, trainer = self._run.pipeline, self._run.job.trainer
         is_needed = self._has_own_loss and pipeline.num_stages > 1
         self._before = Snapshot(trainer) if is_needed else None
-        self._state = of_optimizer(trainer.optimizer) if is_needed and pipeline.computes_loss else None
+        has_loss = is_needed and pipeline.computes_loss
+        self._state = Marks(tables_of_optimizer(trainer.optimizer)) if has_loss else None
         return nullcontext()
 
     def vote(self, facts: StepFacts) -> tuple[bool, ...]:
@@ -102,7 +103,7 @@ class LossEffects(RunPart):
         others = {name: mine[name] for name in changes.others if mine[name] is not self._known.get(name)}
         self._changes = replace(changes, others=tuple(others))
         self._known |= {name: value for name, value in others.items() if isinstance(value, nn.Module)}
-        return bool(self._changes), of_optimizer(trainer.optimizer) != self._state
+        return bool(self._changes), not self._state.are_those_of(tables_of_optimizer(trainer.optimizer))
 
     def heard(self, votes: tuple[bool, ...]) -> None:
         """Adopt the last stage's changes. Collective over all processes if one of them has voted.
