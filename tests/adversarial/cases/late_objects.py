@@ -1,4 +1,4 @@
-"""Gradients without a parameter, objects of the trainer that the loss changes, and objects that are looked into."""
+"""Gradients without a parameter, and objects of the trainer that the loss changes."""
 
 from __future__ import annotations
 
@@ -119,49 +119,6 @@ def reentrant_checkpoint_around_the_frozen_module() -> Script:
 def written_output_that_requires_a_gradient() -> Script:
     """The model writes into a copy of the output, which requires a gradient, in place."""
     return of(Checkpointed(writes=True), data=samples(32, 8, 8))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Dicts of the user's that compute their values
-# ---------------------------------------------------------------------------------------------------------
-
-
-class Lazy(dict[str, Any]):
-    """A dict that counts how often its values are asked for."""
-
-    num_asked = 0
-
-    def _asked(self) -> None:
-        type(self).num_asked += 1
-
-    def items(self) -> Any:
-        self._asked()
-        return super().items()
-
-    def values(self) -> Any:
-        self._asked()
-        return super().values()
-
-    def __iter__(self) -> Any:
-        self._asked()
-        return super().__iter__()
-
-
-@case("K1")
-def values_of_a_lazy_dict() -> Script:
-    """The loss names a dict that computes its values when they are asked for, which no step does."""
-    container, teacher = Lazy(a=1, b=2), bert().eval().requires_grad_(False)
-
-    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
-        assert container is not None
-        outputs = model(**inputs)
-        return outputs["loss"] + (outputs["logits"] - teacher(**inputs).logits).square().mean(), outputs
-
-    def begin(callback: Each, state: Any, control: Any, **_: Any) -> None:
-        Lazy.num_asked = 0
-
-    observe: Callable[[Any], dict[str, Any]] = lambda trainer: {"asked": Lazy.num_asked}  # noqa: E731
-    return with_loss(loss, callbacks=[Each(begin, "on_train_begin")], observe=observe)
 
 
 # ---------------------------------------------------------------------------------------------------------
