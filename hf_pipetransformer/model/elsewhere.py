@@ -367,15 +367,19 @@ class Unreadable:
     def __repr__(self) -> str:
         return f"Unreadable({self.__dict__['about']})"
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _refuse_all(next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Unreadable)))
+
 
 def _refuse_all(value: Unreadable, *_: Any, **__: Any) -> NoReturn:
     raise ValueError("{about}. {remedy}".format(**vars(value)))
 
 
-_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+_BINARY = "add sub mul truediv floordiv divmod mod pow matmul and or xor lshift rshift"
 _OTHERS = (
-    "neg pos abs invert bool int float complex index round len iter next contains getitem setitem delitem call"
-    " getattr setattr delattr eq ne lt le gt ge hash format str bytes enter exit reduce_ex deepcopy array"
+    "neg pos abs invert bool int float complex index round len iter reversed next contains getitem setitem delitem"
+    " call getattr setattr delattr eq ne lt le gt ge hash format str bytes enter exit reduce_ex deepcopy array"
 )
 for _name in (*_OTHERS.split(), *_BINARY.split(), *(f"r{name}" for name in _BINARY.split())):
     setattr(Unreadable, f"__{_name}__", _refuse_all)

@@ -15,7 +15,7 @@ from ..prefix_cache.cache.batch_entries import BatchEntries
 from ..prefix_cache.cache.guards import unnoticed
 from .divided import EACH, Rows
 from .entries import TOKENS, Leaf, dense_order
-from .finding import Others, RecordedCall, arguments_of, first_positions
+from .finding import REENTRANT, Others, RecordedCall, arguments_of, first_positions
 from .rows import ArgumentDigests
 
 REMEDY = "Set activation_cache='off'"
@@ -38,12 +38,16 @@ class ReturnedLeaf:
     """A tensor in a module's output: its device, and the type and shape of one row (of all, if it has no rows).
 
     `order` lists its dimensions as they lie in memory. With another order, modules that read it may round differently.
+    `requires_grad` tells whether it required a gradient. As all parameters of the front are frozen, some other tensor
+    did: transformers sets this on embeddings for reentrant gradient checkpoints. `is_leaf` as in torch.
     """
 
     device: torch.device
     row: Leaf
     is_of_rows: bool
     order: tuple[int, ...] | None = field(default=None, compare=False)
+    requires_grad: bool = field(default=False, compare=False)
+    is_leaf: bool = field(default=True, compare=False)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, rows: Rows, wide: Collection[int]) -> ReturnedLeaf:
@@ -52,7 +56,8 @@ class ReturnedLeaf:
         if per is not None:
             shape[0] = 1 if per else shape[0] // rows.count
         leaf = Leaf(tensor.dtype, tuple(shape), per or EACH)
-        return cls(tensor.device, leaf, per is not None, dense_order(tensor))
+        flags = tensor.requires_grad, tensor.is_leaf
+        return cls(tensor.device, leaf, per is not None, dense_order(tensor), *flags)
 
     def as_returned(self, stored: torch.Tensor) -> torch.Tensor:
         """Convert a tensor from the store to the dtype and memory order that the module returns."""
@@ -60,6 +65,16 @@ class ReturnedLeaf:
             return stored.to(self.row.dtype)
         made = torch.empty_permuted(stored.shape, self.order, dtype=self.row.dtype, device=stored.device)
         return made.copy_(stored)
+
+    def connected(self, value: torch.Tensor) -> torch.Tensor:
+        """The value, requiring a gradient if the module's output did: reentrant gradient checkpoints compute by it."""
+        if not self.requires_grad or not torch.is_grad_enabled():
+            return value
+        if self.is_leaf:
+            return value.detach().requires_grad_()
+        origin = torch.empty(0, device=value.device, requires_grad=True)
+        connected: torch.Tensor = _Connected.apply(value.detach(), origin)
+        return connected
 
     def sized(self, rows: Rows, width: int) -> tuple[int, ...]:
         """Shape of the tensor for these rows in a batch of this width."""
@@ -71,6 +86,19 @@ class ReturnedLeaf:
     ) -> torch.Tensor:
         like = torch.empty((), dtype=self.row.dtype, device=self.device).expand(self.sized(rows, width))
         return hidden_like(like, text, REMEDY, computed)
+
+
+class _Connected(torch.autograd.Function):
+    """Makes a tensor a result of `origin`, in place. As no leaf of the graph, the model may write into it."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
+        context.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        return None, None
 
 
 @dataclass(frozen=True)
@@ -154,6 +182,22 @@ class Known:
             for k, leaf in enumerate(leaves)
         )
         return cls({others}, tuple(kept), structure)
+
+    def refuse_gradients(self, name: str, given: Sequence[torch.Tensor]) -> None:
+        """Raise an error if a gradient may have to flow through the module.
+
+        Args:
+            name: name of the module.
+            given: the tensors among its arguments.
+
+        Raises:
+            NewCallError: an argument requires a gradient, or the output gets a graph after the module has returned.
+        """
+        if any(tensor.requires_grad for tensor in given):
+            raise NewCallError(f"{name} is called on something that requires a gradient")
+        leaves = [leaf for leaf in self.leaves if isinstance(leaf, ReturnedLeaf)]
+        if not torch.is_grad_enabled() and any(leaf.requires_grad and not leaf.is_leaf for leaf in leaves):
+            raise NewCallError(REENTRANT)
 
 
 @dataclass(frozen=True)

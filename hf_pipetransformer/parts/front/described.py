@@ -89,4 +89,5 @@ class InputDescriber:
         shapes = [(n, t.dtype, wide, tuple(t.shape[2 if wide else 1 :])) for _, n, t, wide in given]
         times = {len(t) // rows.count for _, _, t, _ in given if t.dim()} if self._trial.is_by_sample else ()
         covered = {id(t): (k, version_of(t)) for k, name, t, _ in given if name not in NOT_OF_STATES}
-        return KnownBatch(entries, rows, (repr((shapes, times)), rows.count == 1), covered)
+        signature = repr((shapes, times)), rows.count == 1, torch.is_grad_enabled()
+        return KnownBatch(entries, rows, signature, covered)

@@ -54,6 +54,8 @@ LEAKS = "something that is computed inside of it is recorded, such as attentions
 """Why a module is not in the front if the model also reads values from inside it."""
 DRAWS = "it draws random numbers"
 """Why a module with dropout, for example, is not in the front."""
+REENTRANT = "it runs in a gradient checkpoint with use_reentrant=True, through which gradients flow"
+"""Why a module is not in the front if its output gets a graph only after the module has returned."""
 NOTICEABLE = 0.05
 """Minimum share of the forward pass for the log to name a frozen module that is not in the front."""
 
@@ -143,6 +145,7 @@ class _FrozenCall:
     versions: list[int]  # of inputs and outputs, when the module returned
     as_called: ModuleCall
     is_set: bool  # adapters are as they were around the model
+    has_graph: bool
 
 
 def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Others]:
@@ -254,7 +257,7 @@ def find_front(
         of |= origins.union(tensors_in(output)) | origins.decided
         versions = versions_of([*given, *outputs])
         of_call = name, frozenset(of), given, others, outputs, seconds, why, structure, versions
-        calls.append(_FrozenCall(*of_call, as_called, is_set))
+        calls.append(_FrozenCall(*of_call, as_called, is_set, torch.is_grad_enabled()))
         return output
 
     def watched(name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -356,6 +359,8 @@ def _why_not(call: _FrozenCall, num_calls: int, inputs: Mapping[str, Any]) -> st
         return "its inputs are computed from random numbers"
     if not call.origins:
         return "it does not depend on the batch"
+    if not call.has_graph and any(getattr(leaf, "grad_fn", None) is not None for leaf in call.outputs):
+        return REENTRANT
     if rows_of(call.origins, inputs) is None:
         return "the inputs that it is computed from have different numbers of entries"
     return None

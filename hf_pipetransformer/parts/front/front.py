@@ -63,7 +63,7 @@ from .rows import (
     masks_in,
     with_more_columns,
 )
-from .trial import FrontTrial, cleared, noisy, some_rows
+from .trial import FrontTrial, cleared, some_rows
 
 NOT_KEPT = "is not kept, as it was not read when the frozen modules were looked for"
 MORE = "something reads more of it than before"
@@ -442,10 +442,7 @@ class FrozenFront:
         leaves, structure = tree_flatten(output)
         given, others = arguments_of(args, kwargs)
         if self.trial.is_noisy and call.batch is not None and call.batch.entries.width:
-            lengths, wide = call.batch.entries.lengths, self.trial.wide
-            self.trial.has_made_noise |= call.batch.entries.has_padding
-            changed = [noisy(leaf, lengths) if wide.get((name, k)) else leaf for k, leaf in enumerate(leaves)]
-            return tree_unflatten(changed, structure)
+            return tree_unflatten(self.trial.with_noise(name, leaves, call.batch.entries), structure)
         call.ran[name] = given, others, leaves, structure
         call.versions[name] = versions_of([*given, *leaves])
         if call.ends and call.ran.keys() == self.found.needed.keys():
@@ -459,8 +456,7 @@ class FrozenFront:
         assert call.batch is not None and call.given_back is not None
         known, batch = call.known[name], call.batch
         given, others = arguments_of(args, kwargs)
-        if any(tensor.requires_grad for tensor in given):
-            raise NewCallError(f"{name} is called on something that is trained")
+        known.refuse_gradients(name, given)
         of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
         call.made = call.made or ArgumentDigests(batch.rows, batch.entries, batch.covered)
         has_rows = self.trial.has_rows.get(name, ())
@@ -480,7 +476,8 @@ class FrozenFront:
                     return None
                 self.trouble = MORE
                 of_whole.extend(() if of_whole else tree_flatten(forward(*args, **kwargs))[0])
-            return of_whole[position] if isinstance(of_whole[position], torch.Tensor) else None
+            value = of_whole[position]
+            return known.leaves[position].connected(value) if isinstance(value, torch.Tensor) else None
 
         leaves: list[Any] = []
         for position, leaf in enumerate(known.leaves):
@@ -491,8 +488,10 @@ class FrozenFront:
             if isinstance(value, (ReturnedLeaf, ReturnedObject)):
                 text, later = f"the output of {name} {NOT_KEPT}", partial(whole, position)
                 value = value.hidden(batch.rows, batch.entries.width, text, later)
-            elif computed and isinstance(leaf, ReturnedLeaf):
-                batch.rows.put(value, call.missing, computed[position])
+            elif isinstance(leaf, ReturnedLeaf):
+                if computed:
+                    batch.rows.put(value, call.missing, computed[position])
+                value = leaf.connected(value)
             if computed and isinstance(leaf, ReturnedLeaf):
                 call.computed[id(value)] = computed[position]
             leaves.append(value)

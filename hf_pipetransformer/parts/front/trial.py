@@ -10,7 +10,7 @@ from accelerate.utils import recursively_apply
 
 from ...model.micro_batch import Batch, batch_rows
 from ...model.nested import in_new_tensors
-from ..prefix_cache.cache.batch_entries import Tokens
+from ..prefix_cache.cache.batch_entries import BatchEntries, Tokens
 from ..prefix_cache.cache.comparing import SAME, aligned, relative_difference, rounding_of
 from .alone import OTHERS
 from .divided import Rows, rows_of
@@ -200,6 +200,11 @@ class FrontTrial:
             self.awaits_loss = True  # the model was called on a batch without padding
         elif not losses or not self.has_made_noise or relative_difference(losses[1:], losses[:1]) > SAME:
             self._keep_padding()
+
+    def with_noise(self, name: str, leaves: Sequence[Any], entries: BatchEntries) -> list[Any]:
+        """The leaves of a module's output, with noise as padding."""
+        self.has_made_noise |= entries.has_padding
+        return [noisy(leaf, entries.lengths) if self.wide.get((name, k)) else leaf for k, leaf in enumerate(leaves)]
 
     def _note_rows(
         self, whole: Mapping[str, RecordedCall], half: Mapping[str, RecordedCall], rows: Rows, chosen: Sequence[int]

@@ -7,7 +7,7 @@ a part of the trained model                its name in the model, such as vision
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -72,10 +72,13 @@ def _modules_in(value: Any, name: str) -> Iterator[tuple[str, nn.Module]]:
     """A value if it is a module, or the modules in a list or dict of them."""
     if isinstance(value, nn.Module):
         yield name, value
+    # not the methods of a class of its own, which may compute or import what the container holds
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        entries = dict.items(value)
     elif isinstance(value, (list, tuple)):
-        yield from ((f"{name}.{number}", one) for number, one in enumerate(value) if isinstance(one, nn.Module))
-    elif isinstance(value, dict):
-        yield from ((f"{name}.{key}", one) for key, one in value.items() if isinstance(one, nn.Module))
+        entries = enumerate(list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value))
+    yield from ((f"{name}.{key}", one) for key, one in entries if isinstance(one, nn.Module))
 
 
 def _functions_of(trainer: Trainer) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 last stage     self.rate = 0.1          plain values that are assigned: copied to the other stages after the step
 last stage     self.parts.append(loss)  all other changes: the other stages get a placeholder that cannot be read
+last stage     self.critic is trained   as above: the weights of a module that is not the trained model have changed
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from ...model.elsewhere import Unreadable
 from ...pipeline.mesh import ProcessMesh
+from .marks import Marks, tables_of_module
 
 MISSING = object()
 """Value for an attribute that an object does not have."""
@@ -30,11 +34,19 @@ MOST_BYTES = 2**20
 """Maximum size of a NumPy array that is compared by its values, in bytes."""
 LOG_HISTORY = "log_history"
 """Attribute of the trainer's state that `log` extends. In a loss, `log` concerns the process that calls it."""
+REMEDY = (
+    "After each step, all stages get the plain values (numbers, strings, short lists of these) that the loss has"
+    " assigned: assign such a value in the loss (loss.item(), for a tensor), read it on the main process only, or set"
+    " pipeline_parallel_size=1."
+)
+"""The remedy for a user who reads a changed attribute on another stage."""
+OF_STOCK = frozenset({"model", "model_wrapped"})
+"""Attributes of the trainer that are the trained model."""
 OF_THE_LOOP = ("transformers.", "accelerate.", "hf_pipetransformer.")
 """Modules of objects that the training loop replaces on every process, such as the `TrainerControl`."""
 
 
-class OnLastStage:
+class OnLastStage(Unreadable):
     """Placeholder for an attribute of the trainer that the loss has changed on another process.
 
     Any use except assigning a new value to the name raises an error.
@@ -45,35 +57,19 @@ class OnLastStage:
     """
 
     def __init__(self, name: str, before: Any) -> None:
-        self._name, self._before = name, before
+        where = "was changed by the loss, which runs on the last pipeline stage only, and this is another stage"
+        super().__init__(f"trainer.{name} {where}", REMEDY)
+        self.__dict__.update(name=name, before=before)
 
     def __repr__(self) -> str:
-        return f"<trainer.{self._name}: {type(self).__name__}>"
-
-    def __getattr__(self, _: str) -> NoReturn:
-        self._refuse()
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise ValueError(
-            f"trainer.{self._name} was changed by the loss, which runs on the last pipeline stage only, and this is"
-            " another stage. After each step, all stages get the plain values (numbers, strings, short lists of these)"
-            " that the loss has assigned: assign such a value in the loss (loss.item(), for a tensor), read it on the"
-            " main process only, or set pipeline_parallel_size=1."
-        )
-
-    __bool__ = __len__ = __iter__ = __next__ = __contains__ = __getitem__ = __setitem__ = __call__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = __matmul__ = _refuse
-    __or__ = __ror__ = __and__ = __rand__ = __int__ = __float__ = __index__ = __round__ = __enter__ = _refuse
-    __str__ = __format__ = __reduce_ex__ = _refuse
+        return f"<trainer.{self.__dict__['name']}: {type(self).__name__}>"
 
 
 def restore(trainer: Any) -> None:
     """Restore this process's own values, because it computes the loss from now on."""
     for name, value in list(vars(trainer).items()):
         if type(value) is OnLastStage:
-            before = value._before
+            before = vars(value)["before"]
             del vars(trainer)[name]
             if before is not MISSING:
                 vars(trainer)[name] = before
@@ -128,7 +124,8 @@ class Changes:
 class Snapshot:
     """The attributes of a trainer at one moment.
 
-    Plain values are compared by value, long containers by length, tensors by version, other objects by identity.
+    Plain values are compared by value, long containers by length, tensors and those of modules by version, other
+    objects by identity.
 
     Args:
         trainer: the trainer.
@@ -136,7 +133,7 @@ class Snapshot:
 
     def __init__(self, trainer: Any) -> None:
         self._values = dict(vars(trainer))  # references, because ids of freed objects are used again
-        self._states = {name: _state_of(value) for name, value in self._values.items()}
+        self._states = {name: _state_of(value, trainer) for name, value in self._values.items()}
         self._inside = [_plain(settings) for settings in _settings(trainer)]
 
     def changes(self, trainer: Any) -> Changes:
@@ -145,12 +142,10 @@ class Snapshot:
         changed = [
             name
             for name, value in now.items()
-            if value is not self._values.get(name, MISSING) or _state_of(value) != self._states[name]
+            if value is not self._values.get(name, MISSING) or not _is_in(self._states[name], value, trainer)
         ]
         values = {name: now[name] for name in changed if _num_leaves(now[name]) <= MOST_LEAVES}
-        others = tuple(
-            name for name in changed if name not in values and not type(now[name]).__module__.startswith(OF_THE_LOOP)
-        )
+        others = tuple(name for name in changed if name not in values and not _is_of_the_loop(name, now[name]))
         removed = tuple(name for name in self._values if name not in now)
         inside = tuple(
             {name: value for name, value in _plain(settings).items() if name not in before or before[name] != value}
@@ -193,6 +188,13 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy.copy(value) for name, value in values.items() if _num_leaves(value) <= MOST_LEAVES}
 
 
+def _is_of_the_loop(name: str, value: Any) -> bool:
+    """Whether the loop itself replaces or changes an attribute on every process."""
+    if isinstance(value, nn.Module):
+        return name in OF_STOCK
+    return type(value).__module__.startswith(OF_THE_LOOP)
+
+
 def _is_builtin(factory: Any) -> bool:
     return factory is None or vars(builtins).get(getattr(factory, "__name__", "")) is factory
 
@@ -201,10 +203,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu"
 
 
-def _state_of(value: Any) -> Any:
+def _state_of(value: Any, trainer: Any) -> Any:
     """A value that differs after an object has been changed in place."""
     if isinstance(value, torch.Tensor):
         return value._version
+    if isinstance(value, nn.Module):
+        return Marks(tables_of_module(value, trainer.model))
     if isinstance(value, np.ndarray):
         return value.tobytes() if value.nbytes <= MOST_BYTES else None
     is_sequence = isinstance(value, (list, tuple, deque)) and len(value) <= MOST_LOOKED_INTO
@@ -213,6 +217,13 @@ def _state_of(value: Any) -> Any:
     if isinstance(value, (list, tuple, deque, Mapping, Set)):
         return repr(value) if _num_leaves(value) <= MOST_LEAVES else _lengths(value)
     return None
+
+
+def _is_in(state: Any, value: Any, trainer: Any) -> bool:
+    """Whether an object is still in a state that `_state_of` has returned."""
+    if isinstance(state, Marks):
+        return state.are_those_of(tables_of_module(value, trainer.model))
+    return bool(_state_of(value, trainer) == state)
 
 
 def _members(container: Any) -> Collection[Any]:

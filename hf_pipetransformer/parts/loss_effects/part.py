@@ -4,6 +4,7 @@ step     last stage     compute_loss: self.rate = 0.1 ─┐ votes that the trai
          other stages   serve the loss                 └ adopt the value, before the step's callbacks
                         np.random.beta()     ─┐ votes that a random generator has moved
          other stages                         └ adopt its state: callbacks on all stages draw the same numbers
+         last stage     compute_loss: self.optimizer.state.clear(): refused, as the others have their own state
 log      last stages    run the user's method, and all processes log its result (`users_log`)
 hooks    inside layers  refused if they keep outputs, which the loss may read (`observers`)
 """
@@ -11,7 +12,10 @@ hooks    inside layers  refused if they keep outputs, which the loss may read (`
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
+
+from torch import nn
 
 from ...model.micro_batch import Batch
 from ...planning.layout import Layout
@@ -21,6 +25,7 @@ from ...run.run import PipelineRun
 from ...run.setup.placing import Findings
 from ...run.setup.probing import SampleCollator, found_by_each
 from .effects import Changes, Snapshot, restore, share
+from .marks import Marks, tables_of_optimizer
 from .observers import observing_hook
 from .users_log import take_over
 
@@ -32,14 +37,16 @@ class LossEffects(RunPart):
         run: the run of the training.
     """
 
-    num_votes = 2
+    num_votes = 3  # that the trainer, the optimizer's state and random generators have changed
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
         self._has_own_loss = False
         self._before: Snapshot | None = None  # of the trainer, in a step over several stages
         self._changes: Changes | None = None  # in this step, on the last stage
-        self._drawn: dict[str, list[Any]] | None = None  # states of the generators before the step
+        self._drawn: dict[str, list[Any]] | None = None  # states of the generators before the step, on the last stage
+        self._state: Marks | None = None  # the optimizer's, before this step
+        self._known: dict[str, Any] = {}  # modules that the other stages cannot read any more, by name
 
     def found(self, found: Findings) -> None:
         self._has_own_loss = not found.loss.is_stock
@@ -79,24 +86,43 @@ class LossEffects(RunPart):
     def _restore(self) -> None:
         """Restore the trainer's own attributes if the loss runs on this process from now on."""
         pipeline = self._run.pipeline
+        self._known.clear()
         if self._has_own_loss and pipeline.num_stages > 1 and pipeline.computes_loss:
             restore(self._run.job.trainer)
 
     def around_step(self, batch: Batch) -> AbstractContextManager[Any]:
-        is_needed = self._has_own_loss and self._run.pipeline.num_stages > 1
-        self._before = Snapshot(self._run.job.trainer) if is_needed else None
-        self._drawn = global_states() if is_needed and self._run.job.users_callbacks else None
+        pipeline, job = self._run.pipeline, self._run.job
+        is_needed = self._has_own_loss and pipeline.num_stages > 1
+        self._before = Snapshot(job.trainer) if is_needed else None
+        has_loss = is_needed and pipeline.computes_loss
+        self._state = Marks(tables_of_optimizer(job.trainer.optimizer)) if has_loss else None
+        self._drawn = global_states() if has_loss and job.users_callbacks else None
         return nullcontext()
 
     def vote(self, facts: StepFacts) -> tuple[bool, ...]:
-        has_run_loss = self._before is not None and self._run.pipeline.computes_loss
-        self._changes = self._before.changes(self._run.job.trainer) if self._before and has_run_loss else None
-        has_drawn = has_run_loss and self._drawn is not None and self._drawn != global_states()
-        return bool(self._changes), has_drawn
+        self._changes, trainer = None, self._run.job.trainer
+        if self._before is None or self._state is None:
+            return False, False, False
+        changes, mine = self._before.changes(trainer), vars(trainer)
+        others = {name: mine[name] for name in changes.others if mine[name] is not self._known.get(name)}
+        self._changes = replace(changes, others=tuple(others))
+        self._known |= {name: value for name, value in others.items() if isinstance(value, nn.Module)}
+        has_changed_state = not self._state.are_those_of(tables_of_optimizer(trainer.optimizer))
+        return bool(self._changes), has_changed_state, self._drawn not in (None, global_states())
 
     def heard(self, votes: tuple[bool, ...]) -> None:
-        """Adopt the last stage's changes. Collective over all processes if one of them has voted."""
-        job, pipeline, (has_changed, has_drawn) = self._run.job, self._run.pipeline, votes
+        """Adopt the last stage's changes. Collective over all processes if one of them has voted.
+
+        Raises:
+            ValueError: the loss has changed the optimizer's state. Every process raises it.
+        """
+        job, pipeline, (has_changed, has_changed_state, has_drawn) = self._run.job, self._run.pipeline, votes
+        if has_changed_state:
+            raise ValueError(
+                "The loss has changed the state of trainer.optimizer. It runs on the last pipeline stage only, and"
+                " each stage has the state of its own parameters. Change it in a callback, for example in on_step_end,"
+                " which runs on all processes, or set pipeline_parallel_size=1."
+            )
         if has_changed and self._before is not None:
             share(job.trainer, job.mesh, pipeline.replica_index, self._changes, self._before)
         if has_drawn:
