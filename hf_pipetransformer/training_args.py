@@ -311,7 +311,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         show_errors_briefly()
-        self.drops_last_as_given = self.dataloader_drop_last  # as given: another library's class may set it afterwards
+        self.drops_last_as_given = self.dataloader_drop_last
         self._check_values()
         self.pipeline_parallel_size = int_or_auto("pipeline_parallel_size", self.pipeline_parallel_size)
         self.num_microbatches = int_or_auto("num_microbatches", self.num_microbatches)
@@ -329,8 +329,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         refuse(known_at_once(self))
         if self.uses_pipeline:
             self._refuse_single_process()
-        if not torch.accelerator.is_available():
-            self.use_cpu = True
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         timeout = timedelta(seconds=self.ddp_timeout)
         use_fresh_store(os.environ, timeout)
         end_at_exit()
@@ -340,7 +339,8 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             wait_for_connections(timeout)
         if self.process_index == 0:
             self._warn_of_unused()
-        self.average_tokens_across_devices &= self.leaves_model_to_trainer
+        if not self.leaves_model_to_trainer:
+            self.average_tokens_across_devices = False
         try:
             refuse(known_later(self))
         except ValueError:

@@ -38,8 +38,8 @@ NO_LOSS = "did not return a loss"
 def checked_arguments(trainer: type[Trainer], args: Any) -> PipeTransformerTrainingArguments:
     """Return the arguments that a trainer is given.
 
-    sentence-transformers drops the last, short batch with several processes, as uneven batches may hang in DDP. Stages
-    train on the same batch: it is dropped only if the user has asked for it.
+    sentence-transformers' arguments drop the last, short batch with several processes, as uneven batches may hang in
+    DDP. Stages train on the same batch: it is dropped only if the user has asked for it when making the arguments.
 
     Raises:
         ValueError: they are of another class, which lacks the fields of the pipeline; or a pipeline's batch is empty.
@@ -55,8 +55,9 @@ def checked_arguments(trainer: type[Trainer], args: Any) -> PipeTransformerTrain
             f"per_device_train_batch_size={args.per_device_train_batch_size}, but a pipeline's batch has"
             " per_device_train_batch_size x number of stages samples. Set it to at least 1."
         )
-    if args.uses_pipeline and type(args).__post_init__ is not PipeTransformerTrainingArguments.__post_init__:
-        args.dataloader_drop_last = args.drops_last_as_given
+    is_of_sentences = any(base.__module__.startswith("sentence_transformers.") for base in type(args).__mro__)
+    if args.uses_pipeline and is_of_sentences:
+        args.dataloader_drop_last = getattr(args, "drops_last_as_given", args.dataloader_drop_last)
     return args
 
 

@@ -73,7 +73,7 @@ def training_loader(
             dataset,
             order,
             stock.collate_fn,
-            drop_last=getattr(batches, "drop_last", args.dataloader_drop_last),
+            drop_last=args.dataloader_drop_last if is_iterable else batches.drop_last,
             most_batches=args.max_steps * args.gradient_accumulation_steps if args.max_steps > 0 else None,
             num_workers=args.dataloader_num_workers,
             pin_memory=stock.pin_memory,

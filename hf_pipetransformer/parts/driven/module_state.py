@@ -426,7 +426,7 @@ def put(modules: list[nn.Module], place: Place, value: Any, is_written: bool = F
         return _put_flag(modules[number]._parameters[path[1]], value)
     owner, name = _owner_of(modules, place)
     before = owner.get(name, ABSENT) if owner is not None else ABSENT
-    if owner is None or isinstance(before, Hidden):  # a weight of other stages
+    if owner is None or (is_written and isinstance(before, Hidden)):  # a weight of other stages
         return lambda: None
     if before is value or (is_plain(value) and type(before) is type(value) and before == value):
         return lambda: None

@@ -101,6 +101,7 @@ class ServedCalls(StageCalls):
         with self._overriding():
             result = code()
             self._refuse_changes_outside()
+            self._around.refuse_others()
             self._order(End(self._state.end()))
         self.wait()
         self._batch, self._own = {}, {}
@@ -193,9 +194,9 @@ class ServedCalls(StageCalls):
         has_gradients = torch.is_grad_enabled()
         wanted = {i: v for i, v in enumerate(tensors_of(inputs)) if has_gradients and v.requires_grad}
         keys = {} if name else self._tags_of(args, kwargs)
-        changes = self._state.for_call(name)
         self._refuse_changes_outside()
         self._around.refuse_others()
+        changes = self._state.for_call(name)
         if changes or self._number == self._first_call:
             self._drops = may_drop(self.model)
             self._runs_whole = self._state.may_mix or bool(why_whole(self.stage.stack))

@@ -51,7 +51,8 @@ class SharedWeights:
 
 
 def _one_value(weight: torch.Tensor) -> float:
-    if weight.device.type != "cpu" or not weight.numel() or not weight.is_floating_point():
-        return 0.0  # to ask an accelerator would wait for it
+    is_cheap = weight.device.type == "cpu" or weight.numel() == 1  # an accelerator's value has to be waited for
+    if not is_cheap or not weight.numel() or not weight.is_floating_point():
+        return 0.0
     value: torch.Tensor = torch.Tensor.detach(weight)[tuple(size // 2 for size in weight.shape)]
     return value.nan_to_num().item()

@@ -31,7 +31,7 @@ class Surroundings:
         for what, noted in self._noted.items():
             if len(now[what]) != len(noted) or any(a is not b for a, b in zip(now[what], noted, strict=True)):
                 raise ValueError(
-                    f"The loss has changed the {what} before it calls the model. They apply to the layers of the last"
+                    f"The loss has entered or left {what}. They apply to the layers of the last"
                     " pipeline stage, where the loss runs, not to those of other stages. Set them on all processes,"
                     " around super().training_step() or in a callback, or set pipeline_parallel_size=1."
                 )

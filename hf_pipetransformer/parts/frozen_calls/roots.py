@@ -165,12 +165,12 @@ class FrozenRoot:
         if self._in_evaluation is not None:  # inside another one
             yield
             return
-        for calls in self.fronts.values():
-            calls.pause()
-        for calls in self.evaluated.values():
-            begin(calls)
-            calls.resume()
         try:
+            for calls in self.fronts.values():
+                calls.pause()
+            for calls in self.evaluated.values():
+                begin(calls)
+                calls.resume()
             with having(self, _thread=threading.get_ident(), _in_evaluation=begin):
                 yield
         finally:

@@ -40,6 +40,8 @@ REMEDY = (
     " pipeline_parallel_size=1."
 )
 """The remedy for a user who reads a changed attribute on another stage."""
+SWITCHES = frozenset({"train", "eval", "requires_grad_"})
+"""Methods of a module that read no values, and may be called on other stages."""
 OF_STOCK = frozenset({"model", "model_wrapped"})
 """Attributes of the trainer that are the trained model."""
 OF_THE_LOOP = ("transformers.", "accelerate.", "hf_pipetransformer.")
@@ -60,6 +62,12 @@ class OnLastStage(Unreadable):
         where = "was changed by the loss, which runs on the last pipeline stage only, and this is another stage"
         super().__init__(f"trainer.{name} {where}", REMEDY)
         self.__dict__.update(name=name, before=before)
+
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self)
+        if name in SWITCHES and isinstance(own["before"], nn.Module):
+            return getattr(own["before"], name)  # code that runs on all stages may set a critic's mode
+        return super().__getattr__(name)  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<trainer.{self.__dict__['name']}: {type(self).__name__}>"

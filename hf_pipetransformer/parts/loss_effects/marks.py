@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 _tables: Any = WeakIdKeyDictionary()
-"""Module -> the tables of its parameters and buffers, because looking for them takes longer than reading them."""
+"""Module -> `_Tables`, because looking for them takes longer than reading them."""
 _VERSION = operator.attrgetter("_version")
 
 
@@ -47,11 +48,34 @@ def tables_of_optimizer(optimizer: Any) -> list[dict[Any, Any]]:
 
 def tables_of_module(module: nn.Module, model: nn.Module) -> list[dict[Any, Any]]:
     """The tables of the parameters and buffers of a module that do not belong to the trained model."""
-    if module not in _tables:
+    known: _Tables | None = _tables.get(module)
+    if known is None or not known.are_those_of(model):
+        known = _tables[module] = _Tables(module, model)
+    return known.found
+
+
+class _Tables:
+    """The tables of a module, as long as its parts are the same.
+
+    Args:
+        module: the module.
+        model: the trained model, whose tables are left out.
+    """
+
+    def __init__(self, module: nn.Module, model: nn.Module) -> None:
         of_model = set(map(id, _of(model.modules())))
-        _tables[module] = [table for table in _of(module.modules()) if table and id(table) not in of_model]
-    found: list[dict[Any, Any]] = _tables[module]
-    return found
+        self.found = [table for table in _of(module.modules()) if table and id(table) not in of_model]
+        self._model = weakref.ref(model)
+        self._parts = [part._modules for part in module.modules()]
+        self._noted = self._now()
+
+    def are_those_of(self, model: nn.Module) -> bool:
+        """Whether no part has been added, removed or replaced, and the trained model is the same."""
+        now = self._now()
+        return self._model() is model and len(now) == len(self._noted) and all(map(operator.is_, now, self._noted))
+
+    def _now(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._parts)))
 
 
 def _of(modules: Iterable[nn.Module]) -> Collection[dict[str, Any]]:

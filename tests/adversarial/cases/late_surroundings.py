@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -86,6 +87,57 @@ def hook_of_all_modules_in_loss() -> Script:
         return outputs["loss"], outputs
 
     return with_loss(loss)
+
+
+@case("K2", expect="exact", because="hooks of all modules")
+def hook_of_all_modules_after_the_call() -> Script:
+    """The loss leaves a hook for all modules, which it registers after its call."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs)
+        if trainer.state.global_step == 1:
+            trainer.handle = of_modules.register_module_forward_hook(
+                lambda module, args, output: output * 0.9 if isinstance(module, nn.Linear) else None
+            )
+        return outputs["loss"], outputs
+
+    def drive(trainer: Any) -> None:
+        try:
+            trainer.train()
+        finally:
+            if hasattr(trainer, "handle"):
+                trainer.handle.remove()
+
+    return with_loss(loss, drive=drive)
+
+
+class Keeping(Layer):
+    """A layer that keeps its output."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.kept = x.detach()
+        return x
+
+
+@case("K2", "K3")
+def kept_outputs_are_tensors_after_the_training() -> Script:
+    """They cannot be read in the loss, but the model is whole after each step and after the training."""
+
+    def whole(model: Any) -> int:
+        copied = copy.deepcopy(model)
+        return sum(type(layer.kept) is Tensor or layer.kept is None for layer in copied.layers)
+
+    def drive(trainer: Any) -> Any:
+        trainer.train()
+        return whole(trainer.model)
+
+    def look(callback: Any, *_: Any, model: Any = None, **__: Any) -> None:
+        assert all(type(layer.kept) is Tensor or layer.kept is None for layer in model.layers)
+
+    return with_loss(model=Network(3, Keeping), callbacks=[Each(look, "on_step_end")], drive=drive, batch=12)
 
 
 @case("K2", expect="exact", because="modes of torch")

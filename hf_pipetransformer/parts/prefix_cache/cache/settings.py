@@ -10,6 +10,7 @@ values read       global variables and closures of functions outside the known l
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -177,11 +178,24 @@ class ReadOutside:
 
 
 def names_read_by(modules: Iterable[nn.Module]) -> frozenset[str]:
-    """Return the names that the functions of users' classes among these modules' classes read, besides `training`."""
+    """Return the attributes that the functions of users' classes among these modules' classes read.
+
+    `training` is left out, and what only `__init__` reads. Texts count: `getattr(self, "share", None)`.
+    """
     of_users = filter(is_users, _bases_of(map(type, modules)))
-    functions = (function_in(value) for base in of_users for value in vars(base).values())
+    functions = [function_in(v) for base in of_users for name, v in vars(base).items() if name != "__init__"]
     codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
-    return frozenset(chain.from_iterable(map(_names_in, codes))) - {"training"}
+    read = frozenset(chain.from_iterable(map(_attributes_read_in, codes)))
+    return read - {"training"}
+
+
+def _attributes_read_in(code: CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        value = instruction.argval
+        if isinstance(value, CodeType):
+            yield from _attributes_read_in(value)
+        elif isinstance(value, str) and instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST")):
+            yield value
 
 
 def _is_libraries_function(hook: Any) -> bool:
