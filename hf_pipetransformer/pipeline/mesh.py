@@ -155,7 +155,7 @@ class ProcessMesh:
         """
         if self._is_with_last_stages:
             raise ValueError(
-                f"This process {doing}, which takes all processes, but the loss (or an overridden log) runs on the"
+                f"This process {doing}, which needs all processes, but the loss (or an overridden log) runs on the"
                 " last stage only. Do it in a callback, or let the Trainer do it: set control.should_evaluate or"
                 " control.should_save. The loss's own modules may have an optimizer of their own, and"
                 " torch.nn.utils.clip_grad_norm_."

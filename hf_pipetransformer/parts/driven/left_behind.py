@@ -59,8 +59,8 @@ REMEDY = (
 REMEDY_IN_PART = "Set num_microbatches=1, or pipeline_parallel_size=1."
 IN_ONE_PIECE = (
     "%s has been set since the training began, and code of yours in the model reads it. With this value, samples may"
-    " depend on one another: the model runs on the whole batch from now on, and stages wait for one another. If this is"
-    " not so, pass the value to the model as an argument."
+    " depend on one another: the model runs on the whole batch from now on, and stages wait for one another. If they"
+    " never do, pass the value to the model as an argument."
 )
 
 _in_one_piece = WeakSet[nn.Module]()
