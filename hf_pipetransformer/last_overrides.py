@@ -5,7 +5,7 @@
     method resolution     MyTrainer, PipeTransformerTrainer, GKDTrainer, SFTTrainer, LastOverrides, Trainer
 
 `GKDTrainer.training_step` replaces words of the batch by generated ones, and then calls `super().training_step`: this
-must be the pipeline's step. Where `PipeTransformerTrainer` stood in front of it, it would never run.
+must be the pipeline's step. If `PipeTransformerTrainer` had the step itself, GKD's would never run.
 """
 
 from __future__ import annotations

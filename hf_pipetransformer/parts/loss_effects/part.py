@@ -108,7 +108,8 @@ class LossEffects(RunPart):
         self._changes = replace(changes, others=tuple(others))
         self._known |= {name: value for name, value in others.items() if isinstance(value, nn.Module)}
         has_changed_state = not self._state.are_those_of(tables_of_optimizer(trainer.optimizer))
-        return bool(self._changes), has_changed_state, self._drawn not in (None, global_states())
+        has_drawn = self._drawn is not None and self._drawn != global_states()
+        return bool(self._changes), has_changed_state, has_drawn
 
     def heard(self, votes: tuple[bool, ...]) -> None:
         """Adopt the last stage's changes. Collective over all processes if one of them has voted.
