@@ -12,6 +12,8 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 OLDEST_PYTHON ?= python3.10
 # Most tests wait for processes of their own: several at a time, also on two cores.
 TEST_WORKERS ?= 3
+# Of the slow tests `make test-change` runs one share of three, chosen by the commit: the same one each time it is run.
+SHARE ?= $(shell echo $$(( 0x$$(git rev-parse --short=6 HEAD 2>/dev/null || echo 0) % 3 )))
 CODE := hf_pipetransformer recipes benchmarks launchers tests
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
@@ -21,10 +23,10 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-faults test-oldest style quality docs clean
+.PHONY: help demo test test-change test-all test-faults test-oldest style quality docs clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # $(call install,EXTRA,WHAT IT BRINGS): into the environment, saying what takes the time.
 define install
@@ -51,7 +53,10 @@ demo: $(if $(wildcard $(STAMP)),,$(DEMO_STAMP)) ## Train a small BERT on the CPU
 test: $(STAMP) ## Test the features and most promises once (no network, no GPU; about six minutes on two cores)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations 20
 
-test-all: $(STAMP) ## Run all tests but the injected faults (40 to 50 minutes on two cores)
+test-change: $(STAMP) ## `make test` and a third of the slow tests, which the commit chooses (20 to 30 minutes on two cores)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not faults' --share $(SHARE)/3 --durations 20
+
+test-all: $(STAMP) ## Run all tests but the injected faults (40 to 60 minutes on two cores)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not faults' --durations 20
 
 test-faults: $(STAMP) ## Break processes and hosts in every phase, fuzz the arguments, run for long (about 20 minutes)

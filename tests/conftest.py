@@ -20,6 +20,7 @@ import logging
 import random
 import socket
 import statistics
+import zlib
 from types import SimpleNamespace
 
 import numpy
@@ -32,8 +33,26 @@ torch.set_num_threads(1)
 gc.disable()  # until all tests are imported: imports leave no garbage
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--share",
+        metavar="I/N",
+        help="of the tests with the marker slow, run share I (counted from 0) of N",
+    )
+
+
+def _in_share(item, share, shares):
+    """Whether a test is in a share of the slow tests. Those of one function are spread over the shares."""
+    return item.get_closest_marker("slow") is None or zlib.crc32(item.nodeid.encode()) % shares == share
+
+
+def pytest_collection_modifyitems(config, items):
     """Tests that may take the longest come first: at the end one of them would run alone, beside idle workers."""
+    if chosen := config.getoption("share"):
+        share, shares = map(int, chosen.split("/"))
+        left_out = [item for item in items if not _in_share(item, share, shares)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if _in_share(item, share, shares)]
     items.sort(key=lambda item: -max((mark.args[0] for mark in item.iter_markers("timeout")), default=0))
 
 
