@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..errors import PeerFailedError, in_one_line
 from ..model.nested import as_bytes
@@ -29,6 +28,8 @@ T = TypeVar("T")
 
 EVEN = 4
 """Bytes that `gather_objects` may move at once, as a multiple of those of all objects."""
+HEAD = 248
+"""Bytes of an object that its first exchange takes along, after eight for the length: most objects are no longer."""
 
 
 @dataclass(frozen=True)
@@ -165,23 +166,38 @@ class ProcessMesh:
     def gather_objects(self, mine: T) -> list[T]:
         """Return the small objects of all processes, on every process. Collective over all processes.
 
-        In one exchange all are as long as the longest. Where a few are much longer, these are broadcast.
+        Objects of up to `HEAD` bytes take one exchange. In a second one, all are as long as the longest; where a few
+        are much longer, these are broadcast.
         """
         if self.control is None:
             return [mine]
-        content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-        lengths = [torch.empty(1, dtype=torch.long) for _ in range(self.world_size)]
-        dist.all_gather(lengths, torch.tensor([content.numel()]), group=self.control)
-        sizes = [int(length) for length in lengths]
-        short = max(sizes) if max(sizes) * self.world_size < EVEN * sum(sizes) else sorted(sizes)[self.world_size // 2]
-        parts = [torch.empty(short, dtype=torch.uint8) for _ in sizes]
-        padded = nn.functional.pad(content[:short], (0, max(0, short - content.numel())))
-        dist.all_gather(parts, padded, group=self.control)
+        content = pickle.dumps(mine)
+        head = len(content).to_bytes(8, "little") + content[:HEAD]
+        heads = self._gather_bytes(head, 8 + HEAD)
+        sizes = [int.from_bytes(head[:8], "little") for head in heads]
+        contents = [head[8:] for head in heads]
+        if max(sizes) > HEAD:
+            contents = self._gather_contents(content, sizes)
+        return [pickle.loads(one[:size]) for one, size in zip(contents, sizes, strict=True)]
+
+    def _gather_contents(self, mine: bytes, sizes: list[int]) -> list[bytes]:
+        total = self.world_size * max(sizes)
+        short = max(sizes) if total < EVEN * sum(sizes) else sorted(sizes)[self.world_size // 2]
+        contents = self._gather_bytes(mine[:short], short)
         for rank, size in enumerate(sizes):
             if size > short:
-                parts[rank] = content if rank == self.rank else torch.empty(size, dtype=torch.uint8)
-                dist.broadcast(parts[rank], src=rank, group=self.control)
-        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+                one = torch.frombuffer(bytearray(mine if rank == self.rank else size), dtype=torch.uint8)
+                dist.broadcast(one, src=rank, group=self.control)
+                contents[rank] = one.numpy().tobytes()
+        return contents
+
+    def _gather_bytes(self, mine: bytes, length: int) -> list[bytes]:
+        """The bytes of all processes, filled up to `length`. Collective over all processes."""
+        everyone = [torch.empty(length, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(
+            everyone, torch.frombuffer(bytearray(mine.ljust(length, b"\0")), dtype=torch.uint8), group=self.control
+        )
+        return [one.numpy().tobytes() for one in everyone]
 
     def of_first(self, mine: T) -> T:
         """Return rank 0's object on every process; the others' are not sent. Collective over all processes."""

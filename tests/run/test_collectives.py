@@ -169,3 +169,22 @@ def test_classes_in_the_wrong_order_are_refused() -> None:
     mixed = type("Mixed", (ours[0], ConvertsArguments), {})
     with pytest.raises(ValueError, match=r"class Arguments\(OtherArguments, PipeTransformerTrainingArguments\)"):
         mixed(torch.nn.Linear(1, 1), ours[1](output_dir="x", use_cpu=True))
+
+
+SENT = (None, b"", 0, 247, 248, 249, 100_000)
+"""Objects that all processes send alike; a number stands for as many bytes on rank 1, and one elsewhere."""
+
+
+def exchanged(rank: int, world_size: int) -> list[list[Any]]:
+    dist.init_process_group("gloo")
+    mesh = ProcessMesh(timedelta(seconds=30))
+    return [mesh.gather_objects(sent_by(rank, what)) for what in SENT]
+
+
+def sent_by(rank: int, what: Any) -> Any:
+    return bytes(what if rank == 1 else 1) if isinstance(what, int) else what
+
+
+def test_objects_of_any_length_are_exchanged() -> None:
+    wanted = [[sent_by(rank, what) for rank in range(3)] for what in SENT]
+    assert run_ranks(exchanged, 3) == [wanted] * 3
