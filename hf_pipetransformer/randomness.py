@@ -216,7 +216,8 @@ def _in_slots(one: Any, cls: type) -> list[Any]:
 
 
 def _is_generator(value: Any) -> bool:
-    return _is_class_of_generators(type(value))
+    cls: Any = type(value)  # `Any`: for mypy, a class cannot be hashed
+    return _is_class_of_generators(cls)
 
 
 @functools.lru_cache(4096)
