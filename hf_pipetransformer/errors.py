@@ -312,34 +312,6 @@ def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def refuse_wrong_order(cls: type, ours: type, stock: type, first: bool) -> None:
-    """Refuse a class with bases of ours and of another library in an order that loses one's behaviour.
-
-    Args:
-        cls: the combined class.
-        ours: our class, a subclass of `stock`.
-        stock: transformers' class, a base of the other library's class.
-        first: whether our class must come before the other library's, or after it.
-
-    Raises:
-        ValueError: the bases are in the wrong order.
-    """
-    order = cls.__mro__
-    place = order.index(ours)
-    before, after = order[1:place], order[place + 1 : order.index(stock)]
-    misplaced = [other for other in (before if first else after) if issubclass(other, stock)]
-    misplaced = [other for other in misplaced if not issubclass(other, ours)]
-    if not misplaced:
-        return
-    other = misplaced[0].__name__
-    wanted = [ours.__name__, other] if first else [other, ours.__name__]
-    lost = f"methods of {other} would never call ours" if first else f"the defaults of {other} would be lost"
-    raise ValueError(
-        f"class {cls.__name__} derives from {ours.__name__} and {other} in an order in which {lost}."
-        f" Write class {cls.__name__}({', '.join(wanted)})."
-    )
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host ran out of memory, which does not mean that the model is unsupported."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):

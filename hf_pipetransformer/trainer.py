@@ -3,7 +3,7 @@
     train                     enters one `PipelineRun` around the Trainer's own loop
       get_train_dataloader    numbered batches; this pipeline takes its slice of each
       create_optimizer        splits the model into stages: PipelineRun.place
-      get_batch_samples       last_overrides.py: carries out a proposed freeze; counts the items
+      get_batch_samples       carries out a proposed freeze; counts the items (`LastOverrides`)
       training_step           PipelineRun.step -> Steps.step -> ElasticPipeline.step -> compute_loss on the last stage
       clip_grad_norm_         the accelerator's method is replaced: the norm over all stages
       evaluate                the stock methods, over gathered samples
@@ -16,7 +16,7 @@ replaces it. When transformers changes one of these methods, `tests/test_private
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,8 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from .data.loaders import LoaderWithoutTags, NumberedLoader
-from .errors import UnsupportedModelError, calling_code, refuse_wrong_order
-from .last_overrides import LastOverrides
+from .errors import UnsupportedModelError, calling_code
+from .method_order import LastInLine, refuse_wrong_order
 from .model.method_override import having
 from .model.micro_batch import naming_long_rows
 from .pipeline.elastic_pipeline import ElasticPipeline
@@ -39,8 +39,8 @@ from .registry import find_part, require_part
 from .run import evaluation, mistakes, training_data
 from .run.batches import BatchesInEpoch
 from .run.checkpointing import CheckpointWrite, gathered_weights
-from .run.job import TrainingJob, refuse_distributed_model
-from .run.lazy_model import is_lazy, loading, refuse_meta, saving_shards
+from .run.job import TrainingJob
+from .run.lazy_model import is_lazy, loading, saving_shards
 from .run.parts import Parts
 from .run.resuming import (
     checkpoint_to_resume,
@@ -61,6 +61,32 @@ logger = logging.getLogger(__name__)
 
 EVALUATIONS = {"Evaluation": "evaluate", "Prediction": "predict"}
 """The description that `evaluation_loop` is given by each of the methods that call it."""
+
+
+class LastOverrides(Trainer, metaclass=LastInLine):
+    """Overrides that run behind those of another library's trainer, whose method may call `super()`'s."""
+
+    is_last_in_line = True
+    _pipeline_run: PipelineRun | None = None
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        run = self._pipeline_run
+        if self.state.global_step >= self.state.max_steps:
+            # resumed after the last step, inside an epoch: the stock loop would run another step
+            self.control.should_training_stop = True
+            if run is not None:
+                run.nothing_left()
+            return [], 1
+        if run is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        return run.take(epoch_iterator, num_batches)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        if self._pipeline_run is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        return self._pipeline_run.step(inputs, num_items_in_batch)
 
 
 class PipeTransformerTrainer(LastOverrides):
@@ -114,12 +140,7 @@ class PipeTransformerTrainer(LastOverrides):
     ) -> None:
         if args is None and super().__init__.__func__ is Trainer.__init__:  # type: ignore[attr-defined]
             args = PipeTransformerTrainingArguments(output_dir="tmp_trainer")
-        args = mistakes.checked_arguments(type(self), args)
-        if args.world_size == 1 and not args.leaves_model_to_trainer:
-            refuse_meta(model)  # several processes refuse it together, when the model is needed
-        if args.uses_pipeline:
-            args.refuse_impossible_layout(model)
-            refuse_distributed_model(model)
+        args = mistakes.checked_arguments(type(self), args, model)
         self._job = TrainingJob(self)
         # by name: a trainer of another library may have other arguments in between
         make = super().__init__
@@ -158,13 +179,11 @@ class PipeTransformerTrainer(LastOverrides):
     def _add_freeze_callback(self) -> None:
         """Add the callback of the freeze policy, or a new one if the arguments have changed."""
         args, given = self.args, self._freeze_policy
-        if self._freezing is None:
-            if given is None and args.freeze_policy == "none":
-                return
+        if self._freezing is None and (given is not None or args.freeze_policy != "none"):
             asked_by = f"freeze_policy={args.freeze_policy!r}" if given is None else "freeze_policy"
             self._freezing = require_part("freezing.by_arguments", asked_by).FreezingByArguments(given)
-        assert self._freezing is not None
-        self._freezing.add_to(self)
+        if self._freezing is not None:
+            self._freezing.add_to(self)
 
     def _counts(self, inputs: Any) -> bool:
         """Whether this process counts a batch's samples. Only a pipeline's last stage does: all stages see them."""

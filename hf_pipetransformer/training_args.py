@@ -33,9 +33,10 @@ from .argument_values import (
     module_names,
     token_slices_of,
 )
-from .errors import refuse_wrong_order, show_errors_briefly
+from .errors import show_errors_briefly
 from .file_formats import is_number
 from .logs import follow_transformers
+from .method_order import refuse_wrong_order
 from .planning.layout import AUTO, REPLICA_SHARDINGS
 from .planning.schedules import SCHEDULES, virtual_stages_of
 from .resilience.exit import end_at_exit
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 follow_transformers()
 
-CACHE_MODES = ("auto", "on", "off")
 CACHE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 """Name -> data type of the stored hidden states; None keeps the data type of the computation."""
 
@@ -57,7 +57,7 @@ MOST_SECONDS = 10**9
 CHOICES: dict[str, Collection[Any]] = {
     "pipeline_schedule": SCHEDULES,  # the table itself: users may add entries later
     "loss_reduction": (*LOSS_REDUCTIONS, None),
-    "activation_cache": CACHE_MODES,
+    "activation_cache": ("auto", "on", "off"),
     "activation_cache_dtype": tuple(CACHE_DTYPES),
     "elastic": (True, False),
     "eval_frozen_modules": (True, False),
@@ -267,7 +267,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
         default="auto",
         metadata={
             "help": "Store frozen layers' outputs and read them in later epochs.",
-            "choices": list(CACHE_MODES),
+            "choices": list(CHOICES["activation_cache"]),
         },
     )
     activation_cache_dir: str | None = field(

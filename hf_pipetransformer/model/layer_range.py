@@ -24,12 +24,20 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import UnsupportedModelError
 from .elsewhere import computing_with_nan, hidden_like
 from .frozen_units import FrozenUnits, modules_around
 from .method_override import HookOfOriginal, MethodOverride, having, original_method
 from .nested import in_new_containers, tensors_of
-from .refusals import refuse_split_checkpoint
+from .refusals import (
+    ended_early,
+    generating_with_some_layers,
+    missing_layers,
+    other_number_of_calls,
+    other_order,
+    other_plain_values,
+    refuse_split_checkpoint,
+)
+from .taps import Taps
 from .units import CalledWith, Carry, ModelLayers, Observer, OutputStructure, TracedLayers, Unit, plain_values
 
 GENERATE = "generate"
@@ -80,11 +88,7 @@ class LayerRangeRunner:
         self.model = model
         self.called = called or CalledWith()
         self._found = layers
-        self._taps = {
-            layer: tuple(model.get_submodule(name) for name in names) for layer, names in layers.taps.items() if names
-        }
-        self._tapped: dict[nn.Module, Any] = {}  # outputs of tapped modules of the running unit
-        self._handed_on: dict[nn.Module, Any] = {}  # outputs for tapped modules of a skipped unit
+        self._taps = Taps(model, layers)
         self.units: tuple[Unit, ...] = ()
         self._structures: tuple[OutputStructure, ...] = ()  # of each unit's output
         self._pass: _Pass | None = None
@@ -133,8 +137,7 @@ class LayerRangeRunner:
         for stack, name, module in self._layers:
             forward = self._ranged_forward(Unit(name, module, stack), original_method(module))
             self._replaced.append(MethodOverride(module, "forward", forward))
-        for tap in {module: None for modules in self._taps.values() for module in modules}:
-            self._replaced.append(MethodOverride(tap, "forward", self._tapped_forward(tap, original_method(tap))))
+        self._replaced += self._taps.overrides(lambda: self._pass is not None)
         self._hook = self.model.register_forward_pre_hook(
             HookOfOriginal(lambda module, _: self.begin_call() if module is self.model else None)
         )
@@ -260,12 +263,7 @@ class LayerRangeRunner:
             except _RangeDone:
                 reached = {stack: tensors_of(output) for stack, output in current.outputs.items()}
                 return {**current.carry, **reached}
-            raise UnsupportedModelError(
-                self.model,
-                f"its forward ended after {self._frozen.position} of {len(self.units)} layer calls: the number of"
-                " layers that run depends on the input.",
-                "Set pipeline_parallel_size=1.",
-            )
+            raise ended_early(self.model, self._frozen.position, len(self.units))
 
     @contextmanager
     def to_the_end(
@@ -287,12 +285,7 @@ class LayerRangeRunner:
             yield
             calls = self._frozen.position
             if calls != len(self.units) and not (may_repeat and not calls):
-                raise UnsupportedModelError(
-                    self.model,
-                    f"a step made {calls} layer calls where {len(self.units)} were expected: the number of layers"
-                    " that run depends on the input, or the loss function does not call the model exactly once.",
-                    "Set pipeline_parallel_size=1.",
-                )
+                raise other_number_of_calls(self.model, calls, len(self.units))
 
     def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs of a batch that are passed to the model."""
@@ -378,7 +371,7 @@ class LayerRangeRunner:
             if self._on_entry is not None:
                 self._on_entry()
             output = self._frozen.run(index, original, *args, **kwargs)
-            carried = self._with_tapped(unit, output)
+            carried = self._taps.with_outputs(unit.name, output)
             current.outputs[unit.stack] = carried
             if current.calls is not None:
                 current.structures.append(OutputStructure.of(carried))
@@ -410,34 +403,7 @@ class LayerRangeRunner:
             values = tuple(hidden_like(value, HIDDEN.format(unit.name), HIDDEN_REMEDY) for value in values)
         elif self._found.copies_carry:
             values = tuple(value.clone() for value in values)
-        return self._hand_on(unit, self._structure(index, unit, len(values)).rebuild(values))
-
-    def _tapped_forward(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if module in self._handed_on:
-                return self._handed_on.pop(module)
-            output = original(*args, **kwargs)
-            if self._pass is not None:
-                self._tapped[module] = output
-            return output
-
-        return forward
-
-    def _with_tapped(self, unit: Unit, output: Any) -> Any:
-        """The carried tensors of a unit that has run: its output, and the outputs of its tapped modules."""
-        taps = self._taps.get(unit.name)
-        return output if taps is None else (output, [self._tapped.pop(module) for module in taps])
-
-    def _hand_on(self, unit: Unit, carried: Any) -> Any:
-        """Return the output of a skipped unit, and call the hooks on its tapped modules as if it had run."""
-        taps = self._taps.get(unit.name)
-        if taps is None:
-            return carried
-        output, tapped = carried
-        for module, value in zip(taps, tapped, strict=True):
-            self._handed_on[module] = value
-            module()
-        return output
+        return self._taps.hand_on(unit.name, self._structure(index, unit, len(values)).rebuild(values))
 
     def _structure(self, index: int, unit: Unit, num_tensors: int) -> OutputStructure:
         """Structure of a unit's own output. Donut's layers also return the size of their image, halved each time."""
@@ -447,12 +413,7 @@ class LayerRangeRunner:
     def _check_order(self, index: int, unit: Unit) -> None:
         expected = self.units[index].name if index < len(self.units) else "the end of the forward"
         if expected != unit.name:
-            raise UnsupportedModelError(
-                self.model,
-                f"it called layer {unit.name!r} at position {index}, where {expected!r} was expected: the order of its"
-                " layers depends on the input, or the loss function calls the model more than once.",
-                "Set pipeline_parallel_size=1.",
-            )
+            raise other_order(self.model, index, unit, expected)
 
     def _refuse_other_plain_values(self, current: _Pass) -> None:
         """Refuse numbers in layers' outputs that later ranges would replace by those of the probed samples."""
@@ -460,41 +421,12 @@ class LayerRangeRunner:
             index = max(i for i, unit in enumerate(self.units[: current.stop]) if unit.stack == stack)
             probed = self._structure(index, self.units[index], len(tensors_of(output))).plain
             if probed and plain_values(output) != probed:
-                raise UnsupportedModelError(
-                    self.model,
-                    f"its layer {self.units[index].name!r} returns {_in_words(plain_values(output))} (a height and"
-                    f" width, or a length), and {_in_words(probed)} for the first samples, but other stages get"
-                    " tensors only.",
-                    "Give all samples one size, let the layers read it from the tensors' shapes, or set"
-                    " pipeline_parallel_size=1.",
-                )
+                raise other_plain_values(self.model, self.units[index], plain_values(output), probed)
 
     def _refuse_to_generate(self, *_: Any, **__: Any) -> Any:
         assert self._computable is not None
-        raise ValueError(
-            f"generate() was called while {type(self.model).__name__} is split over pipeline stages: this process"
-            f" holds layers {_described(self._computable)} of {len(self.units)}, and"
-            " generating takes all of them. Generate in the trainer's evaluations, with predict_with_generate=True and"
-            " compute_metrics (see PipeTransformerSeq2SeqTrainer): during them every process has the whole model. Or"
-            " call generate() before or after train(), or set pipeline_parallel_size=1."
-        )
+        raise generating_with_some_layers(self.model, self._computable, len(self.units))
 
     def _missing_layers(self, unit: Unit) -> ValueError:
         assert self._computable is not None
-        return ValueError(
-            f"{type(self.model).__name__} is split over the pipeline stages during training: this process holds"
-            f" layers {_described(self._computable)} of {len(self.units)}, and"
-            f" {unit.name!r} is not among them. Use the trainer's evaluate() or predict(), or call the model after"
-            " train() has returned."
-        )
-
-
-def _in_words(values: Sequence[Any]) -> str:
-    return ", ".join(map(repr, values))
-
-
-def _described(units: Sequence[int]) -> str:
-    """Return the units of ascending, disjoint ranges in words: "0 to 2 and 6 to 8"."""
-    starts = [unit for unit in units if unit - 1 not in units]
-    stops = [unit for unit in units if unit + 1 not in units]
-    return " and ".join(f"{start} to {stop}" for start, stop in zip(starts, stops, strict=True))
+        return missing_layers(self.model, self._computable, len(self.units), unit)

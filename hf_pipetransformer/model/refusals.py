@@ -6,17 +6,18 @@ Raises `UnsupportedModelError` with the reason and the remedy.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from ..errors import UnsupportedModelError, is_out_of_memory, is_users
+from .elsewhere import is_computed_of_hidden
 from .placeholders import has_state, is_wrapper, nodes_behind
 from .units import Unit
 
@@ -184,3 +185,106 @@ def refusing_what_fails(model: nn.Module) -> Iterator[None]:
             " model runs (its layers may read attributes that earlier layers set).",
             USE_ONE_STAGE,
         ) from error
+
+
+# ------------------------------------------------------------------------------------ passes through some layers
+def ended_early(model: nn.Module, calls: int, units: int) -> UnsupportedModelError:
+    """The forward has called fewer layers than expected."""
+    return UnsupportedModelError(
+        model,
+        f"its forward ended after {calls} of {units} layer calls: the number of layers that run depends on the input.",
+        USE_ONE_STAGE,
+    )
+
+
+def other_number_of_calls(model: nn.Module, calls: int, units: int) -> UnsupportedModelError:
+    """A step has called another number of layers than expected."""
+    return UnsupportedModelError(
+        model,
+        f"a step made {calls} layer calls where {units} were expected: the number of layers that run depends on the"
+        " input, or the loss function does not call the model exactly once.",
+        USE_ONE_STAGE,
+    )
+
+
+def other_order(model: nn.Module, index: int, unit: Unit, expected: str) -> UnsupportedModelError:
+    """A layer was called where another one was expected."""
+    return UnsupportedModelError(
+        model,
+        f"it called layer {unit.name!r} at position {index}, where {expected!r} was expected: the order of its"
+        " layers depends on the input, or the loss function calls the model more than once.",
+        USE_ONE_STAGE,
+    )
+
+
+def other_plain_values(
+    model: nn.Module, unit: Unit, returned: Sequence[Any], probed: Sequence[Any]
+) -> UnsupportedModelError:
+    """A layer returns other numbers beside its tensors than for the probed samples."""
+
+    def in_words(values: Sequence[Any]) -> str:
+        return ", ".join(map(repr, values))
+
+    return UnsupportedModelError(
+        model,
+        f"its layer {unit.name!r} returns {in_words(returned)} (a height and width, or a length), and"
+        f" {in_words(probed)} for the first samples, but other stages get tensors only.",
+        "Give all samples one size, let the layers read it from the tensors' shapes, or set pipeline_parallel_size=1.",
+    )
+
+
+def generating_with_some_layers(model: nn.Module, here: Sequence[int], units: int) -> ValueError:
+    """`generate` is called where only some layers are."""
+    return ValueError(
+        f"generate() was called while {type(model).__name__} is split over pipeline stages: this process holds layers"
+        f" {_described(here)} of {units}, and generating takes all of them. Generate in the trainer's evaluations,"
+        " with predict_with_generate=True and compute_metrics (see PipeTransformerSeq2SeqTrainer): during them every"
+        " process has the whole model. Or call generate() before or after train(), or set pipeline_parallel_size=1."
+    )
+
+
+def missing_layers(model: nn.Module, here: Sequence[int], units: int, unit: Unit) -> ValueError:
+    """The whole model is called where only some layers are."""
+    return ValueError(
+        f"{type(model).__name__} is split over the pipeline stages during training: this process holds layers"
+        f" {_described(here)} of {units}, and {unit.name!r} is not among them. Use the trainer's evaluate() or"
+        " predict(), or call the model after train() has returned."
+    )
+
+
+def _described(units: Sequence[int]) -> str:
+    """Return the units of ascending, disjoint ranges in words: "0 to 2 and 6 to 8"."""
+    starts = [unit for unit in units if unit - 1 not in units]
+    stops = [unit for unit in units if unit + 1 not in units]
+    return " and ".join(f"{start} to {stop}" for start, stop in zip(starts, stops, strict=True))
+
+
+# ------------------------------------------------------------------------------------ losses
+def refuse_computed_of_hidden(loss: torch.Tensor) -> None:
+    """Raise a `ValueError` if a loss is NaN because it reads weights or outputs of other processes."""
+    if is_computed_of_hidden(loss):
+        raise ValueError(
+            "The loss is computed from weights or outputs of layers of other pipeline stages, in a way that hides it"
+            " (torch.Tensor(p), torch.func, torch.vmap or DisableTorchFunction). Leave out parameters p for which"
+            " getattr(p, 'is_elsewhere', False), or set pipeline_parallel_size=1."
+        )
+
+
+def raise_for_exchanged_inputs(model: nn.Module, names: Iterable[str]) -> NoReturn:
+    """Report that the last stage has called the model on other inputs than the earlier ones.
+
+    Args:
+        model: the model.
+        names: of the inputs.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"The {type(model).__name__} was called on other inputs than the batch's ({', '.join(sorted(names))}), by"
+        " compute_loss or because of a forward pre-hook that has been registered since training began, but the loss"
+        " is computed on micro-batches: the layers of the other stages run on the batch's inputs that the model's"
+        " forward takes. Add, change or remove them in the data collator or in _prepare_inputs, register the hook"
+        " before train(), or leave loss_reduction out: the loss then runs on whole batches, and may call the model on"
+        " anything."
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -278,6 +278,27 @@ class ProcessMesh:
         if self.control is not None:
             dist.all_reduce(total, group=self.control)
         return total.item()
+
+    def agree(self, loss: torch.Tensor, votes: Sequence[bool]) -> tuple[torch.Tensor, list[bool]]:
+        """Return the sum of all processes' losses, and for each vote whether any process has given it.
+
+        On the CPU both are one all-reduce. On an accelerator the votes take the control group, because reading them
+        from the device would wait for the whole step. Collective over all processes.
+
+        Args:
+            loss: the loss of this process, 0-dimensional.
+            votes: the votes of this process, as many on every process.
+        """
+        counts = torch.tensor([float(vote) for vote in votes])
+        if loss.device.type == "cpu":
+            together = torch.cat([loss.float()[None], counts])
+            dist.all_reduce(together)
+            loss, counts = together[0], together[1:]
+        else:
+            loss = loss.float()
+            dist.all_reduce(loss)
+            dist.all_reduce(counts, group=self.control)
+        return loss, (counts > 0).tolist()
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Broadcast the CPU tensor of rank `source`, of any dtype, in place. Collective over all processes."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import Trainer
 
 from ..data.numbered_batches import BatchSlice, GivenBatches, NumberedBatches
 from ..model.called_inputs import BatchTags, RecordedInputs
@@ -172,3 +174,16 @@ class GlobalBatch:
         batch, rows, global_rows, items, self.num_items = shared
         self.current = BatchSlice(rows, global_rows, items=items)
         return batch
+
+
+@contextmanager
+def handing_on_prepared(trainer: Trainer, batch: Batch) -> Iterator[None]:
+    """Inside the context, `_prepare_inputs` returns this batch unchanged: the process it came from has prepared it."""
+    before, prepare = vars(trainer).get("_prepare_inputs"), trainer._prepare_inputs
+    vars(trainer)["_prepare_inputs"] = lambda inputs: inputs if inputs is batch else prepare(inputs)
+    try:
+        yield
+    finally:
+        del vars(trainer)["_prepare_inputs"]
+        if before is not None:
+            vars(trainer)["_prepare_inputs"] = before

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from transformers import Trainer
-
 from ..data.loaders import LoaderWithoutTags
 from ..model.called_inputs import BatchTags
 from ..model.micro_batch import Batch, naming_long_rows
@@ -21,7 +19,7 @@ from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..pipeline.engines.engine import Execution
 from ..progress import phase
 from ..registry import require_part
-from .batches import prepared
+from .batches import handing_on_prepared, prepared
 from .collectives import among_last_stages
 from .generation import generating, move_whole_to_device
 from .job import TrainingJob
@@ -154,7 +152,7 @@ def predict(
 
             def predict_rows(batch: Batch) -> Prediction:
                 among = among_last_stages(job.trainer.accelerator, job.mesh, group)
-                with _handing_on_prepared(job.trainer, batch), among:
+                with handing_on_prepared(job.trainer, batch), among:
                     return stock(job.model, batch)
 
             batch = prepared(job, inputs, tags)
@@ -175,16 +173,3 @@ def predict(
             moved = {**job.to_device(inputs), TAGS: tags.tensor}
             with pipeline.stage.last.running_to_the_end([], moved) as batch:
                 return stock(job.model, batch)
-
-
-@contextmanager
-def _handing_on_prepared(trainer: Trainer, batch: Batch) -> Iterator[None]:
-    """Inside the context, `_prepare_inputs` returns this batch unchanged: the process it came from has prepared it."""
-    before, prepare = vars(trainer).get("_prepare_inputs"), trainer._prepare_inputs
-    vars(trainer)["_prepare_inputs"] = lambda inputs: inputs if inputs is batch else prepare(inputs)
-    try:
-        yield
-    finally:
-        del vars(trainer)["_prepare_inputs"]
-        if before is not None:
-            vars(trainer)["_prepare_inputs"] = before

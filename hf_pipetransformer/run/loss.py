@@ -7,9 +7,9 @@ last stage         `BatchInFlight`       the micro-batches of one `training_step
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,10 @@ from torch import nn
 
 from ..data.numbered_batches import BatchSlice
 from ..model.called_inputs import RecordedInputs, defaults_of, named_inputs
-from ..model.elsewhere import is_computed_of_hidden, keeping_gradients
+from ..model.elsewhere import keeping_gradients
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, as_the_user_made_it
+from ..model.refusals import refuse_computed_of_hidden
 from ..model.tags import without_tags
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from .collectives import among_last_stages
@@ -230,7 +231,7 @@ class BatchInFlight:
         assert pipeline.stage is not None
         with self._noting_exchanged_inputs(micro_batch):
             part = self._of_part(model, micro_batch)
-        _refuse_hidden(part)
+        refuse_computed_of_hidden(part)
         if self.losses and pipeline.stage.continues:
             self.losses[-1] = self.losses[-1] + part.detach()
         else:
@@ -248,7 +249,7 @@ class BatchInFlight:
         among = among_last_stages(job.trainer.accelerator, job.mesh, pipeline.last_stages)
         with among, keeping_gradients(self._has_gradients):
             part = self._of_whole(without_tags(self._batch))
-            _refuse_hidden(part)
+            refuse_computed_of_hidden(part)
             if not self.part.rows:  # samples that do not count; the loss may gather something from all replicas
                 return
             self.losses.append(part.detach())
@@ -322,33 +323,3 @@ class BatchInFlight:
             yield
         finally:
             hook.remove()
-
-
-def _refuse_hidden(loss: torch.Tensor) -> None:
-    """Raise a `ValueError` if a loss is NaN because it reads weights or outputs of other processes."""
-    if is_computed_of_hidden(loss):
-        raise ValueError(
-            "The loss is computed from weights or outputs of layers of other pipeline stages, in a way that hides it"
-            " (torch.Tensor(p), torch.func, torch.vmap or DisableTorchFunction). Leave out parameters p for which"
-            " getattr(p, 'is_elsewhere', False), or set pipeline_parallel_size=1."
-        )
-
-
-def raise_for_exchanged_inputs(model: nn.Module, names: Iterable[str]) -> NoReturn:
-    """Report that the last stage has called the model on other inputs than the earlier ones.
-
-    Args:
-        model: the model.
-        names: of the inputs.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(
-        f"The {type(model).__name__} was called on other inputs than the batch's ({', '.join(sorted(names))}), by"
-        " compute_loss or because of a forward pre-hook that has been registered since training began, but the loss"
-        " is computed on micro-batches: the layers of the other stages run on the batch's inputs that the model's"
-        " forward takes. Add, change or remove them in the data collator or in _prepare_inputs, register the hook"
-        " before train(), or leave loss_reduction out: the loss then runs on whole batches, and may call the model on"
-        " anything."
-    )

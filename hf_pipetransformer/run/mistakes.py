@@ -21,7 +21,8 @@ from transformers.trainer_utils import SaveStrategy
 from ..errors import in_one_line, lines_of
 from ..model.tags import TAGS
 from ..training_args import PipeTransformerTrainingArguments
-from .job import TrainingJob
+from .job import TrainingJob, refuse_distributed_model
+from .lazy_model import refuse_meta
 
 T = TypeVar("T")
 
@@ -35,14 +36,15 @@ NO_LOSS = "did not return a loss"
 """Part of the message of the stock Trainer's error."""
 
 
-def checked_arguments(trainer: type[Trainer], args: Any) -> PipeTransformerTrainingArguments:
-    """Return the arguments that a trainer is given.
+def checked_arguments(trainer: type[Trainer], args: Any, model: Any) -> PipeTransformerTrainingArguments:
+    """Return the arguments that a trainer is given, after a look at them and at its model.
 
     sentence-transformers' arguments drop the last, short batch with several processes, as uneven batches may hang in
     DDP. Stages train on the same batch: it is dropped only if the user has asked for it when making the arguments.
 
     Raises:
-        ValueError: they are of another class, which lacks the fields of the pipeline; or a pipeline's batch is empty.
+        ValueError: they are of another class, which lacks the fields of the pipeline; a pipeline's batch is empty; or
+            they do not fit the model.
     """
     if not isinstance(args, PipeTransformerTrainingArguments):
         raise ValueError(
@@ -58,6 +60,11 @@ def checked_arguments(trainer: type[Trainer], args: Any) -> PipeTransformerTrain
     is_of_sentences = any(base.__module__.startswith("sentence_transformers.") for base in type(args).__mro__)
     if args.uses_pipeline and is_of_sentences:
         args.dataloader_drop_last = getattr(args, "drops_last_as_given", args.dataloader_drop_last)
+    if args.world_size == 1 and not args.leaves_model_to_trainer:
+        refuse_meta(model)  # several processes refuse it together, when the model is needed
+    if args.uses_pipeline:
+        args.refuse_impossible_layout(model)
+        refuse_distributed_model(model)
     return args
 
 

@@ -7,12 +7,11 @@ step     1 batch    2 forward and backward    3 votes
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from transformers import Trainer
 
@@ -21,14 +20,14 @@ from ..errors import in_one_line
 from ..model.frozen_prefix import frozen_modules
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, batch_rows, naming_long_rows
+from ..model.refusals import raise_for_exchanged_inputs
 from ..model.tags import NO_TAGS, TAGS, blanked
 from ..pipeline.elastic_pipeline import ElasticPipeline
-from ..pipeline.mesh import ProcessMesh
 from ..progress import PROGRESS
 from .batches import GlobalBatch, prepared
 from .collectives import with_collectives_of
 from .job import TrainingJob
-from .loss import BatchInFlight, Loss, raise_for_exchanged_inputs
+from .loss import BatchInFlight, Loss
 from .parts import Parts, StepFacts
 from .training_data import refuse_different_numbers
 
@@ -45,29 +44,6 @@ other_flags: other code than a callback has set `requires_grad`.
 is_cut: no gradient has come to the lower stages, in place of which they have zeros.
 others: as in `TrainerControl`. The loss may have set the flag, on the last stage only.
 """
-
-
-def agree(loss: torch.Tensor, votes: Sequence[bool], mesh: ProcessMesh) -> tuple[torch.Tensor, list[bool]]:
-    """Return the sum of all processes' losses, and for each vote whether any process has given it.
-
-    On the CPU both are one all-reduce. On an accelerator the votes take the control group, because reading them from
-    the device would wait for the whole step. Collective over all processes.
-
-    Args:
-        loss: the loss of this process, 0-dimensional.
-        votes: the votes of this process, as many on every process.
-        mesh: the groups of all processes.
-    """
-    counts = torch.tensor([float(vote) for vote in votes])
-    if loss.device.type == "cpu":
-        together = torch.cat([loss.float()[None], counts])
-        dist.all_reduce(together)
-        loss, counts = together[0], together[1:]
-    else:
-        loss = loss.float()
-        dist.all_reduce(loss)
-        dist.all_reduce(counts, group=mesh.control)
-    return loss, (counts > 0).tolist()
 
 
 class Steps:
@@ -297,7 +273,7 @@ class Steps:
         loss = current.total(pipeline.device)
         if self._mesh.world_size > 1:
             PROGRESS.enter("all-reduce")
-            loss, votes = agree(loss, votes, self._mesh)
+            loss, votes = self._mesh.agree(loss, votes)
             exchanged_inputs, other_flags, is_cut = votes[:3]
             if exchanged_inputs:
                 everyone = self._mesh.gather_objects(current.exchanged_inputs)
