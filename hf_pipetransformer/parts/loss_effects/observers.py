@@ -21,15 +21,16 @@ from ...model.layer_stack import LayerStack
 from ...model.left_as_found import left_as_found
 from ...model.micro_batch import Batch
 from ...model.placeholders import evaluation_mode
-from ...randomness import global_state_kept
+from ...randomness import generators_kept, global_state_kept
 
 
-def observing_hook(stack: LayerStack, sample: Callable[[], Batch]) -> tuple[str, str] | None:
+def observing_hook(trainer: Any, stack: LayerStack, sample: Callable[[], Batch]) -> tuple[str, str] | None:
     """Return the names of a hook that observes and of its module inside of a layer; None without one.
 
     The model's forward runs once if there are hooks of the user's inside of layers. Not collective.
 
     Args:
+        trainer: the trainer; the generators that it and its model own keep their states.
         stack: the units of the whole model.
         sample: returns a batch of a few samples.
     """
@@ -41,20 +42,21 @@ def observing_hook(stack: LayerStack, sample: Callable[[], Batch]) -> tuple[str,
     }
     if not hooked:
         return None
-    batch = sample()
-    stack.runner.install()
-    try:
-        with (
-            evaluation_mode(stack.model),
-            left_as_found(stack.model),
-            global_state_kept(),
-            torch.no_grad(),
-            _noting(hooked) as observing,
-            stack.runner.to_the_end(0, None),
-        ):
-            stack.model(**stack.runner.arguments(batch))
-    finally:
-        stack.runner.remove()
+    with generators_kept(trainer, stack.model):
+        batch = sample()
+        stack.runner.install()
+        try:
+            with (
+                evaluation_mode(stack.model),
+                left_as_found(stack.model),
+                global_state_kept(),
+                torch.no_grad(),
+                _noting(hooked) as observing,
+                stack.runner.to_the_end(0, None),
+            ):
+                stack.model(**stack.runner.arguments(batch))
+        finally:
+            stack.runner.remove()
     return observing[0] if observing else None
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from ...model.micro_batch import Batch
 from ...planning.layout import Layout
-from ...randomness import generators_kept, global_states, set_global_states
+from ...randomness import global_states, set_global_states
 from ...run.parts import LayoutChange, RunPart, StepFacts
 from ...run.run import PipelineRun
 from ...run.setup.placing import Findings
@@ -66,8 +66,7 @@ class LossEffects(RunPart):
         def sample() -> Batch:
             return SampleCollator(job, data.collate_fn, data.is_shared)(data.sample_rows(2))
 
-        with generators_kept(job.trainer, job.model):
-            hooks = found_by_each(job.mesh, True, lambda: observing_hook(stack, sample))
+        hooks = found_by_each(job.mesh, True, lambda: observing_hook(job.trainer, stack, sample))
         if (hook := next(filter(None, hooks), None)) is not None:
             raise ValueError(
                 f"pipeline_parallel_size={job.args.pipeline_parallel_size}: the forward hook {hook[0]} on {hook[1]!r},"
