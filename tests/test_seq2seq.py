@@ -173,6 +173,7 @@ def predicted(rank: int, world_size: int, stages: int | None) -> tuple[list[list
     return metrics.generated, {"hits": found.metrics["test_hits"]}, len(several)
 
 
+@pytest.mark.slow
 def test_predictions_of_a_model_that_is_not_trained() -> None:
     """Samples that fill up the last batch are not among them."""
     ((tokens, metrics, several),) = run_ranks(predicted, 1, None)
@@ -220,6 +221,7 @@ def with_little_memory(rank: int, world_size: int) -> None:
     assert trainer.state.global_step == 0, "before the first step"
 
 
+@pytest.mark.slow
 def test_refused_before_the_first_step_if_the_whole_model_does_not_fit() -> None:
     run_ranks(with_little_memory, WORLD)
 

@@ -103,6 +103,7 @@ def train_and_save(rank: int, world_size: int, folder: str) -> dict[str, torch.T
     return weights_of(trainer.model)
 
 
+@pytest.mark.slow
 def test_what_a_job_leaves_behind_is_that_of_one_process(tmp_path: Path, capsys: Any) -> None:
     """The last checkpoint was written while the model was spread, `final` after; both are the trained weights.
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from cached_runs import EPOCH_START, RUNS, cached, expected_of, hit_rates, trainer_of
 from distributed import run_ranks
+from selection import slow
 from torch import nn
 from training_data import LONGEST
 from training_runs import WORLD, Outcome, Run, StopAfter, assert_same_training, at_each_step, outcome_of
@@ -90,7 +91,7 @@ def test_a_full_store_costs_time_only_and_is_said_once() -> None:
     assert_said_once(found, "stores no further samples")
 
 
-@pytest.mark.parametrize("trouble", ["gone", "slow"])
+@pytest.mark.parametrize("trouble", ["gone", *slow("slow")])
 def test_what_cannot_be_written_is_computed(
     trouble: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -367,6 +367,7 @@ def with_dropout() -> tuple[nn.Module, Columns]:
     return model, columns
 
 
+@pytest.mark.slow
 def test_dropout_in_what_is_frozen(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     """Frozen modules with dropout run as in the stock Trainer, unless `eval_frozen_modules` turns dropout off."""
     assert_equals_stock(tmp_path, with_dropout)
@@ -381,6 +382,7 @@ def test_dropout_in_what_is_frozen(tmp_path: Path, said: pytest.LogCaptureFixtur
 
 
 # ------------------------------------------------------------------------------------------ rows
+@pytest.mark.slow
 def test_rows_of_those_samples_that_find_space(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     expected = Trained(tmp_path / "stock", lower_layers, is_ours=False)
     Trained(tmp_path / "ours", lower_layers, activation_cache_max_gib=4_000 / 2**30).assert_same(expected)
@@ -393,7 +395,7 @@ def mean_of_all(predicted: Any) -> dict[str, float]:
     return {"mean": float(first.mean())}
 
 
-@pytest.mark.parametrize("build", [head_on_bert, llava])
+@pytest.mark.parametrize("build", [head_on_bert, *slow(llava)])
 def test_evaluations_read_it_too(build: Build, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     """Three evaluations of two batches of two samples and one of one; the first batch of each is compared."""
     options: dict[str, Any] = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2, "metrics": mean_of_all}

@@ -155,6 +155,7 @@ def searched(rank: int, world_size: int, folder: str, trials: list[dict[str, Any
     return [(count.rows, count.hits) for count, _ in counts]
 
 
+@pytest.mark.slow
 def test_the_trials_of_a_search_share_the_default_store(tmp_path: Path) -> None:
     """The third one freezes other layers, as the trial says, so it computes its samples."""
     trials = [{"learning_rate": 1e-3}, {"learning_rate": 2e-3}, {"learning_rate": 2e-3, "freeze_schedule": {0: 3}}]
