@@ -279,7 +279,7 @@ class FrozenFront:
         missing = list(range(batch.rows.count)) if found is None else found.missing
         columns = min(self._widest, WIDER * batch.entries.width) - batch.entries.width
         may_be = self.trial.keeps_padding and batch.signature in self._known and self._tries_to_widen > 0
-        if not may_be or not missing or columns <= 0:
+        if not may_be or not missing or columns <= 0 or not self._inputs.knows_padding(inputs, batch.entries):
             return None
         some = in_new_tensors(some_rows(inputs, inputs, batch.rows, missing))
         wide = with_more_columns(some, columns, self._inputs.padding.known)

@@ -20,7 +20,8 @@ from transformers import (
 )
 from user_code.kit import Rows
 
-from ..kit import LABELS, VOCABULARY, At, Script, bert_config, case, samples
+from ..kit import LABELS, VOCABULARY, At, Inputs, LossAndOutputs, Script, bert_config, case, own_loss, pad, samples
+from .attack_front import reads
 from .attack_recipes_front import of, ragged
 from .late_losses import FEW, PLAIN, SMALL, script
 
@@ -179,3 +180,49 @@ def neighbours_in_canine() -> Script:
     joining = {"downsampling_rate": 2, "upsampling_kernel_size": 2, "num_hash_functions": 2, "num_hash_buckets": 64}
     ends = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2, "num_labels": LABELS}
     return on(CanineForSequenceClassification(CanineConfig(**sizes, **joining, **ends, **PLAIN)))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Padding that no batch has shown yet
+# ---------------------------------------------------------------------------------------------------------
+
+
+class EqualFirst(Sampler[int]):
+    """The first epoch's batches have no padding, the longest samples come first; later batches are mixed."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 32
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(range(32) if self.epoch == 1 else [row + 8 * part for row in range(8) for part in range(4)])
+
+
+class Equal:
+    """Gives the trainer this order."""
+
+    def _get_train_sampler(self, *_: Any) -> EqualFirst:
+        return EqualFirst()
+
+
+def by_mean(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+    """A loss that reads padding."""
+    outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    return nn.functional.cross_entropy(outputs.logits.mean(1), inputs["labels"]), outputs
+
+
+def padded_with_one(rows: list[Inputs]) -> Inputs:
+    batch = pad(rows)
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 1)}
+
+
+@case("K1")
+def padding_not_seen_at_first() -> Script:
+    """The first epoch has batches of equal lengths; padding is 1, and a loss of the user's reads it."""
+    model = BertForTokenClassification(bert_config())
+    model.bert.requires_grad_(False)
+    rows = [samples(1, length, length, seed=n)[0] for length in (12, 10, 8, 6) for n in range(8)]
+    return of(model, data=Rows(rows), trainer=own_loss(by_mean, Equal), collator=padded_with_one, observe=reads)
