@@ -39,6 +39,7 @@ from .micro_batch import Batch, SampleBounds, batch_rows, numbers_of_rows, slice
 from .nested import are_close, tensors_of
 from .placeholders import evaluation_mode, reachable_leaves
 from .refusals import has_router_loss
+from .zero_weights import zeros_filled
 
 ComputeLoss = Callable[[Batch, NumItems], torch.Tensor]
 """Computes the loss of a batch, 0-dimensional, for `num_items_in_batch`."""
@@ -87,7 +88,7 @@ def read_reduction(
     rows = batch_rows(batch) if bounds is None else bounds.count
     stack.runner.install()
     try:
-        with global_state_kept(), evaluation_mode(stack.model):
+        with global_state_kept(), zeros_filled(stack.model), evaluation_mode(stack.model):
             stack.model.train()  # where batch normalisation normalises by the batch
             why = why_whole(stack)
             stack.model.eval()

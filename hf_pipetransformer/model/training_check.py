@@ -24,6 +24,7 @@ from .micro_batch import batch_rows, numbers_of_rows, slice_rows
 from .nested import are_close, tensors_of
 from .placeholders import evaluation_mode, values_of
 from .refusals import USE_ONE_STAGE, refuse_own_backward
+from .zero_weights import zeros_filled
 
 LIBRARIES = ("transformers.", "torch.", "peft.", "accelerate.")
 
@@ -68,6 +69,7 @@ def check_training(stack: LayerStack, batch: dict[str, Any]) -> str:
         # each unit, and the code after the last one, draw the same numbers in each pass
         with (
             global_state_kept(),
+            zeros_filled(model),
             evaluation_mode(model),
             WithoutDropout(),
             NotingHooks() as hooks,

@@ -31,6 +31,7 @@ from ..model.loss_scaling import IGNORED
 from ..model.micro_batch import Batch, batch_rows
 from ..model.placeholders import evaluation_mode
 from ..model.refusals import has_router_loss
+from ..model.zero_weights import zeros_filled
 from ..randomness import global_state_kept
 from .kv_slices import Windows, attention_windows, slice_cache_in
 from .slices import REMEDY, SlicedSequence, check_updates, padding_word, running_slices, sequence_length
@@ -102,7 +103,7 @@ def probe_slicing(
     lengths = [one for one in (length // 2, length // 3, length - length // 2 - length // 3) if one]  # unequal
     before = [parameter.grad for parameter in model.parameters()]
     try:
-        with evaluation_mode(model), global_state_kept():
+        with zeros_filled(model), evaluation_mode(model), global_state_kept():
             if _looks_ahead(sample, loss_of):
                 raise UnsupportedModelError(model, "its attention is not causal: tokens see later tokens.", REMEDY)
             windows = replace(windows, separates_documents=_separates_documents(sample, loss_of))

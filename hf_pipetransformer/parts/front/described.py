@@ -54,6 +54,10 @@ class InputDescriber:
         self._inside = self._inside or state
         return state == self._inside
 
+    def knows_padding(self, inputs: Batch, tokens: Tokens) -> bool:
+        """Whether more padding can be added to the inputs."""
+        return self.padding.are_known(inputs, self._reads, tokens)
+
     def rows(self, inputs: Batch) -> Rows | None:
         """The rows that have an entry each; None if the call cannot be divided into them."""
         rows = rows_of(self._reads, inputs) if self._reads <= inputs.keys() else None

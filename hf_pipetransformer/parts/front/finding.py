@@ -129,6 +129,12 @@ class FoundFront:
         """The leaves of an entry, by module and position."""
         return [(name, position) for name, leaves in self.needed.items() for position in leaves]
 
+    @property
+    def described(self) -> str:
+        """Names of the front's modules, in words."""
+        names = list(self.needed)
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} modules)"
+
 
 @dataclass
 class _FrozenCall:

@@ -30,7 +30,7 @@ from ...randomness import generators_kept, global_state_kept, set_torch_states, 
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, rounding_of
 from ..prefix_cache.cache.guards import unnoticed
-from ..prefix_cache.cache.known_code import foreign_code
+from ..prefix_cache.cache.known_code import UsersHooks, foreign_code
 from .calls import (
     AllRanError,
     FrontCall,
@@ -116,7 +116,7 @@ class FrozenFront:
         self.num_missed = self.num_found = self.num_read = self.num_unmatched = 0
         """Number of calls without a stored sample, with one, read, and (in a row) stored for other arguments only."""
         self._model, self._entries, self._device, self._storage_dtype = model, entries, device, storage_dtype
-        self.trial = FrontTrial(found, self._tried)
+        self.trial = FrontTrial(found, self._tried, UsersHooks(model))
         """Results of the front's trials."""
         self._known: dict[Any, dict[str, Known]] = {}
         self._inputs = InputDescriber(model, found.reads, device, self.trial)
@@ -176,8 +176,8 @@ class FrozenFront:
                 return forward()
             finally:
                 self._call = None
-        # the loss may read padding, and stored outputs may have other padding
-        may_read = not self.trial.awaits_loss or not batch.entries.has_padding
+        # something may read padding, and stored outputs may have other padding
+        may_read = not batch.entries.has_padding or not self.trial.may_show_padding
         found = self._read(batch) if reads and may_read else None
         hits = 0 if found is None else batch.rows.count - len(found.missing)
         self.counts += CacheCounts(batch.rows.count, hits)
@@ -279,7 +279,7 @@ class FrozenFront:
         missing = list(range(batch.rows.count)) if found is None else found.missing
         columns = min(self._widest, WIDER * batch.entries.width) - batch.entries.width
         may_be = self.trial.keeps_padding and batch.signature in self._known and self._tries_to_widen > 0
-        if not may_be or not missing or columns <= 0:
+        if not may_be or not missing or columns <= 0 or not self._inputs.knows_padding(inputs, batch.entries):
             return None
         some = in_new_tensors(some_rows(inputs, inputs, batch.rows, missing))
         wide = with_more_columns(some, columns, self._inputs.padding.known)

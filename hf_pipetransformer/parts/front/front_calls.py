@@ -19,6 +19,7 @@ from ...model.left_as_found import left_as_found
 from ...model.micro_batch import Batch
 from ...model.nested import in_new_containers, in_new_tensors
 from ...model.plain_runs import runs_plainly
+from ...model.zero_weights import zeros_filled
 from ...randomness import seeded, set_torch_states, torch_states
 from ...run.loss import Loss
 from ...training_args import CACHE_DTYPES
@@ -35,7 +36,6 @@ from .finding import (
     FoundFront,
     find_front,
     users_hooks_at_rest,
-    users_hooks_on,
     users_see_all_calls,
     waits_for_others,
 )
@@ -187,8 +187,8 @@ class FrontCalls:
             return
 
         def loss_of() -> torch.Tensor:
-            kept = left_as_found(self._job.trainer, self._model)
-            with torch.no_grad(), kept, users_hooks_at_rest(self._model), seeded(self._job.args.seed):
+            kept = left_as_found(self._job.trainer, self._model), zeros_filled(self._model)
+            with torch.no_grad(), kept[0], kept[1], users_hooks_at_rest(self._model), seeded(self._job.args.seed):
                 return self._loss.of_batch(in_new_tensors(batch))
 
         self._is_trying = True
@@ -346,7 +346,7 @@ class FrontCalls:
         may_cut = self._is_training and self._loss.is_stock and self._job.trainer.label_smoother is None
         # each process decides for itself, and the trial must not wait for other processes
         may_cut &= self._job.mesh.world_size == 1 or not waits_for_others(self._model)
-        may_cut &= not any(users_hooks_on(self._model.get_submodule(name)) for name in found.needed)
+        may_cut &= not front.trial.hooks.are_any
         before, alone, runs_on = torch_states(), found.alone, self._alone(found)
         may_repeat = is_restorable(self._model)
         # with a column less, the forward around would compute other arguments
@@ -404,7 +404,7 @@ class FrontCalls:
         """Decide whether the front is worth storing, and log the decision."""
         front = self._front
         assert front is not None
-        names = _described(self._model, front.found)
+        names = front.found.described
         if front.share < LEAST_SHARE and self._job.args.activation_cache == "auto":
             self.why_not_read[names] = f"computing it takes only {front.share:.1%} of the forward pass"
             self.drop(deletes=not self._job.shares_store)
@@ -433,7 +433,7 @@ class FrontCalls:
     def _turn_off(self, why: str, is_wrong: bool = False) -> None:
         """Stop storing and reading this front. Entries that may be wrong, or that no process can use, are deleted."""
         assert self._front is not None
-        names = _described(self._model, self._front.found)
+        names = self._front.found.described
         logger.warning("The output of %s is not cached: %s.", names, why)
         self.why_not_read[names] = why
         self.drop(deletes=is_wrong or not self._job.shares_store)
@@ -480,7 +480,7 @@ class FrontCalls:
         front, counts = self._front, self._of_front
         if front is not None and self._is_decided and counts.rows and not (if_any and not counts.layers_skipped):
             self._of_front = CacheCounts()
-            names, where = _described(self._model, front.found), "" if self._is_training else " in evaluations"
+            names, where = front.found.described, "" if self._is_training else " in evaluations"
             of = "images" if front.found.is_of_images else "samples"
             self._say(f"The output of {names} was read{where} for {counts.layers_skipped} of {counts.rows} {of}.")
 
@@ -491,9 +491,3 @@ class FrontCalls:
 
     def _say(self, text: str) -> None:
         log_on_main(logger, self._job.args, text)
-
-
-def _described(model: nn.Module, found: FoundFront) -> str:
-    """Names of the outermost modules that contain the front's modules, in words."""
-    names = list(found.needed)
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} modules)"

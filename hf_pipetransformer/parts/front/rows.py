@@ -248,13 +248,23 @@ class PaddingValues:
         if not tokens.has_padding:
             return True
         is_padding = torch.arange(tokens.width) >= torch.tensor(tokens.lengths)[:, None]
-        leaves = [leaf for of in sorted(names) for leaf in leaves_of(inputs[of], of)]
-        for name, tensor in leaves:
-            if isinstance(tensor, torch.Tensor) and name in TOKEN_INPUTS and tensor.shape[:2] == is_padding.shape:
-                values = tensor[is_padding.to(tensor.device)].unique()
-                if len(values) != 1 or float(values[0]) != self.known.setdefault(name, float(values[0])):
-                    return False
+        for name, tensor in self._wide(inputs, names, tokens):
+            values = tensor[is_padding.to(tensor.device)].unique()
+            if len(values) != 1 or float(values[0]) != self.known.setdefault(name, float(values[0])):
+                return False
         return True
+
+    def are_known(self, inputs: Mapping[str, Any], names: Collection[str], tokens: Tokens) -> bool:
+        """Whether the padding values of the named inputs are known. Until a batch has padding, they are not."""
+        return all(name in self.known for name, _ in self._wide(inputs, names, tokens))
+
+    def _wide(
+        self, inputs: Mapping[str, Any], names: Collection[str], tokens: Tokens
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        shape = len(tokens.spans), tokens.width
+        for name, tensor in (leaf for of in sorted(names) for leaf in leaves_of(inputs[of], of)):
+            if isinstance(tensor, torch.Tensor) and name in TOKEN_INPUTS and tensor.shape[:2] == shape:
+                yield name, tensor
 
 
 def _known_mask(mask: torch.Tensor) -> bytes | None:

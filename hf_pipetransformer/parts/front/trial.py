@@ -12,6 +12,7 @@ from ...model.micro_batch import Batch, batch_rows
 from ...model.nested import in_new_tensors
 from ..prefix_cache.cache.batch_entries import BatchEntries, Tokens
 from ..prefix_cache.cache.comparing import SAME, aligned, relative_difference, rounding_of
+from ..prefix_cache.cache.known_code import UsersHooks
 from .alone import OTHERS
 from .divided import Rows, rows_of
 from .finding import FoundFront, RecordedCall
@@ -49,11 +50,17 @@ class FrontTrial:
     Args:
         found: the front.
         tried: runs the front on a batch, restores the model, and returns the modules' calls.
+        hooks: the user's hooks on the model.
     """
 
     def __init__(
-        self, found: FoundFront, tried: Callable[[Callable[[Batch], Any], Batch], Mapping[str, RecordedCall]]
+        self,
+        found: FoundFront,
+        tried: Callable[[Callable[[Batch], Any], Batch], Mapping[str, RecordedCall]],
+        hooks: UsersHooks,
     ) -> None:
+        self.hooks = hooks
+        """The user's hooks on the model, which may read padding."""
         self.cuts_padding = False
         """Whether a sample's key covers its own tokens only, and not its padding."""
         self.keeps_padding = False
@@ -74,6 +81,12 @@ class FrontTrial:
         self._found, self._num_tries = found, 0
         # on a copy, because the forward may write into its inputs, which the step reads afterwards
         self._tried = lambda forward, batch: tried(forward, in_new_tensors(batch))
+
+    @property
+    def may_show_padding(self) -> bool:
+        """Whether something may read the padding of outputs that are stored without it."""
+        is_stored = self.keeps_padding or not any(map(self.wide.get, self._found.stored))
+        return self.awaits_loss or (not is_stored and self.hooks.are_any)
 
     def is_of_samples(
         self,
@@ -110,13 +123,19 @@ class FrontTrial:
             if not self._hold(calls, others, rows, second):
                 return False
         if tokens is not None and len(tokens.lengths) == rows.count:
-            columns = max(1, tokens.width // 4)
-            batch = with_less_columns(inputs, min(2 * columns, tokens.width - 1), removes=False)
-            half = some_rows(with_less_columns(batch, columns, removes=True), reads, rows, first)
-            ran, part = (self._tried(forward, given) for given in (batch, half))
-            last = max(tokens.width - 2 * columns, 1)
+            columns = max(1, tokens.width // 8)
+            last = max(tokens.width - 2 * columns - 1, 1) | 1  # odd: CANINE joins neighbouring tokens
+            batch = with_less_columns(inputs, tokens.width - last, removes=False)
             cut = Tokens(tuple(slice(0, min(length, last)) for length in tokens.lengths), tokens.width)
-            if self._hold(ran, part, rows, first, cut, columns):
+            all_padding = tokens.width - max(cut.lengths[row] for row in first)  # of the longest sample
+
+            def holds_without(fewer: int) -> bool:
+                part = some_rows(with_less_columns(batch, fewer, removes=True), reads, rows, first)
+                return self._hold(ran, self._tried(forward, part), rows, first, cut, fewer)
+
+            ran = self._tried(forward, batch)
+            # windows over neighbouring tokens (MobileBERT, ConvBERT) show at the end of a sample without padding only
+            if holds_without(all_padding) and (all_padding == columns or holds_without(columns)):
                 self.cuts_padding = True
                 if any(self.wide.get(output) for output in self._found.stored):  # else no padding is stored
                     self.awaits_loss = may_cut

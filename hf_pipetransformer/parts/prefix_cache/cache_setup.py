@@ -34,6 +34,7 @@ from .cache.activation_files import FORMAT_VERSION
 from .cache.cache_probe import probe_boundaries
 from .cache.content_keys import KeyingCollator, sequences_per_sample
 from .cache.file_store import FileStore
+from .cache.known_code import UsersHooks
 from .cache.probe_batches import Collator, varied_samples
 from .cache_control import HARDLY_ANY, AutoCache
 
@@ -152,10 +153,10 @@ def make_cache(
         is_read_whole=not loss.is_stock,
         most=most,
     )
-    keeps_padding = False
+    keeps_padding = UsersHooks(job.model).are_any  # they may read padding anywhere
     with trainer.compute_loss_context_manager():
-        trial = probe()
-        if all(verdict.slot is None for verdict in trial.verdicts):  # perhaps some code reads the padding
+        trial = probe(keeps_padding=keeps_padding)
+        if not keeps_padding and all(v.slot is None for v in trial.verdicts):  # perhaps some code reads the padding
             with_padding = probe(keeps_padding=True)
             keeps_padding = any(verdict.slot is not None for verdict in with_padding.verdicts)
             trial = with_padding if keeps_padding else trial

@@ -36,6 +36,7 @@ from ....model.left_as_found import left_as_found
 from ....model.micro_batch import Batch
 from ....model.nested import is_continuous, on_device, tensors_of
 from ....model.placeholders import evaluation_mode, reachable_leaves
+from ....model.zero_weights import zeros_filled
 from ....randomness import global_state_kept
 from .comparing import SAME, relative_difference, rounding_of, with_noise
 from .content_keys import MASK, TOKEN_INPUTS, entries_of, sequences_per_sample
@@ -465,7 +466,8 @@ def _evaluating(stack: LayerStack) -> Iterator[None]:
     was_installed, units = runner.installed, runner.units
     runner.install()
     try:
-        with evaluation_mode(model), runner.training_before_units(), torch.no_grad(), global_state_kept():
+        kept = global_state_kept(), zeros_filled(model)
+        with evaluation_mode(model), runner.training_before_units(), torch.no_grad(), kept[0], kept[1]:
             yield
     finally:
         runner.units = units

@@ -7,6 +7,7 @@ outputs are stored only if the user has declared the module (`cached_modules`).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection
 from types import FunctionType, MethodType
 from typing import Any
@@ -117,6 +118,28 @@ def users_hook_inside(module: nn.Module, or_on_it: bool = False) -> str | None:
             if not is_known(hook):
                 return str(getattr(hook, "__qualname__", type(hook).__qualname__))
     return None
+
+
+class UsersHooks:
+    """The user's forward hooks on the modules of a model. They may read all that these are given or return.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [table for part in model.modules() for table in (part._forward_hooks, part._forward_pre_hooks)]
+        self._numbers: list[int] = []  # torch gives each hook another number
+        self._are_any = False
+
+    @property
+    def are_any(self) -> bool:
+        """Whether there is one now. Takes some microseconds, as it is asked in each call."""
+        numbers = list(itertools.chain.from_iterable(self._tables))
+        if numbers != self._numbers:
+            self._numbers = numbers
+            self._are_any = not all(is_known(hook) for table in self._tables for hook in table.values())
+        return self._are_any
 
 
 def kept_by(module: nn.Module) -> list[dict[str, int]]:
