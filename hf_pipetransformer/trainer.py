@@ -268,10 +268,12 @@ class PipeTransformerTrainer(LastOverrides):
         make_stock = super().get_train_dataloader
         if self._is_stock:
             return make_stock()
-        keeps_nodes = training_data.may_cache(self._job, is_training=self._pipeline_run is not None)
-        loader = training_data.training_loader(self._job, make_stock, keeps_nodes)
-        if self._pipeline_run is not None:
-            self._pipeline_run.latest_loader = loader if isinstance(loader, NumberedLoader) else None
+        run = self._pipeline_run
+        is_of_user = run is not None and run.data is not None  # the loop has its loader
+        keeps_nodes = not is_of_user and training_data.may_cache(self._job, is_training=run is not None)
+        loader = training_data.training_loader(self._job, make_stock, keeps_nodes, is_of_user)
+        if run is not None and not is_of_user:
+            run.latest_loader = loader if isinstance(loader, NumberedLoader) else None
         return loader
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *positional: Any, **keywords: Any) -> Any:
