@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,3 +61,8 @@ class LastOverrides(Trainer, metaclass=_LastInLine):
         if self._pipeline_run is None:
             return super().training_step(model, inputs, num_items_in_batch)
         return self._pipeline_run.step(inputs, num_items_in_batch)
+
+    def _evaluate(self, *positional: Any, **keywords: Any) -> dict[str, float]:
+        evaluate: Any = partial(super()._evaluate, *positional, **keywords)
+        metrics: dict[str, float] = evaluate() if self._pipeline_run is None else self._pipeline_run.evaluate(evaluate)
+        return metrics

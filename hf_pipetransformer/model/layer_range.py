@@ -484,8 +484,8 @@ class LayerRangeRunner:
         return ValueError(
             f"{type(self.model).__name__} is split over the pipeline stages during training: this process holds"
             f" layers {_described(self._computable)} of {len(self.units)}, and"
-            f" {unit.name!r} is not among them. Use the trainer's evaluate() or predict(), or call the model after"
-            " train() has returned."
+            f" {unit.name!r} is not among them. Call it in a callback or in compute_loss, use the trainer's evaluate()"
+            " or predict(), or call the model after train() has returned."
         )
 
 
