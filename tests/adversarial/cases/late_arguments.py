@@ -8,9 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import YolosConfig, YolosForObjectDetection
+from transformers import MixtralConfig, MixtralForCausalLM, YolosConfig, YolosForObjectDetection
 
-from ..kit import Each, Script, bert, case, own_loss, plain_loss, samples
+from ..kit import (
+    Each,
+    Inputs,
+    LossAndOutputs,
+    Network,
+    Script,
+    bert,
+    case,
+    own_loss,
+    plain_loss,
+    samples,
+    train_and_resume,
+    with_loss,
+)
 
 Act = Callable[[Any, Any], None]
 """(trainer, training loader)."""
@@ -184,3 +197,31 @@ def detection() -> Script:
 
     model = YolosForObjectDetection(YolosConfig(**sizes, **of_image, **plain))
     return Script(model=model, data=Boxes(), collator=collate, options={"num_train_epochs": 1, "learning_rate": 1e-3})
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Optimizers
+# ---------------------------------------------------------------------------------------------------------
+
+
+@case("K2")
+def adagrad() -> Script:
+    """Adagrad, which makes its state when it is created, and a checkpoint from which the training is resumed."""
+    return of_bert(
+        model=Network(),
+        drive=train_and_resume,
+        options={"optim": "adagrad", "max_grad_norm": 0.5, "save_strategy": "steps", "save_steps": 3},
+    )
+
+
+@case("K2", expect="exact", because="output_router_logits=True was passed")
+def router_loss_of_a_call() -> Script:
+    """The loss asks a mixture of experts for its routers' loss by an argument; the configuration does not."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        outputs = model(**inputs, output_router_logits=True)
+        return outputs.loss + 0.1 * outputs.aux_loss, outputs
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=64, num_key_value_heads=1, num_local_experts=4, **sizes))
+    return with_loss(loss, model, data=samples(48, by_word=True), product={"num_microbatches": 1})
