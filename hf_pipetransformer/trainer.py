@@ -59,9 +59,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EVALUATIONS = {"Evaluation": "evaluate", "Prediction": "predict"}
-"""The description that `evaluation_loop` is given by each of the methods that call it."""
-
 
 class LastOverrides(Trainer, metaclass=LastInLine):
     """Overrides that run behind those of another library's trainer, whose method may call `super()`'s."""
@@ -87,6 +84,10 @@ class LastOverrides(Trainer, metaclass=LastInLine):
         if self._pipeline_run is None:
             return super().training_step(model, inputs, num_items_in_batch)
         return self._pipeline_run.step(inputs, num_items_in_batch)
+
+    def _evaluate(self, *positional: Any, **keywords: Any) -> Any:
+        evaluate: Any = partial(super()._evaluate, *positional, **keywords)
+        return evaluate() if self._pipeline_run is None else self._pipeline_run.evaluate(evaluate)
 
 
 class PipeTransformerTrainer(LastOverrides):
@@ -218,8 +219,8 @@ class PipeTransformerTrainer(LastOverrides):
             if self._is_stock:
                 recorder = find_part("records.recorder")
                 with recorder.RunRecorder(self.args).recording(self) if recorder is not None else nullcontext():
-                    given = self.args.output_dir, resume_from_checkpoint, self.is_fsdp_enabled
-                    return train(stock_checkpoint_to_resume(*given))
+                    folder = self.args.output_dir
+                    return train(stock_checkpoint_to_resume(folder, resume_from_checkpoint, self.is_fsdp_enabled))
             self._job.ignore_average_tokens()
             checkpoint = checkpoint_to_resume(self._job, resume_from_checkpoint)
             resumed = Path(checkpoint) if isinstance(checkpoint, str) else None
@@ -287,10 +288,12 @@ class PipeTransformerTrainer(LastOverrides):
         make_stock = super().get_train_dataloader
         if self._is_stock:
             return make_stock()
-        keeps_nodes = training_data.may_cache(self._job, is_training=self._pipeline_run is not None)
-        loader = training_data.training_loader(self._job, make_stock, keeps_nodes)
-        if self._pipeline_run is not None:
-            self._pipeline_run.latest_loader = loader if isinstance(loader, NumberedLoader) else None
+        run = self._pipeline_run
+        is_of_user = run is not None and run.data is not None  # the loop has its loader
+        keeps_nodes = not is_of_user and training_data.may_cache(self._job, is_training=run is not None)
+        loader = training_data.training_loader(self._job, make_stock, keeps_nodes, is_of_user)
+        if run is not None and not is_of_user:
+            run.latest_loader = loader if isinstance(loader, NumberedLoader) else None
         return loader
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *positional: Any, **keywords: Any) -> Any:
@@ -359,11 +362,10 @@ class PipeTransformerTrainer(LastOverrides):
         if self._is_stock:
             return evaluate(dataloader, description, prediction_loss_only, *positional, **keywords)
         self._job.ignore_average_tokens()
-        self._expect_all(EVALUATIONS.get(description, "evaluation_loop"))
+        self._expect_all(evaluation.METHODS.get(description, "evaluation_loop"))
         run, kept, generates = self._pipeline_run, self._last_parts, self._job.generates(prediction_loss_only)
-        prefix = str(keywords.get("metric_key_prefix", "eval"))
+        parts, prefix = run.parts if run is not None else None, str(keywords.get("metric_key_prefix", "eval"))
         if self._placed is not None:
-            parts = run.parts if run is not None else None
             around = evaluation.in_training(self._job, self._placed, parts, dataloader, generates, prefix)
         else:
             around = evaluation.outside_training(self._job, self._find_units, kept, dataloader, generates, prefix)

@@ -40,6 +40,7 @@ TRAINER_METHODS: dict[str, str] = {
         "self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate"
     ),
     "_save": "self output_dir state_dict",
+    "_evaluate": "self trial ignore_keys_for_eval skip_scheduler",
     "_get_output_dir": "self trial",
     "_push_from_checkpoint": "self checkpoint_folder",
     "_load_best_model": "self",
@@ -72,7 +73,7 @@ def test_trainer_methods(method: str, expected: str) -> None:
 CALLED = (
     *("get_batch_samples", "training_step", "_wrap_model", "create_optimizer", "accelerator.clip_grad_norm_"),
     *("_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_save_checkpoint"),
-    *("_maybe_log_save_evaluate", "_get_output_dir", "_push_from_checkpoint", "_load_best_model"),
+    *("_maybe_log_save_evaluate", "_evaluate", "_get_output_dir", "_push_from_checkpoint", "_load_best_model"),
     *("_track_num_input_tokens", "floating_point_ops"),
 )
 """The stock loop must still pass through these, else an override would silently not run."""

@@ -57,9 +57,14 @@ class NumberedLoader(DataLoader[Any]):
 
     Callbacks read attributes of Accelerate's loader. They have the values of a single process with the global batch.
     Only `dataset` differs: it returns batches by their numbers, and the user's samples are in `dataset.dataset`.
+
+    The Trainer's loop sets the epoch before each of its passes. Any other pass is of the user's code, such as a
+    callback: it has a position of its own, and is not collective.
     """
 
     dataset: NumberedBatches
+    is_of_loop = False
+    """Whether the Trainer's loop iterates over this loader, and not over a user's wrapper around it."""
 
     def __init__(self, batches: NumberedBatches) -> None:
         super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_the_only_one)
@@ -67,8 +72,12 @@ class NumberedLoader(DataLoader[Any]):
             vars(self)["sampler"] = DataLoader(batches.dataset).sampler
         self._epoch_read: int | None = None  # epoch that was read to its end, and not set since
         self._has_begun = False  # whether the epoch has begun since it was set
+        self._is_due = False  # whether the epoch has been set for the next pass
+        self._epoch_of_user = 0  # of the next pass of the user's code
 
     def __iter__(self) -> Any:
+        if self.is_of_loop and not self._is_due:
+            return self._pass_of_user(NumberedLoader(self.dataset.aside(self._epoch_of_user)))
         if self.collate_fn is not _the_only_one:  # a callback has set another collator
             self.dataset.use_collator(self.collate_fn)
             self.collate_fn = _the_only_one
@@ -77,8 +86,14 @@ class NumberedLoader(DataLoader[Any]):
             self.set_epoch(self.dataset.epoch + 1)
         elif self._has_begun:  # the loop knows the length and stopped after the last batch
             self.dataset.begin_again()
-        self._has_begun = True
+        self._has_begun, self._is_due = True, False
         return self._one_epoch(super().__iter__())
+
+    def _pass_of_user(self, aside: NumberedLoader) -> Iterator[Any]:
+        """Like Accelerate's loader, a pass that is read to its end begins another epoch."""
+        aside.collate_fn = self.collate_fn
+        yield from aside
+        self._epoch_of_user += 1
 
     def _one_epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
         yield from batches
@@ -94,7 +109,7 @@ class NumberedLoader(DataLoader[Any]):
         return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch_read, self._has_begun = None, False
+        self._epoch_read, self._has_begun, self._is_due, self._epoch_of_user = None, False, True, epoch
         self.dataset.set_epoch(epoch)
 
 

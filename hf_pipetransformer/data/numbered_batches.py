@@ -19,6 +19,7 @@ the next batch's entries while this one is computed.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import weakref
@@ -247,6 +248,14 @@ class NumberedBatches(Dataset[Any]):
             self.set_epoch(self._epoch)
         else:
             self._enter(self._epoch + 1)  # seeds depend on the epoch number
+
+    def aside(self, epoch: int) -> NumberedBatches:
+        """Return the same batches for a pass of the user's code: it has a position of its own. Not collective."""
+        other = copy.copy(self)
+        other.order, other._peeked = self.order.aside(), None
+        other.set_epoch(epoch)
+        other._loader = other._make_loader()
+        return other
 
     def _enter(self, epoch: int) -> None:
         self._epoch, self._order, self._iterator, self._peeked, self._ahead = epoch, None, None, None, None

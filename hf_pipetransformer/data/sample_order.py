@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import operator
@@ -51,6 +52,12 @@ class SampleOrder:
         self._kept: dict[int, tuple[Sequence[int], int]] = {}  # epoch begun by another job -> its `arrangement`
         self._kept_draws: dict[int, Mapping[str, Any]] = {}  # the same epoch -> source of its order
         self._drawn_from: Mapping[str, Any] = {}  # source of the current order: a seed, or global generators' states
+
+    def aside(self) -> SampleOrder:
+        """Return a copy that draws for one process alone, and leaves the source of this order as it is."""
+        other = copy.copy(self)
+        other._agree = lambda order: order
+        return other
 
     def arrangement(self, epoch: int) -> tuple[Sequence[int], int]:
         """Return the nodes' shares and the global batch size that arrange the samples of an epoch."""

@@ -291,10 +291,28 @@ def _gradient_of(parameter: Hidden, caller: str) -> HiddenGradient | None:
     return gradient
 
 
+_READS_SHAPE = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "empty_like",
+        "full_like",
+        "ones_like",
+        "zeros_like",
+        "new_empty",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+    )
+)
+"""Operations that read no values. Adagrad makes its state by them when it is created."""
+
+
 class _Watching(TorchDispatchMode):
-    """Inside, an operation on a hidden tensor fails."""
+    """Inside, an operation on a hidden tensor fails, unless it reads the shape alone."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "overloadpacket", None) in _READS_SHAPE:
+            return function(*args, **(kwargs or {}))
         if any(isinstance(value, Hidden) for value in pytree.tree_leaves((args, kwargs))):
             _refuse(getattr(function, "overloadpacket", function), args, kwargs or {})
         return function(*args, **(kwargs or {}))

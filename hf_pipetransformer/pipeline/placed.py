@@ -5,7 +5,8 @@ An `ElasticPipeline` lives as long as the model. A `PlacedPipeline` is built for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -148,6 +149,20 @@ class PlacedPipeline:
         """Serve other processes' calls outside of the steps. Collective over the pipeline."""
         if self._callback_server is not None:
             self._callback_server.serve_callbacks()
+
+    @contextmanager
+    def serving_callbacks(self) -> Iterator[None]:
+        """Inside, calls outside of the steps are served if they can be. Collective over the pipeline."""
+        server = self._server() if self._callback_server is None else None
+        if server is None:
+            yield
+            return
+        self._callback_server = server
+        try:
+            with server.serving_callbacks():
+                yield
+        finally:
+            self._callback_server = None
 
     # ------------------------------------------------------------------------------------ without gradients
     def predict(self, batch: Batch, called: CalledWith, head: Callable[[Batch], Any]) -> Any:

@@ -10,7 +10,7 @@ counts and indices                 the shared states of Accelerate, which `Train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,6 +25,8 @@ from ..pipeline.mesh import ProcessMesh
 
 METHODS = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
 """Methods of an `Accelerator` that return their first argument when there is one process."""
+ALONE: Mapping[str, Any] = {"num_processes": 1, "process_index": 0, "distributed_type": DistributedType.NO}
+"""The counts of Accelerate in a training on one process."""
 
 
 @contextmanager
@@ -43,23 +45,35 @@ def among_last_stages(accelerator: Accelerator, mesh: ProcessMesh, group: dist.P
     if mesh.world_size == 1:
         yield
         return
-    counts: dict[str, Any] = {"num_processes": 1, "process_index": 0, "distributed_type": DistributedType.NO}
+    counts = ALONE
     if group is not None:
         counts = {"num_processes": dist.get_world_size(group), "process_index": dist.get_rank(group)}
-    # both have their attributes in dictionaries of their classes, which all instances share
-    states = vars(PartialState()), vars(accelerator.state)
-    before = [{name: state[name] for name in counts} for state in states]
     everyone, alone = dist.group.WORLD, mesh.alone  # made while the default group has all processes
-    with mesh.with_last_stages(), with_collectives_of(accelerator, group):
-        for state in states:
-            state.update(counts)
+    with mesh.with_last_stages(), with_collectives_of(accelerator, group), counting(accelerator, counts):
         dist.distributed_c10d._update_default_pg(group or alone)
         try:
             yield
         finally:
             dist.distributed_c10d._update_default_pg(everyone)
-            for state, values in zip(states, before, strict=True):
-                state.update(values)
+
+
+@contextmanager
+def counting(accelerator: Accelerator, counts: Mapping[str, Any] = ALONE) -> Iterator[None]:
+    """Inside the context, Accelerate has these counts; by default those of one process, without collectives.
+
+    Losses of transformers for detection and segmentation average their number of objects over all processes by a
+    function of Accelerate, and then divide it by the number of processes once more.
+    """
+    # both have their attributes in dictionaries of their classes, which all instances share
+    states = vars(PartialState()), vars(accelerator.state)
+    before = [{name: state[name] for name in counts} for state in states]
+    for state in states:
+        state.update(counts)
+    try:
+        yield
+    finally:
+        for state, values in zip(states, before, strict=True):
+            state.update(values)
 
 
 @contextmanager

@@ -29,6 +29,9 @@ from .setup.consistency import check_same_size
 from .setup.cutting import FindUnits, make_planner
 from .setup.probing import SampleCollator
 
+METHODS = {"Evaluation": "evaluate", "Prediction": "predict"}
+"""The description that `evaluation_loop` is given by each of the methods that call it."""
+
 
 @contextmanager
 def outside_training(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from ..model.tags import TAGS
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from ..training_args import PipeTransformerTrainingArguments
-from .collectives import among_last_stages
+from .collectives import among_last_stages, counting
 
 logger = logging.getLogger(__name__)
 
@@ -258,18 +258,21 @@ class TrainingJob:
         return on_device(inputs, next((parameter.device for parameter in self.model.parameters()), self.device))
 
     @contextmanager
-    def computing_loss(self, last_stages: dist.ProcessGroup | None = None) -> Iterator[None]:
+    def computing_loss(self, last_stages: dist.ProcessGroup | None, is_stock: bool) -> Iterator[None]:
         """The context for a call of the user's `compute_loss`: the trainer's, among the processes that compute it.
 
         Args:
             last_stages: the processes that compute the loss, one of each pipeline; None for this one alone.
+            is_stock: whether it is the loss of a transformers model, which is always computed as on one process.
         """
-        with self.trainer.compute_loss_context_manager():
-            if not self.args.uses_pipeline:
-                yield
-                return
-            with among_last_stages(self.trainer.accelerator, self.mesh, last_stages):
-                yield
+        accelerator = self.trainer.accelerator
+        around: AbstractContextManager[None] = nullcontext()
+        if self.args.uses_pipeline:
+            around = among_last_stages(accelerator, self.mesh, None if is_stock else last_stages)
+        elif is_stock and self.mesh.world_size > 1:
+            around = counting(accelerator)
+        with self.trainer.compute_loss_context_manager(), around:
+            yield
 
     def rows_of_loader(self, dataloader: Any) -> tuple[list[Any], Any]:
         """Return samples of a loader, for finding the model's units, and the function that collates them.

@@ -25,7 +25,7 @@ from ..model.tags import without_tags
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from .collectives import among_last_stages
 from .job import TrainingJob
-from .loss_source import LossSource
+from .loss_source import LossSource, refuse_other_backward
 
 
 class Loss:
@@ -58,6 +58,7 @@ class Loss:
 
         A loss of the user's own is not examined. Nothing depends on one that is computed on the whole batch.
         """
+        refuse_other_backward(self.job.trainer.accelerator)
         if self.is_stock and (self.job.args.uses_pipeline or self.job.sums_up):
             self._source.refuse_change()
 
@@ -174,7 +175,7 @@ class Loss:
             last_stages: as of `TrainingJob.computing_loss`.
             items: `num_items_in_batch`, if the loss takes it.
         """
-        with self.job.computing_loss(last_stages):
+        with self.job.computing_loss(last_stages, self.is_stock):
             loss = self.job.trainer.compute_loss(model, as_the_user_made_it(batch), **items)
         assert isinstance(loss, torch.Tensor)
         return loss

@@ -62,3 +62,18 @@ class LossSource:
                     " up (over micro-batches, replicas or accumulated batches) was determined for the earlier loss."
                     " Set it before train(); or override compute_loss, and choose between the losses there."
                 )
+
+
+def refuse_other_backward(accelerator: Any) -> None:
+    """Refuse a `backward` of the user's on the accelerator, which no step calls. Takes a microsecond.
+
+    Raises:
+        ValueError: it is not the method of Accelerate.
+    """
+    backward = accelerator.backward
+    if not str(getattr(backward, "__module__", "")).startswith("accelerate."):
+        raise ValueError(
+            "accelerator.backward was replaced, but the backward pass runs stage by stage, and does not call it."
+            " Change the loss in compute_loss (a factor, another term), or gradients in a callback's"
+            " on_pre_optimizer_step."
+        )

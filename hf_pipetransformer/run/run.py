@@ -198,6 +198,7 @@ class PipelineRun(TrainerCallback):
                 the stages.
         """
         optimizer = self.job.trainer.optimizer
+        self.serve_callbacks()  # an overridden create_optimizer may have called the model
         if not self.is_placed:
             if optimizer is None:
                 raise ValueError(
@@ -323,8 +324,7 @@ class PipelineRun(TrainerCallback):
                 f"norm_type={norm_type} is not supported: gradients are clipped by their 2-norm over all stages."
                 " Use norm_type=2."
             )
-        self.job.mesh.refuse_with_last_stages("called accelerator.clip_grad_norm_()")
-        self.steps.refuse_caught_error()
+        self.serve_callbacks("called accelerator.clip_grad_norm_()")
         accelerator = self.job.trainer.accelerator
         scaler = accelerator.scaler
         scale = scaler.get_scale() if scaler is not None else 1.0
@@ -402,6 +402,14 @@ class PipelineRun(TrainerCallback):
         for part in self.parts.having("before_best"):
             part.before_best()
         refuse_best_model_that_some_lack(self.job)
+
+    def evaluate(self, stock: Callable[[], Any]) -> Any:
+        """Call the Trainer's method that evaluates in the loop. Collective over all processes.
+
+        The user's code in it (an overridden `evaluate`, `compute_metrics`) may call the model, as callbacks may.
+        """
+        with self.pipeline.running.serving_callbacks():
+            return stock()
 
     def nothing_left(self) -> None:
         """A resumed training has no step left. Not collective."""

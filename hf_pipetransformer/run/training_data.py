@@ -24,7 +24,7 @@ from .job import TrainingJob, whole_stream
 
 
 def training_loader(
-    job: TrainingJob, make_stock: Callable[[], DataLoader], keeps_nodes: bool
+    job: TrainingJob, make_stock: Callable[[], DataLoader], keeps_nodes: bool, is_alone: bool = False
 ) -> NumberedLoader | DataLoader:
     """Return the training loader. Each pipeline takes its slice of every batch. Collective over all processes.
 
@@ -35,6 +35,7 @@ def training_loader(
         job: the training job.
         make_stock: makes the stock Trainer's loader, with its columns, collator and (seedable) sampler.
         keeps_nodes: whether each node gets the same samples in every epoch, because it may cache their outputs.
+        is_alone: whether a process may ask alone, in a callback; then it is not collective.
 
     Raises:
         ValueError: the dataset is empty, or batches are grouped in a way of their own and there are several stages.
@@ -64,7 +65,7 @@ def training_loader(
         (getattr(batches, "batch_size", None) or job.trainer._train_batch_size) * args.world_size,
         seed=args.data_seed if args.data_seed is not None else args.seed,
         node_shares=node_shares(nodes) if keeps_nodes else (1,),
-        agree=partial(_order_of_first, job),
+        agree=(lambda order: order) if is_alone else partial(_order_of_first, job),
         # several processes would draw different numbers, and the order must not depend on the layout
         draws_as_stock=args.world_size == 1,
     )
@@ -97,6 +98,7 @@ def batches_of_loop(job: TrainingJob, dataloader: Any, made: NumberedLoader | No
         ValueError: as `given_batches`.
     """
     if isinstance(dataloader, NumberedLoader):
+        dataloader.is_of_loop = True
         return dataloader.dataset
     return made.dataset if made is not None else given_batches(job, dataloader)
 

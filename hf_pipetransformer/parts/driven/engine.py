@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from ...model.micro_batch import Batch
@@ -55,6 +55,17 @@ class StageServer:
     def serve_callbacks(self) -> None:
         if self._callback_calls is not None:
             self._callback_calls.serve_callbacks()
+
+    @contextmanager
+    def serving_callbacks(self) -> Iterator[None]:
+        assert self._callback_calls is None
+        self._callback_calls = CallbackCalls(self._served)
+        try:
+            yield
+            self.serve_callbacks()
+        finally:
+            self.close()
+            self._callback_calls = None
 
     def close(self) -> None:
         if self._callback_calls is not None:

@@ -41,7 +41,18 @@ from ...progress import PROGRESS
 from ..prefix_cache.cache.settings import ReadOutside
 from .left_behind import StateOnLast
 from .module_state import Changes
-from .orders import POSITIONAL, Ask, Backward, End, Forward, Own, StageCalls, autocast_state, refuse_objects
+from .orders import (
+    POSITIONAL,
+    Ask,
+    Backward,
+    End,
+    Forward,
+    Own,
+    StageCalls,
+    autocast_state,
+    refuse_objects,
+    refuse_routers,
+)
 from .surroundings import Surroundings
 
 T = TypeVar("T")
@@ -190,6 +201,7 @@ class ServedCalls(StageCalls):
     ) -> Any:
         inputs = {**{POSITIONAL.format(i): value for i, value in enumerate(args)}, **kwargs}
         refuse_objects(self.model, inputs)
+        refuse_routers(self.model, inputs)
         self._number += 1
         has_gradients = torch.is_grad_enabled()
         wanted = {i: v for i, v in enumerate(tensors_of(inputs)) if has_gradients and v.requires_grad}

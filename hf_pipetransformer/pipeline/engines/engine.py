@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Protocol, TypeVar
@@ -73,6 +74,9 @@ class CallServer(Protocol):
 
     def serve_callbacks(self) -> None:
         """Serve other processes' calls outside of the steps, until there are none. Collective over the pipeline."""
+
+    def serving_callbacks(self) -> AbstractContextManager[None]:
+        """Inside, calls outside of the steps are served as well, although not in all of the training."""
 
     def close(self) -> None:
         """Serve no more calls."""
