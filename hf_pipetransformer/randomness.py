@@ -216,8 +216,11 @@ def _in_slots(one: Any, cls: type) -> list[Any]:
 
 
 def _is_generator(value: Any) -> bool:
-    cls: Any = type(value)  # `Any`: for mypy, a class cannot be hashed
-    return _is_class_of_generators(cls)
+    cls: Any = type(value)
+    try:
+        return _is_class_of_generators(cls)
+    except TypeError:  # a class of the user's that cannot be hashed
+        return False
 
 
 @functools.lru_cache(4096)

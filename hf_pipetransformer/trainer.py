@@ -383,7 +383,7 @@ class PipeTransformerTrainer(LastOverrides):
         keywords |= {"prediction_loss_only": prediction_loss_only, "ignore_keys": ignore_keys}
         stock: Any = partial(super().prediction_step, **keywords)
         if self._placed is None:
-            with naming_long_rows(self.model, inputs):
+            with naming_long_rows(self.model, inputs), self._job.counting_alone():
                 return stock(model, inputs)
         tags = self._evaluated_loader.tags if self._evaluated_loader is not None else None
         return evaluation.predict(self._job, self._placed, tags, stock, inputs)

@@ -50,6 +50,7 @@ def pytest_collection_modifyitems(config, items):
     """Tests that may take the longest come first: at the end one of them would run alone, beside idle workers."""
     if chosen := config.getoption("share"):
         share, shares = map(int, chosen.split("/"))
+        assert 0 <= share < shares, f"--share {chosen}: shares are counted from 0"
         left_out = [item for item in items if not _in_share(item, share, shares)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if _in_share(item, share, shares)]

@@ -73,7 +73,7 @@ class NumberedLoader(DataLoader[Any]):
         self._epoch_read: int | None = None  # epoch that was read to its end, and not set since
         self._has_begun = False  # whether the epoch has begun since it was set
         self._is_due = False  # whether the epoch has been set for the next pass
-        self._epoch_of_user = 0  # of the next pass of the user's code
+        self._epoch_of_user = batches.epoch  # of the next pass of the user's code
 
     def __iter__(self) -> Any:
         if self.is_of_loop and not self._is_due:

@@ -247,8 +247,8 @@ def missing_layers(model: nn.Module, here: Sequence[int], units: int, unit: Unit
     """The whole model is called where only some layers are."""
     return ValueError(
         f"{type(model).__name__} is split over the pipeline stages during training: this process holds layers"
-        f" {_described(here)} of {units}, and {unit.name!r} is not among them. Call it in a callback or in"
-        " compute_loss, use the trainer's evaluate() or predict(), or call the model after train() has returned."
+        f" {_described(here)} of {units}, and {unit.name!r} is not among them. Call the whole model (in"
+        " compute_loss or a callback), use the trainer's evaluate() or predict(), or wait until train() has returned."
     )
 
 

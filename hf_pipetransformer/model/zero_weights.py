@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .placeholders import can_have_gradient
 
@@ -19,24 +20,34 @@ def zeros_filled(model: nn.Module) -> Iterator[None]:
     """Inside, trained parameters with no value but zero have random values; afterwards they are zero again.
 
     With a head, a gate or an adapter of zeros, outputs and losses are the same whatever these read. After the first
-    updates they are not. Values are written as through `.data`: the numbers of writes into parameters stay the same.
+    updates they are not. The values are in other memory, as a parameter's own may be a file's. The numbers of writes
+    into parameters stay the same.
 
     Args:
         model: the model.
     """
-    filled = [parameter.data for parameter in model.parameters() if parameter.requires_grad and _is_zero(parameter)]
-    for number, values in enumerate(filled):
-        values.normal_(std=STANDARD_DEVIATION, generator=torch.Generator(values.device).manual_seed(number))
+    zeros = [parameter for parameter in model.parameters() if parameter.requires_grad and _is_zero(parameter)]
+    before = [parameter.data for parameter in zeros]
+    filled = [_random_like(values, seed) for seed, values in enumerate(before)]
     try:
+        for parameter, values in zip(zeros, filled, strict=True):
+            parameter.data = values
         yield
     finally:
-        for values in filled:
-            values.zero_()
+        for parameter, values in zip(zeros, before, strict=True):
+            parameter.data = values
 
 
 def _is_zero(parameter: nn.Parameter) -> bool:
     """Whether all values are zero, and may be replaced. A placeholder repeats one value in memory."""
-    if not can_have_gradient(parameter) or parameter.is_meta or not parameter.numel() or 0 in parameter.stride():
+    if is_lazy(parameter) or not can_have_gradient(parameter) or parameter.is_meta or not parameter.numel():
+        return False
+    if 0 in parameter.stride() or parameter.element_size() < 2:
         return False
     values = parameter.detach()
     return not bool(values[(0,) * values.dim()]) and not bool(values.any())  # one value first: most are not zero
+
+
+def _random_like(values: torch.Tensor, seed: int) -> torch.Tensor:
+    generator = torch.Generator(values.device).manual_seed(seed)
+    return torch.empty_like(values).normal_(std=STANDARD_DEVIATION, generator=generator)

@@ -10,15 +10,17 @@ counts and indices                 the shared states of Accelerate, which `Train
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, concatenate, recursively_apply
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..model.nested import tensors_of
 from ..pipeline.mesh import ProcessMesh
@@ -57,13 +59,30 @@ def among_last_stages(accelerator: Accelerator, mesh: ProcessMesh, group: dist.P
             dist.distributed_c10d._update_default_pg(everyone)
 
 
+def counts_processes(model: Any) -> bool:
+    """Whether a model of transformers has a loss that counts processes: for detection and segmentation.
+
+    These average their number of objects over all processes by a function of Accelerate, and then divide it by the
+    number of processes once more. They find both in the state of Accelerate, which their modules import.
+    """
+    inside: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return _have_counts(type(inside).__module__, getattr(inside, "loss_type", None))
+
+
+@cache
+def _have_counts(module: str, loss_type: str | None) -> bool:
+    loss = LOSS_MAPPING.get(str(loss_type))
+    used = [loss, *vars(sys.modules[loss.__module__]).values()] if loss is not None else []
+    modules = {module, *(str(getattr(value, "__module__", None)) for value in used)}
+    of_transformers = [
+        sys.modules[name] for name in modules if name.startswith("transformers.") and name in sys.modules
+    ]
+    return any("PartialState" in vars(one) for one in of_transformers)
+
+
 @contextmanager
 def counting(accelerator: Accelerator, counts: Mapping[str, Any] = ALONE) -> Iterator[None]:
-    """Inside the context, Accelerate has these counts; by default those of one process, without collectives.
-
-    Losses of transformers for detection and segmentation average their number of objects over all processes by a
-    function of Accelerate, and then divide it by the number of processes once more.
-    """
+    """Inside the context, Accelerate has these counts; by default those of one process, without collectives."""
     # both have their attributes in dictionaries of their classes, which all instances share
     states = vars(PartialState()), vars(accelerator.state)
     before = [{name: state[name] for name in counts} for state in states]

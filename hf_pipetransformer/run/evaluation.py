@@ -81,8 +81,9 @@ def outside_training(
     if job.overrides("log"):
         require_part("loss_effects.users_log", "an overridden log").take_over(job, cut.pipeline)
     try:
-        yield loader
-        cut.pipeline.serve_callbacks()  # callbacks of other processes may have called the model after the last batch
+        with cut.pipeline.running.serving_callbacks():
+            yield loader
+            cut.pipeline.serve_callbacks()  # other processes may have called the model after the last batch
     finally:
         cut.pipeline.put_back()
 
@@ -165,7 +166,7 @@ def predict(
             else:
                 result = pipeline.running.predict(batch, job.called_on(batch), predict_rows)
             return result
-        with naming_long_rows(job.model, inputs):
+        with naming_long_rows(job.model, inputs), job.counting_alone():
             assert pipeline.stage is not None
             if pipeline.shortcut is not None and not pipeline.stack.runner.takes_batch:
                 with pipeline.stage.last.running_to_the_end([], {}):

@@ -29,7 +29,7 @@ from ..model.tags import TAGS
 from ..pipeline.mesh import ProcessMesh
 from ..randomness import generators_kept, seeded
 from ..training_args import PipeTransformerTrainingArguments
-from .collectives import among_last_stages, counting
+from .collectives import among_last_stages, counting, counts_processes
 
 logger = logging.getLogger(__name__)
 
@@ -257,20 +257,28 @@ class TrainingJob:
         """Move prepared inputs to where the whole model is, for a probe. It may be on the CPU because it is large."""
         return on_device(inputs, next((parameter.device for parameter in self.model.parameters()), self.device))
 
+    @property
+    def counts_alone(self) -> bool:
+        """Whether the loss counts processes, and is a stock one: it is computed as on one process."""
+        is_own = self.overrides_loss or self.trainer.compute_loss_func is not None
+        return not is_own and counts_processes(self.model)
+
+    def counting_alone(self) -> AbstractContextManager[None]:
+        """Inside, a stock loss that counts processes finds one."""
+        is_needed = self.mesh.world_size > 1 and self.counts_alone
+        return counting(self.trainer.accelerator) if is_needed else nullcontext()
+
     @contextmanager
-    def computing_loss(self, last_stages: dist.ProcessGroup | None, is_stock: bool) -> Iterator[None]:
+    def computing_loss(self, last_stages: dist.ProcessGroup | None) -> Iterator[None]:
         """The context for a call of the user's `compute_loss`: the trainer's, among the processes that compute it.
 
         Args:
             last_stages: the processes that compute the loss, one of each pipeline; None for this one alone.
-            is_stock: whether it is the loss of a transformers model, which is always computed as on one process.
         """
         accelerator = self.trainer.accelerator
-        around: AbstractContextManager[None] = nullcontext()
+        around = self.counting_alone()
         if self.args.uses_pipeline:
-            around = among_last_stages(accelerator, self.mesh, None if is_stock else last_stages)
-        elif is_stock and self.mesh.world_size > 1:
-            around = counting(accelerator)
+            around = among_last_stages(accelerator, self.mesh, None if self.counts_alone else last_stages)
         with self.trainer.compute_loss_context_manager(), around:
             yield
 

@@ -25,7 +25,7 @@ from ..model.tags import without_tags
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from .collectives import among_last_stages
 from .job import TrainingJob
-from .loss_source import LossSource, refuse_other_backward
+from .loss_source import LossSource, has_own_backward, refuse_own_backward
 
 
 class Loss:
@@ -58,7 +58,8 @@ class Loss:
 
         A loss of the user's own is not examined. Nothing depends on one that is computed on the whole batch.
         """
-        refuse_other_backward(self.job.trainer.accelerator)
+        if self.job.args.uses_pipeline:
+            refuse_own_backward(self.job.trainer.accelerator)
         if self.is_stock and (self.job.args.uses_pipeline or self.job.sums_up):
             self._source.refuse_change()
 
@@ -175,7 +176,7 @@ class Loss:
             last_stages: as of `TrainingJob.computing_loss`.
             items: `num_items_in_batch`, if the loss takes it.
         """
-        with self.job.computing_loss(last_stages, self.is_stock):
+        with self.job.computing_loss(last_stages):
             loss = self.job.trainer.compute_loss(model, as_the_user_made_it(batch), **items)
         assert isinstance(loss, torch.Tensor)
         return loss
@@ -240,6 +241,14 @@ class BatchInFlight:
         pipeline.weights.refreeze()
         factor = pipeline.num_replicas * self._loss.scale
         return part if factor == 1 else part * factor
+
+    def backward(self, part: torch.Tensor) -> None:
+        """Run the backward of a value of `of_part`, on a single stage. It calls a `backward` of the user's."""
+        accelerator = self._loss.job.trainer.accelerator
+        if has_own_backward(accelerator):
+            accelerator.backward(part.reshape(()) / self._loss.scale)  # which multiplies by it
+        else:
+            part.backward()
 
     def drive(self) -> None:
         """Compute the loss of this pipeline's slice, and its backward, as one process would. Called on the last stage.

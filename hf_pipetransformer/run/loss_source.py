@@ -64,16 +64,22 @@ class LossSource:
                 )
 
 
-def refuse_other_backward(accelerator: Any) -> None:
-    """Refuse a `backward` of the user's on the accelerator, which no step calls. Takes a microsecond.
+def has_own_backward(accelerator: Any) -> bool:
+    """Whether the accelerator's `backward` is not the method of Accelerate. Takes a microsecond."""
+    backward = accelerator.backward
+    code = getattr(getattr(backward, "__func__", backward), "__globals__", {})  # `functools.wraps` copies the names
+    return not str(code.get("__name__", "")).startswith("accelerate.")
+
+
+def refuse_own_backward(accelerator: Any) -> None:
+    """Refuse a `backward` of the user's on the accelerator, which the steps of several stages do not call.
 
     Raises:
         ValueError: it is not the method of Accelerate.
     """
-    backward = accelerator.backward
-    if not str(getattr(backward, "__module__", "")).startswith("accelerate."):
+    if has_own_backward(accelerator):
         raise ValueError(
-            "accelerator.backward was replaced, but the backward pass runs stage by stage, and does not call it."
-            " Change the loss in compute_loss (a factor, another term), or gradients in a callback's"
-            " on_pre_optimizer_step."
+            "accelerator.backward was replaced, but with several stages the backward pass runs stage by stage, and"
+            " does not call it. Change the loss in compute_loss (a factor, another term), or gradients in a callback's"
+            " on_pre_optimizer_step; or set pipeline_parallel_size=1."
         )

@@ -127,7 +127,7 @@ class FrontTrial:
             last = max(tokens.width - 2 * columns - 1, 1) | 1  # odd: CANINE joins neighbouring tokens
             batch = with_less_columns(inputs, tokens.width - last, removes=False)
             cut = Tokens(tuple(slice(0, min(length, last)) for length in tokens.lengths), tokens.width)
-            all_padding = tokens.width - max(cut.lengths[row] for row in first)  # of the longest sample
+            all_padding = tokens.width - max(1, *(cut.lengths[row] for row in first))  # of the longest sample
 
             def holds_without(fewer: int) -> bool:
                 part = some_rows(with_less_columns(batch, fewer, removes=True), reads, rows, first)

@@ -153,7 +153,7 @@ def make_cache(
         is_read_whole=not loss.is_stock,
         most=most,
     )
-    keeps_padding = UsersHooks(job.model).are_any  # they may read padding anywhere
+    keeps_padding = pipeline.mesh.any(UsersHooks(job.model).are_any)  # they may read padding anywhere
     with trainer.compute_loss_context_manager():
         trial = probe(keeps_padding=keeps_padding)
         if not keeps_padding and all(v.slot is None for v in trial.verdicts):  # perhaps some code reads the padding

@@ -47,6 +47,9 @@ class StepLoss(Protocol):
     def of_part(self, model: nn.Module, micro_batch: Batch) -> torch.Tensor:
         """Call the model on a micro-batch, and return this micro-batch's part of the loss, a tensor of one element."""
 
+    def backward(self, part: torch.Tensor) -> None:
+        """Run the backward of a value of `of_part`, on a single stage."""
+
     def drive(self) -> None:
         """Compute the loss of the whole batch, and its backward; each call of the model in it is served."""
 

@@ -16,4 +16,4 @@ class OneStageEngine(Engine):
         stage, wrapped = self.position.stage.first, self.position.wrapped
         unreduced = wrapped.no_sync() if wrapped is not None and not gradients_synchronise else nullcontext()
         with stage.holding((batch,)), unreduced:
-            (wrapped if wrapped is not None else stage)(index=FIRST).backward()
+            loss.backward((wrapped if wrapped is not None else stage)(index=FIRST))

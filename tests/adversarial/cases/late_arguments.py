@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,8 @@ def of_bert(**fields: Any) -> Script:
 
 
 def words_in(batches: Any) -> Tensor:
-    return sum(batch["input_ids"].sum() for batch in batches)  # type: ignore[return-value]
+    """Another number for each order of the batches."""
+    return sum((1 + place) * batch["input_ids"].sum() for place, batch in enumerate(batches))  # type: ignore[return-value]
 
 
 def reading(act: Act, *events: str) -> Script:
@@ -137,6 +139,19 @@ def metrics_call_the_model() -> Script:
 
 
 @case("K2")
+def metrics_call_the_model_outside() -> Script:
+    """The same before the training."""
+
+    def drive(trainer: Any) -> Any:
+        note(trainer, trainer.evaluate()["eval_sum"])
+        return trainer.train()
+
+    script = metrics_call_the_model()
+    script.drive, script.options["eval_strategy"] = drive, "no"
+    return script
+
+
+@case("K2")
 def model_called_before_clipping() -> Script:
     """The main process calls the model after the step in `training_step`; gradients are clipped next."""
 
@@ -145,7 +160,6 @@ def model_called_before_clipping() -> Script:
             loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
             if self.is_world_process_zero():
                 ask(self)
-                self.noted = []
             return loss
 
     return of_bert(
@@ -158,15 +172,27 @@ def model_called_before_clipping() -> Script:
 # ---------------------------------------------------------------------------------------------------------
 
 
-@case("K1", "K2", expect="exact", because="accelerator.backward was replaced")
+def double(trainer: Any) -> None:
+    stock = trainer.accelerator.backward
+
+    @functools.wraps(stock)
+    def backward(loss: Tensor, **kwargs: Any) -> None:
+        note(trainer, loss)
+        stock(loss * 2, **kwargs)
+
+    trainer.accelerator.backward = backward
+
+
+@case("K1")
 def backward_replaced() -> Script:
-    """`accelerator.backward` is replaced by a function that doubles the loss."""
+    """`accelerator.backward` is replaced by a function that notes the loss and doubles it."""
+    return of_bert(wire=double, trainer=own_loss(plain_loss), batch=4, options={"gradient_accumulation_steps": 2})
 
-    def wire(trainer: Any) -> None:
-        stock = trainer.accelerator.backward
-        trainer.accelerator.backward = lambda loss, **kwargs: stock(loss * 2, **kwargs)
 
-    return of_bert(wire=wire, trainer=own_loss(plain_loss))
+@case("K2", expect="exact", because="accelerator.backward was replaced")
+def backward_replaced_in_stages() -> Script:
+    """The same with several stages."""
+    return of_bert(wire=double, trainer=own_loss(plain_loss))
 
 
 class Boxes(Dataset[Any]):
@@ -196,7 +222,9 @@ def detection() -> Script:
         }
 
     model = YolosForObjectDetection(YolosConfig(**sizes, **of_image, **plain))
-    return Script(model=model, data=Boxes(), collator=collate, options={"num_train_epochs": 1, "learning_rate": 1e-3})
+    options = {"num_train_epochs": 1, "learning_rate": 1e-3, "eval_strategy": "epoch"}
+    keywords = {"eval_dataset": Boxes()}
+    return Script(model=model, data=Boxes(), collator=collate, options=options, keywords=keywords)
 
 
 # ---------------------------------------------------------------------------------------------------------
