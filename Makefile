@@ -53,7 +53,7 @@ demo: $(if $(wildcard $(STAMP)),,$(DEMO_STAMP)) ## Train a small BERT on the CPU
 test: $(STAMP) ## Test the features and most promises once (no network, no GPU; about six minutes on two cores)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations 20
 
-test-change: $(STAMP) ## `make test` and a third of the slow tests, which the commit chooses (20 to 30 minutes on two cores)
+test-change: $(STAMP) ## `make test` and a third of the slow tests, which the commit chooses (25 to 30 minutes on two cores)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not faults' --share $(SHARE)/3 --durations 20
 
 test-all: $(STAMP) ## Run all tests but the injected faults (40 to 60 minutes on two cores)
