@@ -275,10 +275,12 @@ class TrainingJob:
         Args:
             last_stages: the processes that compute the loss, one of each pipeline; None for this one alone.
         """
-        accelerator = self.trainer.accelerator
-        around = self.counting_alone()
+        around: AbstractContextManager[None]
         if self.args.uses_pipeline:
-            around = among_last_stages(accelerator, self.mesh, None if self.counts_alone else last_stages)
+            group = None if self.counts_alone else last_stages
+            around = among_last_stages(self.trainer.accelerator, self.mesh, group)
+        else:
+            around = self.counting_alone()
         with self.trainer.compute_loss_context_manager(), around:
             yield
 

@@ -301,8 +301,8 @@ class FrozenFront:
         """
         self._call = call = FrontCall(ends=True)
         try:
-            kept = left_as_found(self._model), global_state_kept(), generators_kept(self._model)
-            with torch.no_grad(), users_hooks_at_rest(self._model), kept[0], kept[1], kept[2]:
+            state, generators = global_state_kept(), generators_kept(self._model)
+            with torch.no_grad(), users_hooks_at_rest(self._model), left_as_found(self._model), state, generators:
                 forward(batch)
         except AllRanError:
             pass

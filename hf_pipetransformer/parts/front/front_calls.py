@@ -187,8 +187,13 @@ class FrontCalls:
             return
 
         def loss_of() -> torch.Tensor:
-            kept = left_as_found(self._job.trainer, self._model), zeros_filled(self._model)
-            with torch.no_grad(), kept[0], kept[1], users_hooks_at_rest(self._model), seeded(self._job.args.seed):
+            with (
+                torch.no_grad(),
+                left_as_found(self._job.trainer, self._model),
+                zeros_filled(self._model),
+                users_hooks_at_rest(self._model),
+                seeded(self._job.args.seed),
+            ):
                 return self._loss.of_batch(in_new_tensors(batch))
 
         self._is_trying = True

@@ -466,8 +466,13 @@ def _evaluating(stack: LayerStack) -> Iterator[None]:
     was_installed, units = runner.installed, runner.units
     runner.install()
     try:
-        kept = global_state_kept(), zeros_filled(model)
-        with evaluation_mode(model), runner.training_before_units(), torch.no_grad(), kept[0], kept[1]:
+        with (
+            evaluation_mode(model),
+            runner.training_before_units(),
+            torch.no_grad(),
+            global_state_kept(),
+            zeros_filled(model),
+        ):
             yield
     finally:
         runner.units = units
