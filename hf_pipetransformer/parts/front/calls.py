@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
+from ...model.called_inputs import version_of
 from ...model.elsewhere import Unreadable, hidden_like
 from ..prefix_cache.cache.batch_entries import BatchEntries
 from ..prefix_cache.cache.guards import unnoticed
@@ -19,6 +21,8 @@ from .finding import REENTRANT, Others, RecordedCall, arguments_of, first_positi
 from .rows import ArgumentDigests
 
 REMEDY = "Set activation_cache='off'"
+LARGEST_COPY = 2**18
+"""Maximum size of an argument that is copied, in bytes. Masks and positions are smaller."""
 
 
 class OtherCallsError(Exception):
@@ -246,13 +250,67 @@ class FrontCall:
     made: ArgumentDigests | None = None  # digests computed in this call
     seconds: float = 0.0  # duration of the modules that ran
     versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when the module returned
+    made_by: dict[int, int] = field(default_factory=dict)  # id of a tensor that a module returned -> count of writes
+    copies: dict[tuple[int, int], torch.Tensor] = field(
+        default_factory=dict
+    )  # of arguments, by id and count of writes
     ends: bool = False  # when all modules have run
     thread: int = field(default_factory=threading.get_ident)
+
+    def note(self, name: str, recorded: RecordedCall) -> None:
+        """Record a module's call when it returns."""
+        self.ran[name] = recorded
+        self.made_by |= {id(leaf): version_of(leaf) for leaf in recorded[2]}
 
     @property
     def is_here(self) -> bool:
         """Whether the call runs on this thread."""
         return not torch.compiler.is_compiling() and self.thread == threading.get_ident()
+
+
+class LateOutput:
+    """Computes the output of a module when something of it is read that is not kept.
+
+    Args:
+        forward: the module's own forward.
+        args: its positional arguments.
+        kwargs: its named arguments.
+        device: type of its device.
+        call: the call of the model. Small arguments that it has computed are copied, as it may write into them.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str, call: FrontCall
+    ) -> None:
+        assert call.batch is not None
+        self._forward, self._device, self._copies = forward, device, call.copies
+        self._given, self._structure = tree_flatten((args, kwargs))
+        self._versions = list(map(version_of, self._given))
+        self._autocast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        self._leaves: list[Any] = []
+        covered = call.batch.covered
+        for leaf, version in zip(self._given, self._versions, strict=True):
+            is_own = isinstance(leaf, torch.Tensor) and id(leaf) not in call.made_by and id(leaf) not in covered
+            if is_own and (id(leaf), version) not in call.copies and leaf.nbytes <= LARGEST_COPY:
+                call.copies[id(leaf), version] = leaf.detach().clone()
+
+    @contextmanager
+    def as_called(self) -> Iterator[None]:
+        """Inside, the module runs as where it was called."""
+        dtype, is_cast = self._autocast
+        with torch.autocast(self._device, dtype, is_cast), torch.no_grad(), unnoticed():
+            yield
+
+    def leaf(self, position: int) -> Any:
+        """A leaf of the output; None if an argument has been written to. Inside of `as_called`."""
+        if not self._leaves:
+            pairs = zip(self._given, self._versions, strict=True)
+            given = [one if version_of(one) == v else self._copies.get((id(one), v)) for one, v in pairs]
+            if any(one is not None and new is None for one, new in zip(self._given, given, strict=True)):
+                return None
+            args, kwargs = tree_unflatten(given, self._structure)
+            self._leaves = tree_flatten(self._forward(*args, **kwargs))[0]
+        return self._leaves[position]
 
 
 def of_missing(

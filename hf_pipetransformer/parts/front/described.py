@@ -14,6 +14,7 @@ from ..prefix_cache.cache.origins import tensors_in
 from .calls import KnownBatch
 from .divided import Rows, rows_of
 from .finding import states_of, with_adapters
+from .reasons import NO_ROWS, OTHER_STATE, OTHER_VALUES
 from .rows import PaddingValues, entries_of, is_wide, leaves_of, tokens_of
 from .trial import FrontTrial
 
@@ -35,7 +36,9 @@ class InputDescriber:
         """The padding values of the inputs."""
         self._reads, self._device, self._trial = frozenset(reads), device, trial
         self._with_adapters = with_adapters(model)
-        self._around: str | None = None  # arguments that are no tensors, input names, autocast, adapters
+        # arguments that are no tensors and input names; autocast and adapters
+        self._around: tuple[dict[str, str], str] | None = None
+        self._why_not, self._has_told = "", False
         self._inside: str | None = None  # autocast and adapters where the front's first module is called
 
     @property
@@ -66,19 +69,34 @@ class InputDescriber:
         samples = batch_rows(inputs)
         return Rows(samples) if samples and rows.count % samples == 0 and not rows.patches else None
 
+    def _refuse(self, inputs: Batch, why: str) -> None:
+        """Record why a call is not described. Without all inputs of the front (images, say), it is not computed."""
+        if all(tensors_in(inputs.get(name)) for name in self._reads):
+            self._why_not = why
+
+    def take_why_not(self) -> str:
+        """Why a call could not be described, once; empty if all could, or it was asked before."""
+        why, self._has_told = "" if self._has_told else self._why_not, self._has_told or bool(self._why_not)
+        return why
+
     def described(self, inputs: Batch) -> KnownBatch | None:
         """Describe the inputs of a call; None if the call can neither be stored nor read."""
         values = {name: value for name, value in inputs.items() if not tensors_in(value) and name != ITEMS}
         plain = {name: value for name, value in values.items() if name not in NOT_OF_STATES}
         names = sorted(inputs.keys() - NOT_OF_STATES)
         state = self._state
-        around = f"{values} {names} {state}"
-        self._around = self._around or around
-        if around != self._around:
+        named = {**values, **{name: "" for name in names if name not in values}}
+        around = {name: repr(value) for name, value in named.items()}
+        self._around = self._around or (around, state)
+        if (around, state) != self._around:
+            first = self._around[0]
+            others = [name for name in sorted({*around, *first}) if around.get(name) != first.get(name)]
+            self._refuse(inputs, OTHER_VALUES.format(", ".join(others)) if others else OTHER_STATE)
             return None
         tokens = tokens_of(inputs) if self._trial.cuts_padding else None  # else padding is stored
         rows = self.rows(inputs)
         if rows is None or (rows.count > 1 and self._trial.is_of_one):
+            self._refuse(inputs, NO_ROWS)
             return None
         tokens = tokens or Tokens((WHOLE,) * rows.count, 0)
         if rows.count != len(tokens.spans):

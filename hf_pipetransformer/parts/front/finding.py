@@ -293,14 +293,17 @@ def find_front(
         if called.name in origins.leaking:
             called.why_not = called.why_not or LEAKS
     found = _chosen(calls, origins, inputs, seconds)
-    closed = frozenset(name for name in found.closed if not foreign[name])
+    uncalled = frozenset(modules) - {of.name for of in calls}
+    # of CLIP, say, by its `get_image_features`: the model calls its parts
+    by_parts = {name for name in uncalled if any(map(origins.is_read, modules[name].parameters()))}
+    by_parts = by_parts if reading is None else set()
+    closed = frozenset(name for name in (*found.closed, *by_parts) if not foreign[name])
     front = {call.name: call for call in calls if call.name in found.needed}
     alone = None
     if front and all(call.is_set for call in front.values()) and (rows := rows_of(found.reads, inputs)) is not None:
         as_called = {name: call.as_called for name, call in front.items()}
         outputs = {name: call.outputs for name, call in front.items()}
         alone = FrontAlone(as_called, outputs, origins, rows, device)
-    uncalled = frozenset(modules) - {of.name for of in calls}
     return output, replace(found, closed=closed, uncalled=uncalled, alone=alone)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ...model.called_inputs import version_of
 from ...model.left_as_found import left_as_found
 from ...model.method_override import MethodOverride, original_method
 from ...model.micro_batch import Batch
@@ -36,6 +37,7 @@ from .calls import (
     FrontCall,
     Known,
     KnownBatch,
+    LateOutput,
     NewCallError,
     OtherCallsError,
     ReturnedLeaf,
@@ -58,6 +60,7 @@ from .rows import (
     DIGEST_BYTES,
     EITHER,
     ArgumentDigests,
+    Divided,
     are_equal,
     differ,
     masks_in,
@@ -119,7 +122,8 @@ class FrozenFront:
         self.trial = FrontTrial(found, self._tried, UsersHooks(model))
         """Results of the front's trials."""
         self._known: dict[Any, dict[str, Known]] = {}
-        self._inputs = InputDescriber(model, found.reads, device, self.trial)
+        self.inputs = InputDescriber(model, found.reads, device, self.trial)
+        """Describes the inputs of calls."""
         self._widest, self._tries_to_widen = 0, TRIES_TO_WIDEN  # columns of the widest batch; attempts left
         self._implies_causal = False  # without a mask, the modules compute the same as with a causal mask
         self._call: FrontCall | None = None
@@ -167,7 +171,7 @@ class FrozenFront:
         Raises:
             OtherCallsError: more of an output is read than before; the call must be repeated without stored outputs.
         """
-        batch = self._inputs.described(inputs)
+        batch = self.inputs.described(inputs)
         if batch is None:
             return forward()
         if self.trial.is_noisy:
@@ -251,7 +255,7 @@ class FrozenFront:
             of_call: duration of the model's call.
             writes: whether to store the outputs.
         """
-        batch = self._inputs.described(inputs)
+        batch = self.inputs.described(inputs)
         if batch is None or ran.keys() != self.found.needed.keys():
             return
         self.seconds_per_row, self.share = seconds / batch.rows.count, seconds / of_call
@@ -279,11 +283,11 @@ class FrozenFront:
         missing = list(range(batch.rows.count)) if found is None else found.missing
         columns = min(self._widest, WIDER * batch.entries.width) - batch.entries.width
         may_be = self.trial.keeps_padding and batch.signature in self._known and self._tries_to_widen > 0
-        if not may_be or not missing or columns <= 0 or not self._inputs.knows_padding(inputs, batch.entries):
+        if not may_be or not missing or columns <= 0 or not self.inputs.knows_padding(inputs, batch.entries):
             return None
         some = in_new_tensors(some_rows(inputs, inputs, batch.rows, missing))
-        wide = with_more_columns(some, columns, self._inputs.padding.known)
-        described = self._inputs.described(wide)
+        wide = with_more_columns(some, columns, self.inputs.padding.known)
+        described = self.inputs.described(wide)
         ran = {} if described is None else self._tried(run_on, wide)
         if described is None or ran.keys() != self.found.needed.keys():
             self._tries_to_widen -= 1
@@ -389,9 +393,9 @@ class FrozenFront:
 
     def _digests_of(self, batch: KnownBatch, ran: Mapping[str, RecordedCall]) -> dict[str, torch.Tensor]:
         """Digests of the modules' arguments, without the outputs of other modules of the front."""
-        of_front = {id(leaf) for *_, leaves, _ in ran.values() for leaf in leaves}
-        made, rows = ArgumentDigests(batch.rows, batch.entries, batch.covered), self.trial.has_rows
-        return {n: made.of(ran[n][0], ran[n][1].plain, of_front, rows.get(n, ())) for n in self.found.needed}
+        of_front = {id(leaf): version_of(leaf) for *_, leaves, _ in ran.values() for leaf in leaves}
+        made, known = ArgumentDigests(batch.rows, batch.entries, batch.covered), self.trial.arguments
+        return {n: made.of(ran[n][0], ran[n][1].plain, of_front, known.get(n, Divided())) for n in self.found.needed}
 
     def _write(self, call: FrontCall) -> None:
         """Store the modules' outputs in a call. If stored samples were read in it, store only the missing ones."""
@@ -413,7 +417,7 @@ class FrozenFront:
             return forward(*args, **kwargs)
         call.is_apart |= not runs_plainly()
         if not call.ran and not call.is_apart:
-            call.is_apart = not self._inputs.is_called_as_before()
+            call.is_apart = not self.inputs.is_called_as_before()
             if not call.ends and not self.trial.is_noisy and (why := self._what_changed(values=False)) is not None:
                 call.is_apart, self.trouble = True, why
                 module = self._model.get_submodule(name)
@@ -443,7 +447,7 @@ class FrozenFront:
         given, others = arguments_of(args, kwargs)
         if self.trial.is_noisy and call.batch is not None and call.batch.entries.width:
             return tree_unflatten(self.trial.with_noise(name, leaves, call.batch.entries), structure)
-        call.ran[name] = given, others, leaves, structure
+        call.note(name, (given, others, leaves, structure))
         call.versions[name] = versions_of([*given, *leaves])
         if call.ends and call.ran.keys() == self.found.needed.keys():
             raise AllRanError
@@ -457,26 +461,22 @@ class FrozenFront:
         known, batch = call.known[name], call.batch
         given, others = arguments_of(args, kwargs)
         known.refuse_gradients(name, given)
-        of_front = {id(leaf) for *_, earlier, _ in call.ran.values() for leaf in earlier}
         call.made = call.made or ArgumentDigests(batch.rows, batch.entries, batch.covered)
-        has_rows = self.trial.has_rows.get(name, ())
-        digests = call.made.of(given, others.plain, of_front, has_rows)
+        divided = self.trial.arguments.get(name, Divided())
+        digests = call.made.of(given, others.plain, call.made_by, divided)
         digests[call.missing] = call.digests[name][call.missing]
         if others not in known.others or not are_equal(digests, call.digests[name], self._implies_causal):
             raise NewCallError
-        computed = of_missing(forward, args, kwargs, call, known, has_rows) if call.missing else []
-        versions, of_whole, device = versions_of(given), list[Any](), self._device.type
-        dtype, is_cast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        computed = of_missing(forward, args, kwargs, call, known, divided.rows) if call.missing else []
+        late = LateOutput(forward, args, kwargs, self._device.type, call)
 
         def whole(position: int) -> torch.Tensor | None:
             """A leaf that is not kept, and is read now; None if the module may now return something else."""
-            with torch.autocast(device, dtype, is_cast), torch.no_grad(), unnoticed():
-                is_same = versions_of(given) == versions and self._inputs.is_called_as_before()
-                if not is_same or self._what_changed() is not None:
+            with late.as_called():
+                if not self.inputs.is_called_as_before() or self._what_changed() is not None:
                     return None
-                self.trouble = MORE
-                of_whole.extend(() if of_whole else tree_flatten(forward(*args, **kwargs))[0])
-            value = of_whole[position]
+                value = late.leaf(position)
+            self.trouble = MORE if value is not None else self.trouble
             return known.leaves[position].connected(value) if isinstance(value, torch.Tensor) else None
 
         leaves: list[Any] = []
@@ -495,5 +495,5 @@ class FrozenFront:
             if computed and isinstance(leaf, ReturnedLeaf):
                 call.computed[id(value)] = computed[position]
             leaves.append(value)
-        call.ran[name] = given, others, leaves, known.structure
+        call.note(name, (given, others, leaves, known.structure))
         return tree_unflatten(leaves, known.structure)

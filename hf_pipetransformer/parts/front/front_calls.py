@@ -40,6 +40,7 @@ from .finding import (
     waits_for_others,
 )
 from .front import MORE, FrozenFront, OtherCallsError
+from .reasons import NOTHING_FOUND, OTHER_ARGUMENTS, OTHER_INPUTS
 from .repeating import is_of_libraries, is_restorable
 from .rows import may_have_padding
 from .trial import NOT_TRIED, OF_OTHER_SAMPLES
@@ -56,14 +57,8 @@ MOST_OF_IT = 0.25
 """Minimum share of the forward pass of a stored part for which the log reports the whole frozen module as stored."""
 MOST_OPENED = 3
 """Maximum number of searches inside modules that cannot be stored as a whole."""
-NOTHING_FOUND = "its inputs do not come from the batch alone, or its output is not read"
-"""Why a frozen module is computed in every epoch if no other reason was found."""
 ENTRIES_VERSION = 10
 """Version of the contents of an entry in the store."""
-OTHER_INPUTS = "none of the samples was found: their inputs change from epoch to epoch, or their padding"
-"""Why a front is closed if no stored sample was found where one could have been."""
-OTHER_ARGUMENTS = "in each call its modules get other arguments than those its output was stored for"
-"""Why a front is closed if the samples are stored, but no call matches the stored one."""
 MOST_UNREAD = 0.1
 """Share of the store's space that may be filled before the first sample is found."""
 MOST_SEARCHES = 5
@@ -153,6 +148,11 @@ class FrontCalls:
             counts, self._front.counts = self._front.counts, CacheCounts()
             self._counts, self._of_front = self._counts + counts, self._of_front + counts
             self._skipped += self._share * counts.layers_skipped
+        if self._front is not None and (why := self._front.inputs.take_why_not()):
+            names = self._front.found.described
+            self._say(f"{names} is frozen, but computed in some or all calls: {why}.")
+            if not self._is_decided:
+                self.why_not_read[names] = why
 
     def pause(self) -> None:
         """Restore the own forward of the front's modules until `resume`."""
@@ -295,7 +295,7 @@ class FrontCalls:
         if found.closed and self._num_opened < MOST_OPENED:
             self._num_opened += 1
             self._opened |= found.closed
-            self._why_not |= {name: found.why_not[name] for name in found.closed}
+            self._why_not |= {name: why for name, why in found.why_not.items() if name in found.closed}
             self._flags = None  # search inside these modules in the next call
             return output
         if self._is_training:

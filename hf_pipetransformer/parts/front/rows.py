@@ -8,7 +8,7 @@ keys, digests                 some bytes for each row, from its own values only
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -147,6 +147,16 @@ def _digests_of_parts(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(rows.count, -1)
 
 
+class Divided(NamedTuple):
+    """How a module's arguments are divided among the rows and their tokens, for each tensor; empty if unknown.
+
+    `rows` tells whether it has entries for each row, and `wide` has its dimensions with the columns of the batch.
+    """
+
+    rows: tuple[bool, ...] = ()
+    wide: tuple[tuple[int, ...], ...] = ()
+
+
 class ArgumentDigests:
     """For each row, digests of the modules' arguments in one call of the model.
 
@@ -159,10 +169,10 @@ class ArgumentDigests:
     def __init__(self, rows: Rows, tokens: Tokens, inputs: Mapping[int, tuple[int, int]]) -> None:
         self._rows, self._tokens, self._inputs = rows, tokens, inputs
         # cached by tensor, because all layers get the same mask
-        self._known: dict[tuple[int, bool], tuple[torch.Tensor, list[bytes]]] = {}
+        self._known: dict[tuple[Any, ...], tuple[torch.Tensor, list[bytes]]] = {}
 
     def of(
-        self, given: Sequence[torch.Tensor], plain: str, of_front: Collection[int], has_rows: Sequence[bool]
+        self, given: Sequence[torch.Tensor], plain: str, of_front: Mapping[int, int], divided: Divided
     ) -> torch.Tensor:
         """Digests of a module's arguments, without outputs of the front itself.
 
@@ -171,18 +181,20 @@ class ArgumentDigests:
         Args:
             given: the tensors among the arguments.
             plain: the other arguments, in words, without those that are None.
-            of_front: ids of the tensors that are left out.
-            has_rows: for each tensor, whether it has entries for each row; empty if unknown.
+            of_front: id of each tensor that is left out -> its count of writes. If it was written to, it counts.
+            divided: how the tensors are divided.
 
         Returns:
             `[rows, DIGEST_BYTES]`, uint8, on the CPU.
         """
+        has_rows: Sequence[bool] = divided.rows
         if len(has_rows) != len(given):
             has_rows = [tensor.dim() > 0 and len(tensor) == self._rows.count for tensor in given]
+        wide = divided.wide if len(divided.wide) == len(given) else [None] * len(given)
         found, masks = list[list[bytes]](), list[list[bytes]]()
-        for tensor, has in zip(given, has_rows, strict=True):
-            if id(tensor) not in of_front and tensor.numel():
-                (masks if tensor.dtype is torch.bool else found).append(self._of_one(tensor, has))
+        for tensor, has, dims in zip(given, has_rows, wide, strict=True):
+            if of_front.get(id(tensor)) != version_of(tensor) and tensor.numel():
+                (masks if tensor.dtype is torch.bool else found).append(self._of_one(tensor, has, dims))
         content = bytearray()
         for row in range(self._rows.count):
             content += xxhash.xxh3_128(plain.encode() + b"".join(digests[row] for digests in found)).digest()
@@ -191,15 +203,16 @@ class ArgumentDigests:
             content += of_masks[0] if is_one else xxhash.xxh3_128(b"".join(of_masks)).digest()
         return torch.frombuffer(content, dtype=torch.uint8).view(self._rows.count, DIGEST_BYTES)
 
-    def _of_one(self, tensor: torch.Tensor, has_rows: bool) -> list[bytes]:
+    def _of_one(self, tensor: torch.Tensor, has_rows: bool, dims: Collection[int] | None) -> list[bytes]:
         number, version = self._inputs.get(id(tensor), (-1, -1))
         if number >= 0 and version == version_of(tensor):  # its number is enough, because the key has its values
             return [b"input %d" % number] * self._rows.count
-        key = id(tensor), has_rows
+        key = id(tensor), version_of(tensor), has_rows, dims  # it may be written to before the next module gets it
         if key not in self._known:
             values, width = tensor.detach().cpu(), self._tokens.width
             rows, has_rows = self._rows.count, has_rows and self._rows.divides(values)
             wide = [dim for dim, size in enumerate(values.shape) if size == width and (dim or not has_rows)]
+            wide = [dim for dim in wide if dims is None or dim in dims]  # there may be as many features as tokens
             shape = [size for dim, size in enumerate(values.shape) if dim not in wide and (dim or not has_rows)]
             parts = self._rows.split(values) if has_rows else [values] * (rows if wide else 1)
             digests = []

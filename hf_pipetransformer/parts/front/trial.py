@@ -16,7 +16,7 @@ from ..prefix_cache.cache.known_code import UsersHooks
 from .alone import OTHERS
 from .divided import Rows, rows_of
 from .finding import FoundFront, RecordedCall
-from .rows import is_wide, leaves_of, tokens_of, with_less_columns
+from .rows import Divided, is_wide, leaves_of, tokens_of, with_less_columns
 
 MOST_TRIES = 3
 """Maximum number of batches for the trial whether a loss reads padding."""
@@ -74,8 +74,8 @@ class FrontTrial:
         """Whether the front was tried on a single row, which shows no dependence between rows."""
         self.is_by_sample = False
         """Whether all rows of a sample have one entry, as they depend on each other: frames of a clip, for example."""
-        self.has_rows: dict[str, tuple[bool, ...]] = {}
-        """For each module, which of the tensors among its arguments have entries for each row."""
+        self.arguments: dict[str, Divided] = {}
+        """For each module, how its arguments are divided."""
         self.wide: dict[tuple[str, int], tuple[int, ...]] = {}
         """Dimensions of outputs with the width of the batch."""
         self._found, self._num_tries = found, 0
@@ -188,7 +188,7 @@ class FrontTrial:
                 if relative_difference([part], [expected]) > rounding_of(expected):
                     return False  # also for outputs with another wide dimension
         self.wide, self._padding_holds = wide, padding_holds
-        self._note_rows(ran, half, rows, chosen)
+        self._note_arguments(ran, half, rows, chosen, columns)
         return True
 
     def _keep_padding(self) -> None:
@@ -225,16 +225,32 @@ class FrontTrial:
         self.has_made_noise |= entries.has_padding
         return [noisy(leaf, entries.lengths) if self.wide.get((name, k)) else leaf for k, leaf in enumerate(leaves)]
 
-    def _note_rows(
-        self, whole: Mapping[str, RecordedCall], half: Mapping[str, RecordedCall], rows: Rows, chosen: Sequence[int]
+    def _note_arguments(
+        self,
+        whole: Mapping[str, RecordedCall],
+        half: Mapping[str, RecordedCall],
+        rows: Rows,
+        chosen: Sequence[int],
+        columns: int,
     ) -> None:
-        """Record which arguments of a module have entries for each row: they are smaller for a part of the rows."""
-        for name in whole.keys() & half.keys() if len(chosen) < rows.count else ():
-            pairs = zip(whole[name][0], half[name][0], strict=False)
-            self.has_rows[name] = tuple(
-                rows.divides(one) and one.dim() == other.dim() and len(rows.some(one, chosen)) == len(other)
-                for one, other in pairs
-            )
+        """Record how arguments are divided: they are smaller for a part of the rows, and with fewer columns."""
+        for name in whole.keys() & half.keys():
+            pairs = [*zip(whole[name][0], half[name][0], strict=False)]
+            known = self.arguments.get(name, Divided())
+            if len(chosen) < rows.count:
+                of_rows = tuple(
+                    rows.divides(one) and one.dim() == other.dim() and len(rows.some(one, chosen)) == len(other)
+                    for one, other in pairs
+                )
+                known = known._replace(rows=of_rows)
+            if columns:
+                shapes = [(one.shape, other.shape) for one, other in pairs]
+                wide = (
+                    tuple(k for k, of in enumerate(zip(*two, strict=False)) if of[0] - of[1] == columns)
+                    for two in shapes
+                )
+                known = known._replace(wide=tuple(wide))
+            self.arguments[name] = known
 
 
 def some_rows(inputs: Batch, names: Collection[str], rows: Rows, chosen: list[int]) -> Batch:

@@ -11,12 +11,14 @@ hook. The outputs do, if they change for these samples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import xxhash
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...model.left_as_found import left_as_found
 from ...model.micro_batch import Batch
@@ -57,6 +59,7 @@ class FrozenFunction:
         self._outputs: list[torch.Tensor] = []  # some values of each output, from opening
         self._num_looks = 0
         self._watched: WatchedWeights | None = None  # this process's part of the function
+        self._called: dict[nn.Module, None] = {}  # the modules that were called for these samples
         self._are_settings_known = True  # False: settings change without changing outputs
 
     def forget_weights(self) -> None:
@@ -74,8 +77,10 @@ class FrozenFunction:
         assert stage is not None
         names = pipeline.stack.owned(0, boundary)
         mine = {name: self._digests.get(name) or digest_of(table[name]) for name in stage.names if name in names}
+        with modules_called() as self._called:
+            outputs = self._run(boundary, seed=0) or ()
         buffers = [digest_of(buffer) for buffer in self._watch().buffers]
-        here = (mine, buffers, self._run(boundary, seed=0) or ())
+        here = (mine, buffers, outputs)
         everyone = pipeline.mesh.gather_objects(here)
         for weights, *_ in everyone:
             self._digests.update(weights)
@@ -143,7 +148,10 @@ class FrozenFunction:
         return None if outputs is None else [numbers.cpu() for numbers in some]
 
     def _watch(self) -> WatchedWeights:
-        """Watch frozen layers, and modules with frozen parameters of their own."""
+        """Watch frozen layers, modules with frozen parameters of their own, and those that compute the layers' inputs.
+
+        A rotary embedding has no parameters, and is beside the layers.
+        """
         pipeline, stack = self._pipeline, self._pipeline.stack
         assert pipeline.stage is not None and pipeline.freezable is not None
         names = pipeline.freezable.frozen(self._boundary)
@@ -153,9 +161,26 @@ class FrozenFunction:
         holders: list[nn.Module] = [
             module
             for module in stack.model.modules()
-            if module in layers or any(id(p) in frozen for p in module.parameters(recurse=False))
+            if module in layers
+            or any(id(p) in frozen for p in module.parameters(recurse=False))
+            or (module in self._called and next(module.parameters(), None) is None)
         ]
         return WatchedWeights(holders, here)
+
+
+@contextmanager
+def modules_called() -> Iterator[dict[nn.Module, None]]:
+    """Inside, collects the modules that are called."""
+    called: dict[nn.Module, None] = {}
+
+    def note(module: nn.Module, given: Any) -> None:
+        called[module] = None
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield called
+    finally:
+        hook.remove()
 
 
 @torch.no_grad()
