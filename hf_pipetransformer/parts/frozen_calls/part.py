@@ -274,7 +274,7 @@ class FrozenCalls(RunPart):
         num_samples = len(dataset) if isinstance(dataset, Sized) else None
         by_module: dict[int, list[Any]] = {}
         for call in watch.calls:
-            if call.within is None or (not call.why_not and self._may_be_part(call, watch.calls)):
+            if call.within is None or self._may_be_part(call, watch.calls):
                 by_module.setdefault(id(call.module), []).append(call)
         for of, calls in by_module.items():
             why = next((call.why_computed for call in calls if call.why_computed), "")
@@ -282,7 +282,7 @@ class FrozenCalls(RunPart):
                 self._add(calls[0].module)
             if of in self._roots:
                 self._roots[of].learn(calls, num_samples, batch_rows(batch))
-            elif calls[0].within is None and self._is_worth_a_line(calls[0].module):
+            elif self._is_worth_a_line(calls[0].module):
                 self._say_why_not(calls[0].module, why)
 
     def _is_worth_a_line(self, module: nn.Module) -> bool:
@@ -297,7 +297,7 @@ class FrozenCalls(RunPart):
             return
         self._not_stored[name] = why
         requires = any(parameter.requires_grad for parameter in module.parameters())
-        role = "called by the loss and not trained" if requires else "frozen"
+        role = "called by the loss" if requires else "frozen"
         log_on_main(logger, self._job.args, f"{name} is {role}, but computed in every epoch: {why}.")
 
     def _may_be_part(self, call: SeenCall, calls: Sequence[SeenCall]) -> bool:

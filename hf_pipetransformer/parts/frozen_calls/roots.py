@@ -249,9 +249,9 @@ class FrozenRoot:
                 return forward(*args, **kwargs)
             with counted_as_frozen(self._parameters):
                 output = self._look_up(calls, inputs)
-        if form not in self._extends:
+        given = next(iter(inputs.values()), None)
+        if form not in self._extends or type(given) is not dict or output is given:
             return output
-        given: dict[Any, Any] = args[0]
         given.update((name, entry) for name, entry in output.items() if name not in given)
         return given
 

@@ -220,7 +220,7 @@ class LossWatch:
         is_root = not why_not and why_not is not None
         of = self._origins.union(given) if is_root and module is not self._model else {TRAINED}
         of_inputs = self._origins.union(given)
-        if why_not is not None:
+        if why_not is not None and (is_root or not self._foreign):
             if not why_not and (not of_inputs or of_inputs & WHY_NOT_OF_BATCH.keys()):
                 known = (why for origin, why in WHY_NOT_OF_BATCH.items() if origin in of_inputs)
                 why_not = next(known, "its inputs do not come from the batch")

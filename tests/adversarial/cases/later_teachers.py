@@ -99,7 +99,8 @@ def extends(trainer: Any, model: Any, outputs: Any, inputs: Inputs) -> Tensor:
     features = read_of(inputs)
     with torch.no_grad():
         trainer.teacher(features)
-    return kd(outputs.logits, features["logits"]) + features["tokens"].mean() * outputs.logits.square().mean()
+    weights = features["tokens"].mean((1, 2))
+    return kd(outputs.logits, features["logits"]) + (weights * outputs.logits.square().mean(1)).mean()
 
 
 @case("K1", "K2", "R2")
