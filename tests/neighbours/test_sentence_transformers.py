@@ -192,6 +192,24 @@ def test_what_is_frozen_before_training_is_cached(
     assert sum(read) >= SAMPLES
 
 
+def test_the_guide_in_a_loss_of_the_library_is_read(
+    models: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loss holds the student as well, and the guide writes into the dict that it is given."""
+    from sentence_transformers.sentence_transformer.losses import GISTEmbedLoss
+
+    caplog.set_level("INFO", "hf_pipetransformer")
+    found = []
+    for way in ("stock", "ours"):
+        more = {} if way == "stock" else {"activation_cache": "on", "log_level": "info"}
+        trainer = make_trainer("triplet", way, models, str(tmp_path), **more)
+        trainer.loss = GISTEmbedLoss(trainer.model, sentence_transformer(models).requires_grad_(False).eval())
+        trainer.train()
+        found.append(values_of(trainer, "loss"))
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+    assert re.search(r"called by the loss: trainer\.loss\.guide, [1-9]\d* of \d+ samples read", caplog.text)
+
+
 def values_of(trainer: Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 

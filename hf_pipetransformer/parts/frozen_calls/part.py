@@ -31,6 +31,7 @@ from ..prefix_cache.cache.file_store import FileStore
 from ..prefix_cache.cache.known_code import FOREIGN, foreign_code, is_declared
 from ..prefix_cache.cache.sharing import store_file
 from .adapters import has_adapters
+from .forms import is_compiled, why_not_storable
 from .names import OF_LOSS, OF_TRAINER, containers_of, name_of, named_roots, reachable
 from .roots import FrozenRoot, Surrounding
 from .stages import SplitRoot, Stages
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 MOST_PARTS = 4
 """The outputs inside a module with undeclared code of the user's are stored if it has at most so many parts."""
+MOST_LINES = 4
+"""Number of modules for which a line says why they are computed."""
 MOST_WATCHED = 12
 """Number of steps that are watched because of calls that are not known, besides the first step of each epoch."""
 
@@ -73,7 +76,7 @@ class FrozenCalls(RunPart):
     def train_begins(self) -> None:
         assert self._loss is not None
         self._refuse_unknown_names()
-        if self._loss.is_stock or any(map(_is_compiled, self._job.model.modules())):
+        if self._loss.is_stock or any(map(is_compiled, self._job.model.modules())):
             return
         file = store_file(self._job)
         self._store = FileStore(file.parent, user=file.stem)
@@ -244,7 +247,7 @@ class FrozenCalls(RunPart):
         self._trained = self._trained_now()
         self._foreign = {}  # code may have been replaced; and modules are not held
         model, inputs = self._job.model, without_tags(batch)
-        return LossWatch(model, inputs, self._trained, self._may_be_root, self._why_foreign)
+        return LossWatch(model, inputs, self._trained, self._why_not_root, self._why_foreign)
 
     def _why_foreign(self, module: nn.Module) -> str:
         """Describe the user's code in a module; empty if there is none, or if it is declared."""
@@ -254,18 +257,17 @@ class FrozenCalls(RunPart):
             self._foreign[module] = "" if why and is_declared(name_of(module, self._job.trainer), declared) else why
         return self._foreign[module]
 
-    def _may_be_root(self, module: nn.Module) -> bool:
-        """Whether the output of a module may be stored that is called now."""
-        if isinstance(module, torch.jit.ScriptModule) or _is_compiled(module):
-            return False
-        if not all(type(parameter).__module__.startswith(KNOWN) for parameter in module.parameters()):
-            return False  # weights that are distributed
+    def _why_not_root(self, module: nn.Module) -> str | None:
+        """Why the output of a module is not stored that is called now; empty if it may be stored.
+
+        None for the trained model itself, and for parts of it that may be on other processes.
+        """
         model = self._job.model
         if module is model:
-            return id(model) in self._roots and not torch.is_grad_enabled()
+            return "" if id(model) in self._roots and not torch.is_grad_enabled() else None
         if self._job.args.uses_pipeline and any(part is module for part in model.modules()):
-            return False  # it may be on other processes
-        return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in module.parameters())
+            return None
+        return why_not_storable(module)
 
     def _learn(self, watch: LossWatch, batch: Batch) -> None:
         dataset = self._run.training_batches.dataset
@@ -275,10 +277,28 @@ class FrozenCalls(RunPart):
             if call.within is None or self._may_be_part(call, watch.calls):
                 by_module.setdefault(id(call.module), []).append(call)
         for of, calls in by_module.items():
-            if of not in self._roots and any(call.is_of_batch for call in calls):
+            why = next((call.why_computed for call in calls if call.why_computed), "")
+            if of not in self._roots and not all(call.why_computed for call in calls):
                 self._add(calls[0].module)
             if of in self._roots:
                 self._roots[of].learn(calls, num_samples, batch_rows(batch))
+            elif self._is_worth_a_line(calls[0].module):
+                self._say_why_not(calls[0].module, why)
+
+    def _is_worth_a_line(self, module: nn.Module) -> bool:
+        """Whether a line says why a module is computed: not for the single layers of the trained model."""
+        is_of_model = any(id(parameter) in self._of_model for parameter in module.parameters())
+        return not is_of_model or next(module.children(), None) is not None
+
+    def _say_why_not(self, module: nn.Module, why: str) -> None:
+        """Say once why a module that the loss calls is computed in every epoch. A few are named."""
+        name = name_of(module, self._job.trainer)
+        if name in self._not_stored or len(self._not_stored) >= MOST_LINES:
+            return
+        self._not_stored[name] = why
+        requires = any(parameter.requires_grad for parameter in module.parameters())
+        role = "called by the loss" if requires else "frozen"
+        log_on_main(logger, self._job.args, f"{name} is {role}, but computed in every epoch: {why}.")
 
     def _may_be_part(self, call: SeenCall, calls: Sequence[SeenCall]) -> bool:
         """Whether the output of a module may be stored that undeclared code of the user's has called.
@@ -292,10 +312,7 @@ class FrozenCalls(RunPart):
         if 0 < len(parts) <= MOST_PARTS:
             return call.module in parts
         name = name_of(call.within, self._job.trainer)
-        if name not in self._not_stored:
-            self._not_stored[name] = FOREIGN.format(self._why_foreign(call.within), name)
-            text = f"{name} is frozen, but computed in every epoch: {self._not_stored[name]}."
-            log_on_main(logger, self._job.args, text)
+        self._say_why_not(call.within, FOREIGN.format(self._why_foreign(call.within), name))
         return False
 
     def _add(self, module: nn.Module) -> None:
@@ -303,10 +320,13 @@ class FrozenCalls(RunPart):
         is_model = module is self._job.model and front is not None
         aside = front.aside if is_model else nullcontext
         name = name_of(module, self._job.trainer)
+        self._not_stored.pop(name, None)
         if module in reachable(self._job.trainer):
             self._named.add(id(module))
         for container in containers_of(module, self._job.trainer):
-            if self._why_foreign(container) and container is not self._job.model:
+            model = self._job.model
+            is_loss = container is not model and any(part is model for part in container.modules())
+            if is_loss or (self._why_foreign(container) and container is not model):
                 continue  # it is looked into
             if id(container) not in self._surrounding | self._roots:  # a root does the same in its calls
                 self._surrounding[id(container)] = Surrounding(container)
@@ -368,15 +388,6 @@ class FrozenCalls(RunPart):
             calls.end_hint(is_given=True)
             calls.drop(deletes)  # a process that still reads computes the deleted outputs
         root.close()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` has made a module of it: its code must not be traced with what watches a step."""
-    return type(module).__module__.startswith("torch._dynamo")
-
-
-KNOWN = ("torch.nn.", "hf_pipetransformer.", "bitsandbytes.", "torchao.", "transformers.")
-"""Where the classes of parameters are from that lie whole on this process."""
 
 
 def make(run: PipelineRun) -> FrozenCalls | None:

@@ -126,6 +126,7 @@ class FrozenRoot:
         self._is_of_batch: dict[str, dict[int, bool]] = {}  # by form and number of the call in a step
         self._num_calls: Counter[str] = Counter()
         self._called: dict[str, CalledByLoss] = {}  # by form
+        self._extends = set[str]()  # forms of calls that return the dict that they were given, with new entries
         self._in_evaluation: Callable[[FrontCalls], None] | None = None  # begins one for new fronts
         self._thread: int | None = None  # of the step or evaluation, inside of one
         self._override: MethodOverride | None = None
@@ -194,8 +195,10 @@ class FrozenRoot:
             if form is None or (form not in self._is_of_batch and len(self._is_of_batch) >= MOST_FORMS):
                 continue
             of_form = self._is_of_batch.setdefault(form, {})
-            of_form[numbers[form]] = call.is_of_batch and not call.reads_cache
+            of_form[numbers[form]] = not call.why_computed
             numbers[form] += 1
+            if call.extends_given:
+                self._extends.add(form)
             if of_form[numbers[form] - 1] and form not in self.fronts:
                 positions = [one.positions for one in seen]  # also those that other forms of the arguments read
                 reading = Reading(frozenset().union(*positions), self._trained)
@@ -245,7 +248,12 @@ class FrozenRoot:
             if calls is None or not self._may_look_up():
                 return forward(*args, **kwargs)
             with counted_as_frozen(self._parameters):
-                return self._look_up(calls, inputs)
+                output = self._look_up(calls, inputs)
+        given = next(iter(inputs.values()), None)
+        if form not in self._extends or type(given) is not dict or output is given:
+            return output
+        given.update((name, entry) for name, entry in output.items() if name not in given)
+        return given
 
     def _calls_in_step(self, form: str) -> FrontCalls | None:
         """What looks at the next call of a form in this step; None if it is not computed from the batch."""

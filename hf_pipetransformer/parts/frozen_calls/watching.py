@@ -10,6 +10,7 @@ an additional time.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,12 @@ DEAR = 2.0
 """A module's last weights are run again if they return more than this many times the bytes that they are given."""
 DEEPEST = 6
 """Levels of objects in a cache of keys and values: an encoder-decoder's contains two."""
+WHY_NOT_OF_BATCH = {
+    TRAINED: "its inputs are computed with trained parameters",
+    RANDOM: "its inputs are computed with random numbers",
+    UNKNOWN: "its inputs are computed by functions that are not known, such as a tokenizer's",
+}
+"""Why a call is computed whose inputs may be different in each epoch, by their origins."""
 OWN = f"{__package__.partition('.')[0]}."
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
@@ -42,23 +49,35 @@ class SeenCall:
     Attributes:
         module: the module; inside of DDP, the one that is wrapped.
         form: of the call; None if the arguments cannot be looked at.
-        is_of_batch: whether this was computed from the batch alone.
+        why_not: why its output cannot be stored, for example because its arguments are not computed from the batch
+            alone; empty if it can.
         positions: which of the leaves of its output are read, known at the end of the step.
         dear: the last module inside with weights that returns much more than it is given, such as a head over a
             vocabulary; None if there is none.
         rows: number of entries of the first tensor that it was called on.
         within: the outermost module with code of the user's that has called it; None if the loss has.
+        extends_given: whether it has written its output into the dict that it was given, and returned this dict.
     """
 
     module: nn.Module
     form: str | None
-    is_of_batch: bool
+    why_not: str
     dear: nn.Module | None
     rows: int
     outputs: list[Any]
     positions: frozenset[int] = frozenset()
     reads_cache: bool = False
     within: nn.Module | None = None
+    extends_given: bool = False
+
+    @property
+    def why_computed(self) -> str:
+        """Why this call cannot be read in later epochs; empty if it can."""
+        if self.why_not:
+            return self.why_not
+        if self.reads_cache:
+            return "keys and values of earlier calls are read, as in generate()"
+        return "" if self.form is not None else "its arguments are not tensors and plain values alone"
 
 
 @dataclass(frozen=True)
@@ -82,7 +101,9 @@ class _Open:
     """A call that has begun."""
 
     module: nn.Module
+    args: tuple[Any, ...] = ()  # in their containers as they were
     states: list[torch.Tensor] = field(default_factory=list)
+    versions: dict[int, int] = field(default_factory=dict)  # of tensors in the arguments, by identity
     dear: nn.Module | None = None
 
 
@@ -93,8 +114,8 @@ class LossWatch:
         model: the trained model.
         inputs: the batch.
         trained: identities of the parameters that are trained.
-        may_be_root: whether the output of a module may be stored that is called now and has no weight that is trained
-            in this call.
+        why_not_root: why the output of a module is not stored that is called now; empty if it may be stored, None if
+            it is a part of the training.
         why_foreign: describes the code of the user's in a module, if it is not declared; empty if there is none. Such
             a module is looked into, as the loss is: it may not run more often than under the stock Trainer.
     """
@@ -104,12 +125,12 @@ class LossWatch:
         model: nn.Module,
         inputs: Mapping[str, Any],
         trained: Collection[int],
-        may_be_root: Callable[[nn.Module], bool],
+        why_not_root: Callable[[nn.Module], str | None],
         why_foreign: Callable[[nn.Module], str],
     ) -> None:
         self.calls: list[SeenCall] = []
         """The calls of frozen modules, in their order, after the end."""
-        self._model, self._trained, self._may_be_root = model, trained, may_be_root
+        self._model, self._trained, self._why_not_root = model, trained, why_not_root
         self._why_foreign = why_foreign
         self._foreign: list[nn.Module] = []  # modules with code of the user's that run
         self._passed: list[Cache] = []  # caches of keys and values that calls were given
@@ -164,7 +185,7 @@ class LossWatch:
             for tensor in (*module.parameters(), *module.buffers()):
                 self._origins.of(tensor, set())
         elif not self._kind_of(module).is_transparent:
-            self._stack.append(_Open(module, torch_states()))
+            self._stack.append(_Open(module, _as_it_is(args), torch_states(), _versions_of(args)))
             self._origins.is_paused = True
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
@@ -189,27 +210,60 @@ class LossWatch:
 
     def _note(self, call: _Open, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Note the output of the outermost call of a module with weights."""
-        module, given = call.module, tensors_in((args, kwargs))
+        module, given = call.module, tensors_in((call.args, kwargs))
         caches = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Cache)]
         self._passed += caches
         given += _tensors_of(caches)  # a call may read and extend the keys and values of an earlier one
         self._origins.note_read(given)
         is_trained = self._kind_of(module).is_trained
-        is_root = self._may_be_root(module) and (not is_trained or module is self._model)
+        why_not = self._why_not_root(module) if not is_trained or module is self._model else None
+        is_root = not why_not and why_not is not None
         of = self._origins.union(given) if is_root and module is not self._model else {TRAINED}
         of_inputs = self._origins.union(given)
-        if is_root:
-            is_of_batch = bool(of_inputs) and not of_inputs & {TRAINED, RANDOM, UNKNOWN}
+        if why_not is not None and (is_root or not self._foreign):
+            if not why_not and (not of_inputs or of_inputs & WHY_NOT_OF_BATCH.keys()):
+                known = (why for origin, why in WHY_NOT_OF_BATCH.items() if origin in of_inputs)
+                why_not = next(known, "its inputs do not come from the batch")
+            extends = is_extended(args, output)
+            if not why_not and not _is_as_it_was(call.args, args, extends):
+                why_not = "it writes into containers that it is given"
             outputs = tree_flatten(output)[0]
             rows = next((len(tensor) for tensor in given if tensor.dim()), 0)
-            form = form_of(module, arguments_by_name(module, args, kwargs))
+            form = form_of(module, arguments_by_name(module, call.args, kwargs))
             within = next(iter(self._foreign), None)
-            seen = SeenCall(module, form, is_of_batch, call.dear, rows, outputs, within=within)
+            seen = SeenCall(module, form, why_not, call.dear, rows, outputs, within=within, extends_given=extends)
             self.calls.append(seen)
         if not all(map(torch.equal, call.states, torch_states())):
             of = of | {RANDOM}
+        handed_on = call.versions.items() & _versions_of(args).items()  # tensors that it was given and has not changed
         for tensor in tensors_in(output):
-            self._origins.of(tensor, set()).update(of)
+            if id(tensor) not in dict(handed_on):
+                self._origins.of(tensor, set()).update(of)
+
+
+def is_extended(args: tuple[Any, ...], output: Any) -> bool:
+    """Whether a call has returned the dict that it was given, as the modules of sentence-transformers do."""
+    return bool(args) and type(args[0]) is dict and output is args[0]
+
+
+def _versions_of(args: tuple[Any, ...]) -> dict[int, int]:
+    """Numbers of writes into the tensors in arguments, by their identity."""
+    return {id(tensor): tensor._version for tensor in tensors_in(args) if not tensor.is_inference()}
+
+
+def _as_it_is(value: Any) -> Any:
+    """The same values in new containers, which a call does not write into."""
+    if type(value) is dict:
+        return {name: _as_it_is(entry) for name, entry in value.items()}
+    return type(value)(map(_as_it_is, value)) if type(value) in (list, tuple) else value
+
+
+def _is_as_it_was(before: tuple[Any, ...], now: tuple[Any, ...], is_extended: bool) -> bool:
+    """Whether a call has not written into the containers of its arguments, but for new entries of the first one."""
+    if is_extended:
+        now = ({name: now[0][name] for name in before[0] if name in now[0]}, *now[1:])
+    (old, of_old), (new, of_new) = tree_flatten(before), tree_flatten(now)
+    return of_old == of_new and all(map(operator.is_, old, new))
 
 
 @contextmanager

@@ -33,7 +33,7 @@ FOREIGN = (
 """Reason for not storing a module with unknown code, with the code and the module's name as fields."""
 OF_ALL = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 """Tables of the hooks of all modules, from `torch.nn.modules.module.register_module_forward_hook`."""
-HELPERS = frozenset({"contextlib", "functools", "hf_pipetransformer"})
+HELPERS = frozenset({"contextlib", "functools", "hf_pipetransformer", "typing_extensions", "warnings"})
 """Top-level packages of functions that may wrap other functions."""
 
 
