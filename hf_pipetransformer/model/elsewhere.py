@@ -190,6 +190,20 @@ class Postponed(Hidden):
     """
 
     computed: Callable[[], torch.Tensor | None]
+    read: tuple[torch.Tensor, int] | None = None
+    """The values after the first reading, and their number of writes then."""
+
+    def values_read(self) -> torch.Tensor | None:
+        """The values; None if they cannot be computed."""
+        values = self.computed()
+        if values is not None and self.read is None and not values.is_inference():
+            self.read = values, values._version
+        return values
+
+    @property
+    def is_written_to(self) -> bool:
+        """Whether the values have been written to since they were first read."""
+        return self.read is not None and self.read[0]._version != self.read[1]
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -197,7 +211,7 @@ class Postponed(Hidden):
             return super().__torch_function__(function, types, args, kwargs)
         except UnreadableError:
             found = [value for value in pytree.tree_leaves((args, kwargs or {})) if isinstance(value, Postponed)]
-            values = {id(value): value.computed() for value in found}
+            values = {id(value): value.values_read() for value in found}
             if not values or any(value is None for value in values.values()):
                 raise
         args, kwargs = pytree.tree_map_only(Postponed, lambda value: values[id(value)], (args, kwargs or {}))
@@ -208,7 +222,7 @@ class Postponed(Hidden):
         """Read by functions that ignore a tensor's class, such as those of `torch.func`."""
 
         def values_of(value: Postponed) -> torch.Tensor:
-            found = _blank(value) if getattr(_state, "is_inside", False) else value.computed()
+            found = _blank(value) if getattr(_state, "is_inside", False) else value.values_read()
             return _refuse(function.overloadpacket, (value,), {}) if found is None else found
 
         args, kwargs = pytree.tree_map_only(Postponed, values_of, (args, kwargs or {}))

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from ...model.called_inputs import version_of
-from ...model.elsewhere import Unreadable, hidden_like
+from ...model.elsewhere import Postponed, Unreadable, hidden_like
 from ..prefix_cache.cache.batch_entries import BatchEntries
 from ..prefix_cache.cache.guards import unnoticed
 from .divided import EACH, Rows
@@ -251,21 +251,28 @@ class FrontCall:
     seconds: float = 0.0  # duration of the modules that ran
     versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when the module returned
     made_by: dict[int, int] = field(default_factory=dict)  # id of a tensor that a module returned -> count of writes
-    copies: dict[tuple[int, int], torch.Tensor] = field(
-        default_factory=dict
-    )  # of arguments, by id and count of writes
+    copies: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # arguments, by id and count of writes
     ends: bool = False  # when all modules have run
     thread: int = field(default_factory=threading.get_ident)
 
     def note(self, name: str, recorded: RecordedCall) -> None:
         """Record a module's call when it returns."""
         self.ran[name] = recorded
-        self.made_by |= {id(leaf): version_of(leaf) for leaf in recorded[2]}
+        self.made_by |= made_by(recorded)
 
     @property
     def is_here(self) -> bool:
         """Whether the call runs on this thread."""
         return not torch.compiler.is_compiling() and self.thread == threading.get_ident()
+
+
+def made_by(recorded: RecordedCall) -> dict[int, int]:
+    """Identities of the tensors that a call has returned, with their numbers of writes.
+
+    Without those of inference mode, which counts no writes: they are compared by value where they are passed on.
+    """
+    leaves = [leaf for leaf in recorded[2] if not (isinstance(leaf, torch.Tensor) and leaf.is_inference())]
+    return {id(leaf): version_of(leaf) for leaf in leaves}
 
 
 class LateOutput:
@@ -290,7 +297,8 @@ class LateOutput:
         self._leaves: list[Any] = []
         covered = call.batch.covered
         for leaf, version in zip(self._given, self._versions, strict=True):
-            is_own = isinstance(leaf, torch.Tensor) and id(leaf) not in call.made_by and id(leaf) not in covered
+            is_dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+            is_own = is_dense and id(leaf) not in call.made_by and id(leaf) not in covered
             if is_own and (id(leaf), version) not in call.copies and leaf.nbytes <= LARGEST_COPY:
                 call.copies[id(leaf), version] = leaf.detach().clone()
 
@@ -305,12 +313,17 @@ class LateOutput:
         """A leaf of the output; None if an argument has been written to. Inside of `as_called`."""
         if not self._leaves:
             pairs = zip(self._given, self._versions, strict=True)
-            given = [one if version_of(one) == v else self._copies.get((id(one), v)) for one, v in pairs]
+            given = [one if _is_as_it_was(one, v) else self._copies.get((id(one), v)) for one, v in pairs]
             if any(one is not None and new is None for one, new in zip(self._given, given, strict=True)):
                 return None
             args, kwargs = tree_unflatten(given, self._structure)
             self._leaves = tree_flatten(self._forward(*args, **kwargs))[0]
         return self._leaves[position]
+
+
+def _is_as_it_was(value: Any, version: int) -> bool:
+    """Whether a tensor has not been written to since it had this number of writes. True for other values."""
+    return version_of(value) == version and not (isinstance(value, Postponed) and value.is_written_to)
 
 
 def of_missing(

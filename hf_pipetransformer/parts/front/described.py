@@ -38,6 +38,8 @@ class InputDescriber:
         self._with_adapters = with_adapters(model)
         # arguments that are no tensors and input names; autocast and adapters
         self._around: tuple[dict[str, str], str] | None = None
+        self.num_refused = 0
+        """Calls in a row that were not described, although they have all inputs."""
         self._why_not, self._has_told = "", False
         self._inside: str | None = None  # autocast and adapters where the front's first module is called
 
@@ -72,12 +74,16 @@ class InputDescriber:
     def _refuse(self, inputs: Batch, why: str) -> None:
         """Record why a call is not described. Without all inputs of the front (images, say), it is not computed."""
         if all(tensors_in(inputs.get(name)) for name in self._reads):
-            self._why_not = why
+            self._why_not, self.num_refused = why, self.num_refused + 1
 
     def take_why_not(self) -> str:
         """Why a call could not be described, once; empty if all could, or it was asked before."""
-        why, self._has_told = "" if self._has_told else self._why_not, self._has_told or bool(self._why_not)
-        return why
+        return "" if self._has_told else self.why_not()
+
+    def why_not(self) -> str:
+        """Why a call could not be described; empty if all could."""
+        self._has_told |= bool(self._why_not)
+        return self._why_not
 
     def described(self, inputs: Batch) -> KnownBatch | None:
         """Describe the inputs of a call; None if the call can neither be stored nor read."""
@@ -98,6 +104,7 @@ class InputDescriber:
         if rows is None or (rows.count > 1 and self._trial.is_of_one):
             self._refuse(inputs, NO_ROWS)
             return None
+        self.num_refused = 0
         tokens = tokens or Tokens((WHOLE,) * rows.count, 0)
         if rows.count != len(tokens.spans):
             return None

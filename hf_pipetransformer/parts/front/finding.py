@@ -43,6 +43,7 @@ from ..prefix_cache.cache.guards import unnoticed
 from ..prefix_cache.cache.known_code import FOREIGN, OF_ALL, candidates, is_known, kept_by, users_hook_inside
 from ..prefix_cache.cache.origins import RANDOM, TRAINED, UNKNOWN, Origins, tensors_in
 from ..prefix_cache.cache.values import held_by
+from ..prefix_cache.cache.watched_weights import digest_of
 from .alone import BatchInputs, FrontAlone, ModuleCall
 from .divided import Rows, rows_of
 from .entries import dense_order
@@ -166,8 +167,9 @@ def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list
 
 
 def versions_of(leaves: Sequence[Any]) -> list[int]:
-    """Numbers of writes into tensors."""
-    return [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+    """Numbers of writes into tensors; for those of inference mode, which counts none, digests of their values."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [hash(digest_of(leaf)) if leaf.is_inference() else leaf._version for leaf in tensors]
 
 
 def other_randomness() -> tuple[Any, ...]:
@@ -295,7 +297,8 @@ def find_front(
     found = _chosen(calls, origins, inputs, seconds)
     uncalled = frozenset(modules) - {of.name for of in calls}
     # of CLIP, say, by its `get_image_features`: the model calls its parts
-    by_parts = {name for name in uncalled if any(map(origins.is_read, modules[name].parameters()))}
+    with_parts = [name for name in uncalled if next(modules[name].children(), None) is not None]
+    by_parts = {name for name in with_parts if any(map(origins.is_read, modules[name].parameters()))}
     by_parts = by_parts if reading is None else set()
     closed = frozenset(name for name in (*found.closed, *by_parts) if not foreign[name])
     front = {call.name: call for call in calls if call.name in found.needed}

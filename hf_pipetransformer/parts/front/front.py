@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...model.called_inputs import version_of
 from ...model.left_as_found import left_as_found
 from ...model.method_override import MethodOverride, original_method
 from ...model.micro_batch import Batch
@@ -43,19 +42,13 @@ from .calls import (
     ReturnedLeaf,
     ReturnedObject,
     Same,
+    made_by,
     of_missing,
 )
 from .described import InputDescriber
 from .divided import rows_of
 from .entries import FrontEntries, Leaf
-from .finding import (
-    FoundFront,
-    RecordedCall,
-    arguments_of,
-    other_randomness,
-    users_hooks_at_rest,
-    versions_of,
-)
+from .finding import FoundFront, RecordedCall, arguments_of, other_randomness, users_hooks_at_rest, versions_of
 from .rows import (
     DIGEST_BYTES,
     EITHER,
@@ -393,7 +386,7 @@ class FrozenFront:
 
     def _digests_of(self, batch: KnownBatch, ran: Mapping[str, RecordedCall]) -> dict[str, torch.Tensor]:
         """Digests of the modules' arguments, without the outputs of other modules of the front."""
-        of_front = {id(leaf): version_of(leaf) for *_, leaves, _ in ran.values() for leaf in leaves}
+        of_front = dict(pair for recorded in ran.values() for pair in made_by(recorded).items())
         made, known = ArgumentDigests(batch.rows, batch.entries, batch.covered), self.trial.arguments
         return {n: made.of(ran[n][0], ran[n][1].plain, of_front, known.get(n, Divided())) for n in self.found.needed}
 
@@ -468,23 +461,26 @@ class FrozenFront:
         if others not in known.others or not are_equal(digests, call.digests[name], self._implies_causal):
             raise NewCallError
         computed = of_missing(forward, args, kwargs, call, known, divided.rows) if call.missing else []
-        late = LateOutput(forward, args, kwargs, self._device.type, call)
+        returned = [call.given_back.get((name, position), leaf) for position, leaf in enumerate(known.leaves)]
+        is_kept = not any(isinstance(value, ReturnedLeaf) for value in returned)
+        late = None if is_kept else LateOutput(forward, args, kwargs, self._device.type, call)
 
         def whole(position: int) -> torch.Tensor | None:
             """A leaf that is not kept, and is read now; None if the module may now return something else."""
+            assert late is not None
             with late.as_called():
                 if not self.inputs.is_called_as_before() or self._what_changed() is not None:
                     return None
                 value = late.leaf(position)
-            self.trouble = MORE if value is not None else self.trouble
+            if value is not None:  # the model may write into it: the modules that follow run
+                self.trouble, call.is_other = MORE, True
             return known.leaves[position].connected(value) if isinstance(value, torch.Tensor) else None
 
         leaves: list[Any] = []
-        for position, leaf in enumerate(known.leaves):
+        for position, (leaf, value) in enumerate(zip(known.leaves, returned, strict=True)):
             if isinstance(leaf, Same):
                 leaves.append(leaves[leaf.first])
                 continue
-            value = call.given_back.get((name, position), leaf)
             if isinstance(value, (ReturnedLeaf, ReturnedObject)):
                 text, later = f"the output of {name} {NOT_KEPT}", partial(whole, position)
                 value = value.hidden(batch.rows, batch.entries.width, text, later)

@@ -57,7 +57,7 @@ MOST_OF_IT = 0.25
 """Minimum share of the forward pass of a stored part for which the log reports the whole frozen module as stored."""
 MOST_OPENED = 3
 """Maximum number of searches inside modules that cannot be stored as a whole."""
-ENTRIES_VERSION = 10
+ENTRIES_VERSION = 11
 """Version of the contents of an entry in the store."""
 MOST_UNREAD = 0.1
 """Share of the store's space that may be filled before the first sample is found."""
@@ -152,7 +152,7 @@ class FrontCalls:
             names = self._front.found.described
             self._say(f"{names} is frozen, but computed in some or all calls: {why}.")
             if not self._is_decided:
-                self.why_not_read[names] = why
+                self.why_not_read.setdefault(names, why)
 
     def pause(self) -> None:
         """Restore the own forward of the front's modules until `resume`."""
@@ -267,6 +267,8 @@ class FrontCalls:
         if self._front.trouble is not None or (failure is not None and not self._existed):
             is_wrong = self._front.trouble not in (None, MORE)
             self._turn_off(self._front.trouble or f"it cannot be stored ({failure})", is_wrong)
+        elif self._front.inputs.num_refused >= CALLS_TO_MISS:
+            self._turn_off(self._front.inputs.why_not())
         elif not self._is_decided and self._front.share:
             self._decide()
         elif self._front.num_unmatched >= CALLS_TO_MISS:  # first, as the number of calls read stays the same

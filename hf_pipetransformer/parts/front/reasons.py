@@ -6,7 +6,7 @@ OTHER_INPUTS = "none of the samples was found: their inputs change from epoch to
 """Why a front is closed if no stored sample was found where one could have been."""
 OTHER_ARGUMENTS = "in each call its modules get other arguments than those its output was stored for"
 """Why a front is closed if the samples are stored, but no call matches the stored one."""
-OTHER_VALUES = "the model gets {}, which is no tensor and not as in the first call, or only sometimes there"
+OTHER_VALUES = "the model gets other values of {} than in the first call, or not in each call"
 """Why a call of the model is computed, with the names of inputs as a field."""
 OTHER_STATE = "autocast or the adapters in use differ from those of the first call"
 """Why a call of the model is computed."""

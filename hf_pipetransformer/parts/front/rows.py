@@ -208,7 +208,7 @@ class ArgumentDigests:
         if number >= 0 and version == version_of(tensor):  # its number is enough, because the key has its values
             return [b"input %d" % number] * self._rows.count
         key = id(tensor), version_of(tensor), has_rows, dims  # it may be written to before the next module gets it
-        if key not in self._known:
+        if key not in self._known or tensor.is_inference():
             values, width = tensor.detach().cpu(), self._tokens.width
             rows, has_rows = self._rows.count, has_rows and self._rows.divides(values)
             wide = [dim for dim, size in enumerate(values.shape) if size == width and (dim or not has_rows)]

@@ -245,12 +245,13 @@ class FrontTrial:
                 known = known._replace(rows=of_rows)
             if columns:
                 shapes = [(one.shape, other.shape) for one, other in pairs]
-                wide = (
-                    tuple(k for k, of in enumerate(zip(*two, strict=False)) if of[0] - of[1] == columns)
-                    for two in shapes
-                )
-                known = known._replace(wide=tuple(wide))
+                known = known._replace(wide=tuple(shrunk_by(columns, *two) for two in shapes))
             self.arguments[name] = known
+
+
+def shrunk_by(columns: int, shape: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions in which a shape has this many entries more than the other one."""
+    return tuple(k for k, (size, less) in enumerate(zip(shape, other, strict=False)) if size - less == columns)
 
 
 def some_rows(inputs: Batch, names: Collection[str], rows: Rows, chosen: list[int]) -> Batch:

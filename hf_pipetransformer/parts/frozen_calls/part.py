@@ -6,7 +6,7 @@ import difflib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import reduce
@@ -69,6 +69,8 @@ class FrozenCalls(RunPart):
         self._stages: Stages | None = None  # if the trained model's layers are on several
         self._foreign: dict[nn.Module, str] = {}  # why modules are looked into
         self._not_stored: dict[str, str] = {}  # why modules are computed in every epoch, by name
+        self._lines: dict[str, str] = {}  # about them, for the log
+        self._logged: set[str] = set()  # their names, on the main process
 
     def found(self, found: Findings) -> None:
         self._loss = found.loss
@@ -293,12 +295,21 @@ class FrozenCalls(RunPart):
     def _say_why_not(self, module: nn.Module, why: str) -> None:
         """Say once why a module that the loss calls is computed in every epoch. A few are named."""
         name = name_of(module, self._job.trainer)
-        if name in self._not_stored or len(self._not_stored) >= MOST_LINES:
+        if name in self._not_stored:
             return
         self._not_stored[name] = why
         requires = any(parameter.requires_grad for parameter in module.parameters())
         role = "called by the loss" if requires else "frozen"
-        log_on_main(logger, self._job.args, f"{name} is {role}, but computed in every epoch: {why}.")
+        self._lines[name] = f"{name} is {role}, but computed in every epoch: {why}."
+        if self._job.args.process_index == 0:
+            self._log_lines(self._lines)
+
+    def _log_lines(self, lines: Mapping[str, str]) -> None:
+        """Log lines about modules, by name, that have not been logged. Only a few in a training."""
+        new = [name for name in lines if name not in self._logged]
+        for name in new[: MOST_LINES - len(self._logged)]:
+            self._logged.add(name)
+            log_on_main(logger, self._job.args, lines[name])
 
     def _may_be_part(self, call: SeenCall, calls: Sequence[SeenCall]) -> bool:
         """Whether the output of a module may be stored that undeclared code of the user's has called.
@@ -349,7 +360,8 @@ class FrozenCalls(RunPart):
             return
         mine = {root.name: [calls.take_counts()[0] for calls in root.fronts.values()] for root in self._roots.values()}
         total: dict[str, CacheCounts] = {}
-        for of_process in self._job.mesh.gather_objects(mine):
+        for of_process, lines in self._job.mesh.gather_objects((mine, self._lines)):
+            self._log_lines(lines)  # of the stage that computes the loss, on the main process
             for name, counts in of_process.items():
                 total[name] = reduce(add, counts, total.get(name, CacheCounts()))
         if any(counts.rows for counts in total.values()):

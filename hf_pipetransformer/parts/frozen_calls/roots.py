@@ -250,7 +250,7 @@ class FrozenRoot:
             with counted_as_frozen(self._parameters):
                 output = self._look_up(calls, inputs)
         given = next(iter(inputs.values()), None)
-        if form not in self._extends or type(given) is not dict or output is given:
+        if form not in self._extends or type(given) is not dict or type(output) is not dict or output is given:
             return output
         given.update((name, entry) for name, entry in output.items() if name not in given)
         return given

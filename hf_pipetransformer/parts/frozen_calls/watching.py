@@ -235,9 +235,10 @@ class LossWatch:
             self.calls.append(seen)
         if not all(map(torch.equal, call.states, torch_states())):
             of = of | {RANDOM}
-        handed_on = call.versions.items() & _versions_of(args).items()  # tensors that it was given and has not changed
+        # tensors that it was given and has not changed
+        handed_on = dict(call.versions.items() & _versions_of(args).items())
         for tensor in tensors_in(output):
-            if id(tensor) not in dict(handed_on):
+            if id(tensor) not in handed_on:
                 self._origins.of(tensor, set()).update(of)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..kit import LABELS, VOCABULARY, WIDTH, At, Each, Inputs, Script, case, cla
 from .attack_front import SIZE, Images, OnBert, clip, reads, stack
 from .attack_recipes_front import encoder, of
 from .late_changes import Later, counted
+from .later_teachers import listening
 
 
 def counted_and_read(trainer: Any) -> dict[str, Any]:
@@ -39,6 +39,9 @@ class Apart(Later):
         """Called once, in the middle of the layers, after a while."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        return classified(self.head(pool(self.states(input_ids, attention_mask), attention_mask)), labels)
+
+    def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         begun, skip = self.has_begun, torch.zeros(())
         x = self.embeddings(input_ids=input_ids)
         mask = (1.0 - attention_mask[:, None, None, :].float()) * -1e9
@@ -48,7 +51,7 @@ class Apart(Later):
                 if begun:
                     self.between(x, mask)
             x = layer(x, mask)
-        return classified(self.head(pool(x, attention_mask) + skip), labels)
+        return x + skip
 
     def skipped(self, x: Tensor) -> Tensor:
         return torch.zeros(())
@@ -56,7 +59,7 @@ class Apart(Later):
 
 class WritesBetween(Apart):
     def skipped(self, x: Tensor) -> Tensor:
-        return x.mean(1)
+        return x.mean(1, keepdim=True)
 
     def between(self, x: Tensor, mask: Tensor) -> None:
         x[:, 1:3] = 0
@@ -71,6 +74,79 @@ class HidesTokens(Apart):
 def written_between_frozen_parts() -> Script:
     """The lower frozen layers' output, which is also read, is masked in place before the upper ones get it."""
     return of(WritesBetween(begin=10), data=samples(32, 8, 8), observe=counted_and_read)
+
+
+class WritesUnread(Apart):
+    def between(self, x: Tensor, mask: Tensor) -> None:
+        x[:, 1:3] = 0
+
+
+class WritesThroughView(Apart):
+    def between(self, x: Tensor, mask: Tensor) -> None:
+        x[:, 1:3].zero_()
+
+
+@case("K1")
+def written_between_frozen_layers() -> Script:
+    """The states between frozen layers, which nothing else reads, are masked in place from the third epoch on."""
+    return of(WritesUnread(begin=10), data=samples(32, 8, 8), observe=counted_and_read)
+
+
+@case("K1")
+def written_through_a_view_between_frozen_layers() -> Script:
+    """Likewise, through a view of the states."""
+    return of(WritesThroughView(begin=10), data=samples(32, 8, 8), observe=counted_and_read)
+
+
+class WritesBehind(Apart):
+    """Writes into the states below a layer after its call, and then reads the layer's output."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        begun, skip = self.has_begun, torch.zeros(())
+        states = [self.embeddings(input_ids=input_ids)]
+        mask = (1.0 - attention_mask[:, None, None, :].float()) * -1e9
+        for layer in self.layers:
+            states.append(layer(states[-1], mask))
+        if begun:
+            states[1][:, 1:3] = 0
+            skip = states[2].mean(1)
+        return classified(self.head(pool(states[-1], attention_mask) + skip), labels)
+
+
+@case("K1")
+def written_behind_a_frozen_layer() -> Script:
+    """From the third epoch on, states are masked in place after their layer, whose output is then read."""
+    return of(WritesBehind(begin=10), data=samples(32, 8, 8))
+
+
+class ScalesInInference(OnBert):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        with torch.inference_mode():
+            x = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+            x[:, 1:3] *= 0.1
+            x = x * 1.0
+        return classified(self.head(pool(x.clone(), attention_mask)), labels)
+
+
+@case("K1")
+def scaled_in_inference_mode() -> Script:
+    """In each step, a frozen BERT's output is scaled in place in inference mode, which counts no writes."""
+    return of(ScalesInInference(), data=samples(32, 8, 8))
+
+
+@case("K1")
+def mask_written_in_inference_mode() -> Script:
+    """A mask that was made in inference mode is written to between frozen layers, from the third epoch on."""
+
+    class InInference(HidesTokens):
+        def forward(
+            self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+        ) -> dict[str, Tensor]:
+            with torch.inference_mode():
+                x = self.states(input_ids, attention_mask)
+            return classified(self.head(pool(x.clone(), attention_mask)), labels)
+
+    return of(InInference(begin=10), data=samples(32, 8, 8))
 
 
 @case("K1")
@@ -205,35 +281,14 @@ class Named(OnBert):
         return super().forward(input_ids, attention_mask, labels)
 
 
-class Notes(logging.Handler):
-    """Collects lines of the log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 @case("K1")
 def names_of_samples() -> Script:
     """The batch has the names of its samples, a list of strings; the log says that the frozen module is computed."""
-    notes = Notes()
-
-    def wire(trainer: Any) -> None:
-        log = logging.getLogger("hf_pipetransformer")
-        log.setLevel(logging.INFO)
-        log.addHandler(notes)
-
-    def said(trainer: Any) -> dict[str, Any]:
-        is_stock = not hasattr(trainer.args, "activation_cache")
-        return {"said": is_stock or sum("bert is frozen, but computed" in line for line in notes.lines) == 1}
 
     def collate(rows: list[Inputs]) -> Any:
         return {**pad(rows), "names": [str(row["input_ids"].tolist()) for row in rows]}
 
-    return of(Named(), data=samples(32, 8, 8), collator=collate, wire=wire, observe=said)
+    return listening(of(Named(), data=samples(32, 8, 8), collator=collate), "bert is frozen, but computed", "names")
 
 
 # ---------------------------------------------------------------------------------------------------------

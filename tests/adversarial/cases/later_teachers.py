@@ -12,24 +12,32 @@ from torch import Tensor, nn
 from ..kit import VOCABULARY, WIDTH, Each, Inputs, Script, bert, case, pool, samples
 from .late_teachers import distil, frozen, kd, plainly, read_of, teacher_of_four
 
-Log = logging.Handler
+
+class Lines(logging.Handler):
+    """Collects lines of the log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def listening(script: Script, *words: str) -> Script:
     """Observes whether a line of the log has all words; the stock Trainer has no lines, and counts as if it did."""
-    before, lines = script.wire, list[str]()
+    before, observed, log, handler = script.wire, script.observe, logging.getLogger("hf_pipetransformer"), Lines()
 
     def wire(trainer: Any) -> None:
         before(trainer)
-        handler = Log(logging.INFO)
-        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logger = logging.getLogger("hf_pipetransformer")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.addHandler(handler)
 
     def observe(trainer: Any) -> dict[str, Any]:
+        log.removeHandler(handler)
         is_stock = not hasattr(trainer.args, "activation_cache")
-        return {"said": is_stock or any(all(word in line for word in words) for line in lines)}
+        said = is_stock or any(all(word in line for word in words) for line in handler.lines)
+        return {**observed(trainer), "said": said}
 
     script.wire, script.observe = wire, observe
     return script
