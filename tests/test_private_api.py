@@ -335,6 +335,13 @@ def tells_of_function_transforms() -> bool:
     return seen == [True] * 3 and tell() is None
 
 
+def is_set_by_compile() -> bool:
+    module = nn.Linear(1, 1)
+    before = module._compiled_call_impl
+    module.compile(backend="eager")
+    return before is None and module._compiled_call_impl is not None
+
+
 GUARDS: dict[str, Callable[[], Any]] = {
     "_loss_function": lambda: (
         "self._loss_function = " in inspect.getsource(transformers.PreTrainedModel.loss_function.fset)
@@ -361,6 +368,7 @@ GUARDS: dict[str, Callable[[], Any]] = {
         "_global_backward_pre_hooks", "register_module_full_backward_pre_hook"
     ),
     "_top_saved_tensors_default_hooks": lists_hooks_of_saved_tensors,
+    "_compiled_call_impl": is_set_by_compile,
     "_forward_hooks": lambda: len(module_with_all()._forward_hooks) == 1,
     "_get_current_function_mode_stack": lambda: lists_modes(),
     "_get_current_dispatch_mode_stack": lambda: lists_modes(),

@@ -298,6 +298,7 @@ def find_front(
     uncalled = frozenset(modules) - {of.name for of in calls}
     # of CLIP, say, by its `get_image_features`: the model calls its parts
     with_parts = [name for name in uncalled if next(modules[name].children(), None) is not None]
+    with_parts = [name for name in with_parts if modules[name]._compiled_call_impl is None]  # by `module.compile()`
     by_parts = {name for name in with_parts if any(map(origins.is_read, modules[name].parameters()))}
     by_parts = by_parts if reading is None else set()
     closed = frozenset(name for name in (*found.closed, *by_parts) if not foreign[name])

@@ -8,7 +8,8 @@ keys, digests                 some bytes for each row, from its own values only
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import xxhash
@@ -147,7 +148,8 @@ def _digests_of_parts(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(rows.count, -1)
 
 
-class Divided(NamedTuple):
+@dataclass(frozen=True)
+class Divided:
     """How a module's arguments are divided among the rows and their tokens, for each tensor; empty if unknown.
 
     `rows` tells whether it has entries for each row, and `wide` has its dimensions with the columns of the batch.

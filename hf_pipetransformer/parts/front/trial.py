@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -242,10 +243,10 @@ class FrontTrial:
                     rows.divides(one) and one.dim() == other.dim() and len(rows.some(one, chosen)) == len(other)
                     for one, other in pairs
                 )
-                known = known._replace(rows=of_rows)
+                known = replace(known, rows=of_rows)
             if columns:
                 shapes = [(one.shape, other.shape) for one, other in pairs]
-                known = known._replace(wide=tuple(shrunk_by(columns, *two) for two in shapes))
+                known = replace(known, wide=tuple(shrunk_by(columns, *two) for two in shapes))
             self.arguments[name] = known
 
 
