@@ -229,7 +229,8 @@ class LossWatch:
                 why_not = "it writes into containers that it is given"
             outputs = tree_flatten(output)[0]
             rows = next((len(tensor) for tensor in given if tensor.dim()), 0)
-            form = form_of(module, arguments_by_name(module, call.args, kwargs))
+            # a traced module does not even tell its arguments
+            form = form_of(module, arguments_by_name(module, call.args, kwargs)) if is_root else None
             within = next(iter(self._foreign), None)
             seen = SeenCall(module, form, why_not, call.dear, rows, outputs, within=within, extends_given=extends)
             self.calls.append(seen)
