@@ -10,6 +10,7 @@ A case is a function that returns a `Job`: a user's arguments of a Trainer. It i
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,6 +36,17 @@ GROUPS = ("loss", "collator", "model with state", "callback", "sampler", "optimi
 # ---------------------------------------------------------------------------------------------------------
 # Layouts
 # ---------------------------------------------------------------------------------------------------------
+
+
+class Lines(logging.Handler):
+    """Collects lines of the log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ from .kit import (
     Case,
     Job,
     Layout,
+    Lines,
     bert_classifier,
     pad,
     seed_all,
@@ -128,7 +129,7 @@ def run_job(case: Case, layout: Layout, is_reference: bool, folder: str) -> Outc
     transformers_logging.set_verbosity_error()
     seed_all(1)
     outcome, started, trainer = Outcome(), time.monotonic(), None
-    warnings = _Warnings()
+    warnings = Lines()
     logger = logging.getLogger("hf_pipetransformer")
     logger.addHandler(warnings)
     logger.setLevel(logging.INFO)  # what all processes would say, the others log one level lower
@@ -149,19 +150,10 @@ def run_job(case: Case, layout: Layout, is_reference: bool, folder: str) -> Outc
         outcome.error = f"{type(error).__name__}: {error}"
         outcome.trace = "".join(traceback.format_exception(error))
         outcome.is_refusal = isinstance(error, ValueError) and frames[-1].filename.startswith(PACKAGE)
-    outcome.says_as_ddp = any("as under DDP" in message for message in warnings.messages)
+    outcome.says_as_ddp = any("as under DDP" in message for message in warnings.lines)
     outcome.steps = trainer.state.global_step if trainer is not None else 0
     outcome.seconds = time.monotonic() - started
     return outcome
-
-
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def _loss_of_finished(trainer: Any) -> Any:

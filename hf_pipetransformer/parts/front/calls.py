@@ -250,7 +250,7 @@ class FrontCall:
     made: ArgumentDigests | None = None  # digests computed in this call
     seconds: float = 0.0  # duration of the modules that ran
     versions: dict[str, list[int]] = field(default_factory=dict)  # of inputs and outputs, when the module returned
-    made_by: dict[int, int] = field(default_factory=dict)  # id of a tensor that a module returned -> count of writes
+    returned: dict[int, int] = field(default_factory=dict)  # id of a tensor that a module returned -> count of writes
     copies: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # arguments, by id and count of writes
     ends: bool = False  # when all modules have run
     thread: int = field(default_factory=threading.get_ident)
@@ -258,7 +258,7 @@ class FrontCall:
     def note(self, name: str, recorded: RecordedCall) -> None:
         """Record a module's call when it returns."""
         self.ran[name] = recorded
-        self.made_by |= made_by(recorded)
+        self.returned |= returned_by(recorded)
 
     @property
     def is_here(self) -> bool:
@@ -266,7 +266,7 @@ class FrontCall:
         return not torch.compiler.is_compiling() and self.thread == threading.get_ident()
 
 
-def made_by(recorded: RecordedCall) -> dict[int, int]:
+def returned_by(recorded: RecordedCall) -> dict[int, int]:
     """Identities of the tensors that a call has returned, with their numbers of writes.
 
     Without those of inference mode, which counts no writes: they are compared by value where they are passed on.
@@ -298,7 +298,7 @@ class LateOutput:
         covered = call.batch.covered
         for leaf, version in zip(self._given, self._versions, strict=True):
             is_dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-            is_own = is_dense and id(leaf) not in call.made_by and id(leaf) not in covered
+            is_own = is_dense and id(leaf) not in call.returned and id(leaf) not in covered
             if is_own and (id(leaf), version) not in call.copies and leaf.nbytes <= LARGEST_COPY:
                 call.copies[id(leaf), version] = leaf.detach().clone()
 

@@ -76,14 +76,11 @@ class InputDescriber:
         if all(tensors_in(inputs.get(name)) for name in self._reads):
             self._why_not, self.num_refused = why, self.num_refused + 1
 
-    def take_why_not(self) -> str:
-        """Why a call could not be described, once; empty if all could, or it was asked before."""
-        return "" if self._has_told else self.why_not()
-
-    def why_not(self) -> str:
-        """Why a call could not be described; empty if all could."""
-        self._has_told |= bool(self._why_not)
-        return self._why_not
+    def take_why_not(self, again: bool = False) -> str:
+        """Why a call could not be described; empty if all could, or, without `again`, if it was taken before."""
+        why = self._why_not if again or not self._has_told else ""
+        self._has_told |= bool(why)
+        return why
 
     def described(self, inputs: Batch) -> KnownBatch | None:
         """Describe the inputs of a call; None if the call can neither be stored nor read."""

@@ -186,6 +186,20 @@ def waits_for_others(model: nn.Module) -> bool:
     )
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` has made a module of it: its code must not be traced with what watches a step."""
+    return type(module).__module__.startswith("torch._dynamo")
+
+
+def _runs_in_parts(model: nn.Module, name: str, origins: Origins) -> bool:
+    """Whether parts of a module that was not called have run, as in CLIP's `get_image_features`."""
+    paths = itertools.accumulate(name.split("."), "{}.{}".format)
+    module, *around = [model, *map(model.get_submodule, paths)][::-1]
+    if any(is_compiled(one) or one._compiled_call_impl is not None for one in (module, *around)):
+        return False  # compiled calls run elsewhere
+    return next(module.children(), None) is not None and any(map(origins.is_read, module.parameters()))
+
+
 def find_front(
     model: nn.Module,
     inputs: Mapping[str, Any],
@@ -296,11 +310,7 @@ def find_front(
             called.why_not = called.why_not or LEAKS
     found = _chosen(calls, origins, inputs, seconds)
     uncalled = frozenset(modules) - {of.name for of in calls}
-    # of CLIP, say, by its `get_image_features`: the model calls its parts
-    with_parts = [name for name in uncalled if next(modules[name].children(), None) is not None]
-    with_parts = [name for name in with_parts if modules[name]._compiled_call_impl is None]  # by `module.compile()`
-    by_parts = {name for name in with_parts if any(map(origins.is_read, modules[name].parameters()))}
-    by_parts = by_parts if reading is None else set()
+    by_parts = [name for name in uncalled if reading is None and _runs_in_parts(model, name, origins)]
     closed = frozenset(name for name in (*found.closed, *by_parts) if not foreign[name])
     front = {call.name: call for call in calls if call.name in found.needed}
     alone = None

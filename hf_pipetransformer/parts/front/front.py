@@ -42,8 +42,8 @@ from .calls import (
     ReturnedLeaf,
     ReturnedObject,
     Same,
-    made_by,
     of_missing,
+    returned_by,
 )
 from .described import InputDescriber
 from .divided import rows_of
@@ -386,7 +386,7 @@ class FrozenFront:
 
     def _digests_of(self, batch: KnownBatch, ran: Mapping[str, RecordedCall]) -> dict[str, torch.Tensor]:
         """Digests of the modules' arguments, without the outputs of other modules of the front."""
-        of_front = dict(pair for recorded in ran.values() for pair in made_by(recorded).items())
+        of_front = dict(pair for recorded in ran.values() for pair in returned_by(recorded).items())
         made, known = ArgumentDigests(batch.rows, batch.entries, batch.covered), self.trial.arguments
         return {n: made.of(ran[n][0], ran[n][1].plain, of_front, known.get(n, Divided())) for n in self.found.needed}
 
@@ -456,7 +456,7 @@ class FrozenFront:
         known.refuse_gradients(name, given)
         call.made = call.made or ArgumentDigests(batch.rows, batch.entries, batch.covered)
         divided = self.trial.arguments.get(name, Divided())
-        digests = call.made.of(given, others.plain, call.made_by, divided)
+        digests = call.made.of(given, others.plain, call.returned, divided)
         digests[call.missing] = call.digests[name][call.missing]
         if others not in known.others or not are_equal(digests, call.digests[name], self._implies_causal):
             raise NewCallError

@@ -268,7 +268,7 @@ class FrontCalls:
             is_wrong = self._front.trouble not in (None, MORE)
             self._turn_off(self._front.trouble or f"it cannot be stored ({failure})", is_wrong)
         elif self._front.inputs.num_refused >= CALLS_TO_MISS:
-            self._turn_off(self._front.inputs.why_not())
+            self._turn_off(self._front.inputs.take_why_not(again=True))
         elif not self._is_decided and self._front.share:
             self._decide()
         elif self._front.num_unmatched >= CALLS_TO_MISS:  # first, as the number of calls read stays the same

@@ -12,16 +12,11 @@ from torch.utils._pytree import tree_flatten
 
 from ...model.called_inputs import named_inputs
 from ..front.described import ITEMS
-from ..front.finding import PLAIN
+from ..front.finding import PLAIN, is_compiled
 from ..prefix_cache.cache.origins import tensors_in
 
 KNOWN = ("torch.nn.", "hf_pipetransformer.", "bitsandbytes.", "torchao.", "transformers.")
 """Where the classes of parameters are from that lie whole on this process."""
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` has made a module of it: its code must not be traced with what watches a step."""
-    return type(module).__module__.startswith("torch._dynamo")
 
 
 def why_not_storable(module: nn.Module) -> str:

@@ -25,13 +25,14 @@ from ...run.parts import Ending, LayoutChange, RunPart, StepFacts
 from ...run.run import PipelineRun
 from ...run.setup.placing import Findings
 from ..front.called_by_loss import CalledByLoss
+from ..front.finding import is_compiled
 from ..front.front_calls import FrontCalls
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
 from ..prefix_cache.cache.known_code import FOREIGN, foreign_code, is_declared
 from ..prefix_cache.cache.sharing import store_file
 from .adapters import has_adapters
-from .forms import is_compiled, why_not_storable
+from .forms import why_not_storable
 from .names import OF_LOSS, OF_TRAINER, containers_of, name_of, named_roots, reachable
 from .roots import FrozenRoot, Surrounding
 from .stages import SplitRoot, Stages
@@ -68,8 +69,7 @@ class FrozenCalls(RunPart):
         self._num_evaluations: Counter[str] = Counter()  # for each data set, by the prefix of its metrics
         self._stages: Stages | None = None  # if the trained model's layers are on several
         self._foreign: dict[nn.Module, str] = {}  # why modules are looked into
-        self._not_stored: dict[str, str] = {}  # why modules are computed in every epoch, by name
-        self._lines: dict[str, str] = {}  # about them, for the log
+        self._not_stored: dict[str, tuple[str, str]] = {}  # what computed modules are, and why they are, by name
         self._logged: set[str] = set()  # their names, on the main process
 
     def found(self, found: Findings) -> None:
@@ -297,19 +297,18 @@ class FrozenCalls(RunPart):
         name = name_of(module, self._job.trainer)
         if name in self._not_stored:
             return
-        self._not_stored[name] = why
         requires = any(parameter.requires_grad for parameter in module.parameters())
-        role = "called by the loss" if requires else "frozen"
-        self._lines[name] = f"{name} is {role}, but computed in every epoch: {why}."
+        self._not_stored[name] = "called by the loss" if requires else "frozen", why
         if self._job.args.process_index == 0:
-            self._log_lines(self._lines)
+            self._log_computed(self._not_stored)
 
-    def _log_lines(self, lines: Mapping[str, str]) -> None:
-        """Log lines about modules, by name, that have not been logged. Only a few in a training."""
-        new = [name for name in lines if name not in self._logged]
+    def _log_computed(self, modules: Mapping[str, tuple[str, str]]) -> None:
+        """Log a line for each computed module that has none yet. Only a few in a training."""
+        new = [name for name in modules if name not in self._logged]
         for name in new[: MOST_LINES - len(self._logged)]:
             self._logged.add(name)
-            log_on_main(logger, self._job.args, lines[name])
+            role, why = modules[name]
+            log_on_main(logger, self._job.args, f"{name} is {role}, but computed in every epoch: {why}.")
 
     def _may_be_part(self, call: SeenCall, calls: Sequence[SeenCall]) -> bool:
         """Whether the output of a module may be stored that undeclared code of the user's has called.
@@ -360,15 +359,16 @@ class FrozenCalls(RunPart):
             return
         mine = {root.name: [calls.take_counts()[0] for calls in root.fronts.values()] for root in self._roots.values()}
         total: dict[str, CacheCounts] = {}
-        for of_process, lines in self._job.mesh.gather_objects((mine, self._lines)):
-            self._log_lines(lines)  # of the stage that computes the loss, on the main process
+        for of_process, computed in self._job.mesh.gather_objects((mine, self._not_stored)):
+            self._log_computed(computed)  # of the stage that computes the loss, on the main process
             for name, counts in of_process.items():
                 total[name] = reduce(add, counts, total.get(name, CacheCounts()))
         if any(counts.rows for counts in total.values()):
             self._run.publish("calls_epoch", total)
 
     def train_ends(self) -> None:
-        reasons = self._not_stored | {name: why for calls in self._calls() for name, why in calls.why_not_read.items()}
+        reasons = {name: why for name, (_, why) in self._not_stored.items()}
+        reasons |= {name: why for calls in self._calls() for name, why in calls.why_not_read.items()}
         self._run.publish("not_read", reasons)
         self._drop(deletes=True)  # before the front, over which calls without adapters are looked at
 

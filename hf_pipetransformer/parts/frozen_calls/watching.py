@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 from transformers.cache_utils import Cache
 
 from ...model.plain_runs import runs_plainly
@@ -185,7 +185,7 @@ class LossWatch:
             for tensor in (*module.parameters(), *module.buffers()):
                 self._origins.of(tensor, set())
         elif not self._kind_of(module).is_transparent:
-            self._stack.append(_Open(module, _as_it_is(args), torch_states(), _versions_of(args)))
+            self._stack.append(_Open(module, tree_map(lambda leaf: leaf, args), torch_states(), _versions_of(args)))
             self._origins.is_paused = True
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
@@ -218,8 +218,8 @@ class LossWatch:
         is_trained = self._kind_of(module).is_trained
         why_not = self._why_not_root(module) if not is_trained or module is self._model else None
         is_root = not why_not and why_not is not None
-        of = self._origins.union(given) if is_root and module is not self._model else {TRAINED}
         of_inputs = self._origins.union(given)
+        of = of_inputs if is_root and module is not self._model else {TRAINED}
         if why_not is not None and (is_root or not self._foreign):
             if not why_not and (not of_inputs or of_inputs & WHY_NOT_OF_BATCH.keys()):
                 known = (why for origin, why in WHY_NOT_OF_BATCH.items() if origin in of_inputs)
@@ -253,16 +253,9 @@ def _versions_of(args: tuple[Any, ...]) -> dict[int, int]:
     return {id(tensor): tensor._version for tensor in tensors_in(args) if not tensor.is_inference()}
 
 
-def _as_it_is(value: Any) -> Any:
-    """The same values in new containers, which a call does not write into."""
-    if type(value) is dict:
-        return {name: _as_it_is(entry) for name, entry in value.items()}
-    return type(value)(map(_as_it_is, value)) if type(value) in (list, tuple) else value
-
-
-def _is_as_it_was(before: tuple[Any, ...], now: tuple[Any, ...], is_extended: bool) -> bool:
+def _is_as_it_was(before: tuple[Any, ...], now: tuple[Any, ...], may_extend: bool) -> bool:
     """Whether a call has not written into the containers of its arguments, but for new entries of the first one."""
-    if is_extended:
+    if may_extend:
         now = ({name: now[0][name] for name in before[0] if name in now[0]}, *now[1:])
     (old, of_old), (new, of_new) = tree_flatten(before), tree_flatten(now)
     return of_old == of_new and all(map(operator.is_, old, new))

@@ -8,20 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from user_code.kit import Lines
 
 from ..kit import VOCABULARY, WIDTH, Each, Inputs, Script, bert, case, pool, samples
 from .late_teachers import distil, frozen, kd, plainly, read_of, teacher_of_four
-
-
-class Lines(logging.Handler):
-    """Collects lines of the log."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def listening(script: Script, *words: str) -> Script:
