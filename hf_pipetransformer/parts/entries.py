@@ -4,7 +4,7 @@
     freezing        freeze_policy, frozen layers       requests that more layers be frozen
     records         always                             log lines, metrics, the record for the report
     preemption      always                             saves and exits on SIGTERM
-    prefix_cache    activation_cache                   requests that frozen layers count as cached
+    prefix_cache    activation_cache, frozen layers    requests that frozen layers count as cached
     front           activation_cache, with one stage   reads the outputs of frozen modules
     loss_effects    several stages                     copies the loss's changes of the trainer to all stages
     frozen_calls    activation_cache, with an own loss reads the outputs of frozen modules that the loss calls
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..run.job import TrainingJob
+from ..run.loss_source import LossSource
 
 if TYPE_CHECKING:
     from ..run.parts import RunPart
@@ -70,7 +71,8 @@ def _timeout(job: TrainingJob) -> str | None:
 def _may_call_frozen(job: TrainingJob) -> bool:
     args = job.args
     is_wanted = args.activation_cache == "on" or (args.activation_cache == "auto" and not args.full_determinism)
-    return is_wanted and not args.torch_compile
+    calls = bool(args.cached_modules) or not LossSource(job).is_stock  # a loss of transformers calls no other module
+    return is_wanted and calls and not args.torch_compile
 
 
 ENTRIES = [

@@ -177,9 +177,9 @@ class TrainingJob:
 
     @property
     def may_cache_prefix(self) -> bool:
-        """Whether the arguments allow the outputs of the lowest layers to be cached; the same on every process."""
-        freezes = self.freeze_callback is not None or self.follows_freezing
-        return self._wants_cache and freezes and not self.args.slices_tokens
+        """Whether outputs of the lowest layers may be cached: a policy freezes them, or the user has frozen them."""
+        is_asked = self.follows_freezing and self.args.activation_cache == "on"
+        return self.may_cache or (is_asked and not self.args.slices_tokens)
 
     @property
     def _wants_cache(self) -> bool:

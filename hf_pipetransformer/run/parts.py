@@ -260,18 +260,22 @@ class Parts:
                 Every process raises it.
         """
         entries, before = find_part("entries"), self._by_name
+        known = entries.ENTRIES if entries is not None else []
+        # of a model that is frozen on one process only: set-up refuses it, and says so
+        everyone = self._run.job.mesh.gather_objects([entry.name for entry in known if entry.is_wanted(self._run.job)])
+        wanted = set().union(*everyone)
         self._by_name, self._having = {}, {}
         missing: ValueError | None = None
-        for entry in entries.ENTRIES if entries is not None else ():
-            if not entry.is_wanted(self._run.job):
+        for entry in known:
+            if entry.name not in wanted:
                 continue
             part, asked_by = before.get(entry.name) or self._made(entry), entry.asked_by(self._run.job)
             if part is not None:
                 self._by_name[entry.name] = part
             elif asked_by is not None and missing is None:
                 missing = not_installed(entry.name, asked_by)
-        everyone = self._run.job.mesh.gather_objects((list(self._by_name), str(missing or "")))
-        found, errors = zip(*everyone, strict=True)
+        installed = self._run.job.mesh.gather_objects((list(self._by_name), str(missing or "")))
+        found, errors = zip(*installed, strict=True)
         if any(errors):
             raise missing or ValueError(next(filter(None, errors)))
         other = next((rank for rank, names in enumerate(found) if names != found[0]), None)
