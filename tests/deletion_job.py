@@ -105,6 +105,13 @@ def train(folder: str, options: dict[str, Any], own_loss: bool = False) -> float
     return float(sum(parameter.detach().double().abs().sum() for parameter in model.parameters()))
 
 
+def loaded(folder: str, options: dict[str, Any]) -> list[str]:
+    """The modules of parts that a training has loaded."""
+    train(folder, options)
+    inside = f"{PACKAGE}.parts."
+    return sorted(name.removeprefix(inside) for name in sys.modules if name.startswith(inside))
+
+
 def forked(world: int, work: Callable[[], Any]) -> list[Any]:
     """The return values of forked processes."""
     with socket.socket() as free:
@@ -162,6 +169,9 @@ def main(folder: str, parts: list[str]) -> None:
         if options is not None:
             world, own = options.get("pipeline_parallel_size", 1), name in ("parts.driven", "parts.loss_effects")
             result["asked"] = forked(world, without(folders, lambda: train(place("asked"), options, own)))  # noqa: B023
+        if name == "none":
+            stages = {"pipeline_parallel_size": 2}
+            result["loaded"] = forked(2, without((), lambda: loaded(place("loaded"), stages)))  # noqa: B023
         results[name] = result
     print(json.dumps(results))
 

@@ -50,6 +50,8 @@ def check(results: dict[str, dict[str, Any]], wanted: float) -> None:
 def test_a_plain_training_needs_no_part(tmp_path: Path) -> None:
     results = trained_without(tmp_path, "none", "all")
     check({"all": results["all"]}, results["none"]["one"][0])
+    for modules in results["none"]["loaded"]:  # nothing is frozen, and the loss is of transformers
+        assert {"front", "frozen_calls", "prefix_cache.part"}.isdisjoint(modules) and "records.part" in modules
 
 
 @pytest.mark.slow
