@@ -117,7 +117,7 @@ class PipeTransformerTrainingArguments(TrainingArguments):
             keeps a pipeline busy when a batch has only a few long sequences (TeraPipe, ICML 2021). An `int` sets the
             number of equal slices. A list sets the lengths of the slices; the rest of a sequence forms one more slice.
             `"auto"` chooses slices and micro-batches with a dynamic program over the measured times of slices of
-            different lengths. A single stage never splits sequences.
+            different lengths. Splitting needs several stages; once a single stage is left, sequences stay whole.
         replica_sharding (`str`, *optional*, defaults to `"none"`):
             State that the data-parallel replicas of a stage shard. `"none"`: each replica holds everything.
             `"optimizer"`: each replica holds the optimizer state of its share of the stage's parameters, updates this

@@ -91,8 +91,8 @@ def example_inputs(model: nn.Module, batch: Mapping[str, Any], labels: Collectio
         raise UnsupportedModelError(
             model,
             f"its forward takes {needed}, and the batch has none of these, but only {', '.join(sorted(batch))}.",
-            "Let the data collator return them by these names, or give the model an attribute dummy_inputs: a dict of"
-            " its inputs for two samples. With pipeline_parallel_size=1 and without freezing the model is not"
+            "Let the data collator return them by these names, or give the model's class an attribute dummy_inputs: a"
+            " dict of its inputs for two samples. With pipeline_parallel_size=1 and without freezing the model is not"
             " examined.",
         )
     return found

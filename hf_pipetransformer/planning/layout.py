@@ -92,7 +92,7 @@ class Layout:
         if self.replica_sharding not in REPLICA_SHARDINGS:
             raise ValueError(
                 f"replica_sharding is {self.replica_sharding!r}, but must be one of"
-                f" {', '.join(map(repr, REPLICA_SHARDINGS))}."
+                f" {', '.join(map(repr, (*REPLICA_SHARDINGS, AUTO)))}."
             )
         k, bounds, v = self.pipeline_parallel_size, self.stage_bounds, self.num_virtual_stages
         most = schedule_named(self.schedule).most_virtual_stages or v

@@ -235,7 +235,7 @@ def schedule_named(name: str) -> Schedule:
         ValueError: There is no schedule of this name.
     """
     if name not in tuple(SCHEDULES):  # the name may have any type, even an unhashable one
-        raise ValueError(f"schedule is {name!r}, but must be one of {', '.join(map(repr, SCHEDULES))}.")
+        raise ValueError(f"pipeline_schedule is {name!r}, but must be one of {', '.join(map(repr, SCHEDULES))}.")
     return SCHEDULES[name]
 
 

@@ -292,7 +292,8 @@ def test_a_schedule_of_ones_own_without_cache_or_compression(tiny: str) -> None:
             "frozen_module is 'vision', which is no module of the model. It has 'bert'",
         ),
         (["--frozen-module", "bert", "--frozen-module", "bert.encoder"], 2, "'bert.encoder', which is in it"),
-        (["--replica-sharding", "all"], 2, "replica_sharding is 'all', but must be one of 'none', 'optimizer'"),
+        (["--replica-sharding", "all"], 2, "is 'all', but must be one of 'none', 'optimizer', 'auto'"),
+        (["--pipeline-schedule", "dual"], 2, "pipeline_schedule is 'dual', but must be one of '1f1b', 'gpipe'"),
         (["--replica-sharding", "auto", "--memory-gib", "0.0001"], 2, "is 'auto', but no pipeline fits"),
     ],
 )
