@@ -57,7 +57,7 @@ def global_state_kept() -> Iterator[None]:
     device = _device_module()
     on_device = device.get_rng_state() if device is not None else None
     on_cpu = torch.default_generator.get_state()
-    python, numpy = random.getstate(), np.random.get_state()
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)  # in half the time
     try:
         yield
     finally:

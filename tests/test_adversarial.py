@@ -17,7 +17,6 @@ IN_SHORT = (
     "clips_all_parameters",
     "counter_in_objects",
     "data_row",
-    "evaluations_outside_interleaved",
     "hook_on_inner_layer",
     "in_place",
     "many_calls_or_none",

@@ -62,6 +62,7 @@ def train_breadth_first(rank: int, world_size: int, run: Run) -> Outcome:
     )
 
 
+@pytest.mark.slow
 def test_a_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = Run(samples=33, epochs=1)

@@ -43,9 +43,10 @@ IN_SHORT = (
     "l2 of trainable parameters",
     "counter in a closure",
 )
-"""The cases of `make test`: one for each question that the trainer examines before the first step."""
+"""One case for each question that the trainer examines before the first step."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_one_of_each_kind(part):

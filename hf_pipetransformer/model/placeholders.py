@@ -126,8 +126,9 @@ class ParameterTable:
 
     def _seen_now(self) -> list[str | nn.Parameter | nn.Module | None]:
         """Return the names, parameters and children of all modules."""
-        held = chain(map(attrgetter("_parameters"), self._modules), map(attrgetter("_modules"), self._modules))
-        return list(chain.from_iterable(chain.from_iterable(map(dict.items, held))))
+        held = chain.from_iterable(map(attrgetter("_parameters", "_modules"), self._modules))
+        tables = [*filter(None, held)]
+        return [*chain.from_iterable(tables), *chain.from_iterable(map(dict.values, tables))]
 
     def __setitem__(self, name: str, parameter: nn.Parameter) -> None:
         """Replace a parameter under all its names; only before other code refers to the model."""

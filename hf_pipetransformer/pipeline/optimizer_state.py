@@ -161,7 +161,7 @@ class OptimizerState:
     def _begin_step(self) -> None:
         self._steps_inside += 1
         self._is_prepared = True
-        if self._lists is None:
+        if self._lists is None and (self._elsewhere or self._shows_idle):
             self._show(lambda parameter: id(parameter) not in self._elsewhere, self._shows_idle)
 
     def _end_step(self) -> None:

@@ -8,7 +8,7 @@ last stage         `BatchInFlight`       the micro-batches of one `training_step
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -231,7 +231,8 @@ class BatchInFlight:
         """
         pipeline = self._pipeline
         assert pipeline.stage is not None
-        with self._noting_exchanged_inputs(micro_batch):
+        may_exchange = pipeline.num_stages > 1 and self._loss.may_exchange_inputs
+        with self._noting_exchanged_inputs(micro_batch) if may_exchange else nullcontext():
             part = self._of_part(model, micro_batch)
         refuse_computed_of_hidden(part)
         if self.losses and pipeline.stage.continues:
@@ -318,9 +319,6 @@ class BatchInFlight:
         user has declared that its losses of parts add up (`loss_reduction`).
         """
         pipeline = self._pipeline
-        if pipeline.num_stages == 1 or not self._loss.may_exchange_inputs:
-            yield
-            return
         model, ignored = pipeline.model, self._loss.job.not_in_keys
         given = RecordedInputs(pipeline.stack.runner.arguments(without_tags(inputs)))
         defaults = defaults_of(model)

@@ -45,8 +45,8 @@ def train(rank: int, world_size: int, stages: int, event: str, method: str, fold
 @pytest.mark.parametrize(
     ("stages", "method", "event", "other"),
     [
-        (2, "evaluate", "on_step_end", "is at the end of step 2"),
         *slow(
+            (2, "evaluate", "on_step_end", "is at the end of step 2"),
             (1, "save_model", "on_step_begin", "is in step 3"),
             (2, "predict", "on_train_end", "is at the end of train()"),
         ),

@@ -14,7 +14,8 @@ import dis
 import inspect
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter, methodcaller
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -31,13 +32,13 @@ from .known_code import OF_ALL, is_known
 from .told import told
 from .values import (
     DEEPEST,
+    Contents,
     are_identical,
     bases,
     containers_in,
     content,
     entries_of,
     function_in,
-    is_same_inside,
     is_users,
     key_of,
     own_forward,
@@ -47,7 +48,9 @@ OF_CALLS = frozenset({"_disable_adapters", "_active_adapter"})
 """Attributes of PEFT that a loss may change from call to call. Only calls in the same state are stored."""
 OF_MODULES = frozenset(vars(nn.Module())) | {"forward"} | OF_CALLS
 """Names of the attributes of every module: parts, hooks and mode. They are compared separately."""
-TABLES = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+hooks_in, held_in = itemgetter(*HOOKS), itemgetter("_modules", "_parameters")
+values_in = methodcaller("values")
 CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
 """Methods by which torch calls modules."""
 BY_TEXT = frozenset({"__dict__", "getattr", "globals", "vars"})
@@ -85,9 +88,12 @@ class Settings:
         self._slots += _read_by(functions, self._cells)
         used = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in modules}
         self._slots += [(ALL_ATTENTION_FUNCTIONS, name) for name in sorted(filter(None, used))]
+        spaces = (list(slots) for _, slots in groupby(self._slots, lambda slot: id(slot[0])))
+        self._reads = [(slots[0][0], [name for _, name in slots]) for slots in spaces]
+        self._functional = [name for name in vars(functional) if not name.startswith("__")]  # warnings are noted
         self._noted = self._now()
         containers = containers_in(self._noted[1])
-        self._containers = [(one, list(entries_of(one))) for one in containers]
+        self._contents = Contents(containers)
         values = [*self._noted[1], *chain.from_iterable(map(entries_of, containers))]
         self.tensors = [v for v in values if getattr(v, "plain_class", type(v)) in (torch.Tensor, nn.Parameter)]
         """Tensors among the settings: they are neither weights nor buffers of the modules."""
@@ -98,13 +104,14 @@ class Settings:
         Yield functions outside the known libraries.
         """
         for base in _bases_of(classes):
-            if "forward" not in vars(base) and issubclass(base, nn.Module):
-                self._slots.append((vars(base), "forward"))  # `forward` may be added later
+            space = vars(base)
+            if "forward" not in space and issubclass(base, nn.Module):
+                self._slots.append((space, "forward"))  # `forward` may be added later
             self._slots += _functions_named_by(base)
-            for name, value in vars(base).items():
+            for name, value in space.items():
                 function = function_in(value)
                 if isinstance(function, FunctionType) or (is_users(base) and not name.startswith("__")):
-                    self._slots.append((vars(base), name))
+                    self._slots.append((space, name))
                 if isinstance(function, FunctionType) and not is_known(function):
                     yield function
         for cls in filter(is_users, dict.fromkeys(classes)):
@@ -113,7 +120,8 @@ class Settings:
 
     def _note_tables(self) -> Iterator[FunctionType]:
         """Note how torch calls modules, and the mask functions. Yield users' attention and mask functions."""
-        self._slots += [(vars(nn.Module), name) for name in CALLS]
+        space = vars(nn.Module)
+        self._slots += [(space, name) for name in CALLS]
         used = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in self._modules}
         for name in sorted(filter(None, used)):
             self._slots.append((ALL_MASK_ATTENTION_FUNCTIONS, name))
@@ -144,7 +152,7 @@ class Settings:
         are_equal = are_identical(values, noted) or all(
             one is other or key_of(one) == key_of(other) for one, other in zip(values, noted, strict=True)
         )
-        return are_equal and all(map(is_same_inside, self._containers))
+        return are_equal and self._contents.are_same()
 
     def described(self) -> str:
         """Return the settings in words that are the same in every process."""
@@ -152,21 +160,22 @@ class Settings:
         read = {(name, told(of.get(name))) for of, name in self._slots[self._num_attributes :]}
         cells = sorted(told(content(cell)) for cell in self._cells)
         own = [told(own_forward(of)) for of in self._owners]
-        hooks = [[told(hook) for table in TABLES[2:] for hook in of[table].values()] for of in self._owners]
+        hooks = [[told(hook) for table in HOOKS for hook in of[table].values()] for of in self._owners]
         return repr(([told(cls) for cls in self._types], attributes, sorted(read), cells, own, hooks))
 
     def _now(self) -> tuple[list[int], list[Any], list[Any]]:
         """Return the numbers of attributes, the values, and the parts, hooks and replaced methods."""
+        # in each step: functions of C walk through them
         sizes = [len(of) - ("forward" in of) for of in self._owners]
-        tables = [of[table] for of in self._owners for table in TABLES[:2] if of[table]]
-        code = [*chain.from_iterable(tables), *chain.from_iterable([table.values() for table in tables])]
-        hooks = [of[table] for of in self._owners for table in TABLES[2:] if of[table]]
-        code += [hook for table in hooks for hook in table.values() if not _is_libraries_function(hook)]
+        held = [*filter(None, chain.from_iterable(map(held_in, self._owners)))]
+        code = [*chain.from_iterable(held), *chain.from_iterable(map(values_in, held))]
+        hooks = chain.from_iterable(map(values_in, filter(None, chain.from_iterable(map(hooks_in, self._owners)))))
+        code += [hook for hook in hooks if not _is_libraries_function(hook)]
         code += [hook for table in OF_ALL for hook in table.values() if not is_known(hook)]
         code += map(type, self._modules)
-        code += [value for name, value in vars(functional).items() if not name.startswith("__")]  # warnings are noted
+        code += map(vars(functional).get, self._functional)
         code += [own for of in self._owners if "forward" in of and (own := own_forward(of)) is not None]
-        values = [of.get(name) for of, name in self._slots]
+        values = chain.from_iterable(map(of.get, names) for of, names in self._reads)
         return sizes, [*values, *map(content, self._cells)], code
 
 
@@ -199,7 +208,7 @@ class ReadOutside:
         attributes = chain.from_iterable(vars(module).values() for module in modules)
         of_modules = set(map(id, containers_in(attributes)))
         containers = [one for one in containers_in(self._noted, OF_TRAINING) if id(one) not in of_modules]
-        self._containers = [(one, list(entries_of(one))) for one in containers]
+        self._contents = Contents(containers)
 
     def changed(self) -> str:
         """The name of a value that has changed; empty if all are the same."""
@@ -207,7 +216,7 @@ class ReadOutside:
         for name, value, noted in zip(names, self._now(), self._noted, strict=True):
             if value is not noted and key_of(value) != key_of(noted):
                 return name
-        return "" if all(map(is_same_inside, self._containers)) else "a container or object"
+        return "" if self._contents.are_same() else "a container or object"
 
     def _now(self) -> list[Any]:
         return [*(of.get(name) for of, name in self._slots), *map(content, self._cells)]
@@ -296,8 +305,8 @@ def _inherited_in(classes: Sequence[type]) -> Iterator[Slot]:
         classes: a class and its base classes.
     """
     names = {name for cls in classes for name in vars(cls) if not name.startswith("__")}
-    for cls in filter(is_users, classes):
-        yield from ((vars(cls), name) for name in sorted(names - vars(cls).keys()))
+    for space in map(vars, filter(is_users, classes)):
+        yield from ((space, name) for name in sorted(names - space.keys()))
 
 
 def _users_classes(values: Iterable[Any]) -> list[type]:

@@ -28,7 +28,7 @@ from multiprocessing.synchronize import SemLock
 from operator import is_
 from pathlib import PurePath
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 from weakref import ReferenceType
 
@@ -49,7 +49,7 @@ PYTHONS = sys.stdlib_module_names | {"numpy"}
 FIXED = (
     *(complex, range, re.Pattern, Decimal, Fraction, PurePath, UUID, date, time, timedelta, tzinfo),
     *(np.generic, np.dtype, np.ufunc, operator.itemgetter, operator.attrgetter, operator.methodcaller),
-    *(torch.layout, torch.memory_format, torch.finfo, torch.iinfo, type(Ellipsis), type(NotImplemented)),
+    *(torch.layout, torch.memory_format, torch.finfo, torch.iinfo, type(Ellipsis), type(NotImplemented), TypeVar),
 )
 """Types of values that never change."""
 CALLS = (functools.partial, MethodType, BuiltinFunctionType)
@@ -263,7 +263,53 @@ def are_identical(now: Sequence[Any], noted: Sequence[Any]) -> bool:
     return len(now) == len(noted) and all(map(is_, now, noted))
 
 
-def is_same_inside(container: tuple[Any, list[Any]]) -> bool:
+class Contents:
+    """A snapshot of what is inside of containers and objects.
+
+    Lists, dictionaries and attributes are compared in each step: together first, object by object, and only if one of
+    them is another one, by their values.
+
+    Args:
+        containers: the containers and objects.
+    """
+
+    def __init__(self, containers: Sequence[Any]) -> None:
+        self._entries = [(one, list(entries_of(one))) for one in containers]
+        self._lists = [one for one in containers if type(one) is list and len(one) <= LARGEST]
+        self._dicts = [one for one in containers if type(one) is dict and len(one) <= LARGEST]
+        self._objects = [one for one in containers if _has_attributes_only(one) and len(vars(one)) <= LARGEST]
+        compared = {id(one) for one in (*self._lists, *self._dicts, *self._objects)}
+        others = [of for of in self._entries if id(of[0]) not in compared]
+        self._others = [of for of in others if type(of[0]) not in (tuple, frozenset)]  # these stay as they are
+        self._containers, self._types = list(containers), list(map(type, containers))
+        self._noted = self._now()
+
+    def are_same(self) -> bool:
+        """Whether all of them have the same contents, and are of the same classes."""
+        if not are_identical(list(map(type, self._containers)), self._types):
+            return False
+        (sizes, objects), (noted_sizes, noted) = self._now(), self._noted
+        if sizes == noted_sizes and are_identical(objects, noted):
+            return all(map(_is_same_inside, self._others))
+        return all(map(_is_same_inside, self._entries))
+
+    def _now(self) -> tuple[list[int], list[Any]]:
+        spaces = [*self._dicts, *map(vars, self._objects)]
+        sizes = [*map(len, self._lists), *map(len, spaces)]
+        values = chain.from_iterable(space.values() for space in spaces)
+        return sizes, [*chain.from_iterable(self._lists), *chain.from_iterable(spaces), *values]
+
+
+def _has_attributes_only(value: Any) -> bool:
+    """Whether `entries_of` lists the attributes of an object, and nothing else."""
+    if not isinstance(value, (PreTrainedConfig, GenerationConfig)):
+        others = (*CONTAINERS, *CALLS, SynchronizedBase, ContextVar, slice, FunctionType)
+        if isinstance(value, others) or hasattr(type(value), "__slots__") or _memory_of(value) is not None:
+            return False
+    return type(getattr(value, "__dict__", None)) is dict
+
+
+def _is_same_inside(container: tuple[Any, list[Any]]) -> bool:
     """Whether a container still has its noted entries."""
     value, noted = container
     now = entries_of(value)
