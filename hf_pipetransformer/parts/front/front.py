@@ -410,11 +410,7 @@ class FrozenFront:
         call.is_apart |= not runs_plainly()
         if not call.ran and not call.is_apart:
             call.is_apart = not self.inputs.is_called_as_before()
-            if (
-                not call.ends
-                and not self.trial.is_noisy
-                and (why := self._what_changed(values=False, writes=True)) is not None
-            ):
+            if not call.ends and not self.trial.is_noisy and (why := self._what_changed(values=False)) is not None:
                 call.is_apart, self.trouble = True, why
                 module = self._model.get_submodule(name)
                 is_wrapped = vars(module).get("forward") not in self._overrides  # by a forward that calls this one

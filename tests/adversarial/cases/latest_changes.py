@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import TemperatureLogitsWarper
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -482,22 +481,6 @@ def value_of_a_thread_changes() -> Script:
     return scaling(ByThread, lambda _: setattr(LOCAL, "scale", SMALLER))
 
 
-class ByWarper(ScaledBy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.warper: Any = TemperatureLogitsWarper(1.0)
-
-    def scaled(self, x: Tensor) -> Tensor:
-        warped: Tensor = self.warper(None, x)
-        return warped
-
-
-@case("K1")
-def attribute_of_a_library_s_callable() -> Script:
-    """A frozen module calls an object of transformers that is no module; a number of it changes."""
-    return scaling(ByWarper, lambda backbone: setattr(backbone.warper, "temperature", 3.0))
-
-
 class ByDefault(ScaledBy):
     def scaled(self, x: Tensor) -> Tensor:
         return x * (torch.ones(WIDTH) / 3).to(x.dtype)
@@ -753,27 +736,6 @@ def object_as_argument_from_the_second_epoch() -> Script:
     )
 
 
-class WritesUnseen(OnBert):
-    """Replaces the first word through `.data`, from a step on."""
-
-    writes = False
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        if self.writes:
-            input_ids.data[:, 0] = 7
-        return super().forward(input_ids, attention_mask, labels)
-
-
-@case("K1", "R2")
-def words_written_through_data_later() -> Script:
-    """The model replaces a word of the batch through `.data`, from the middle of the third epoch on."""
-
-    def change(model: Any, step: int) -> None:
-        model.writes = True
-
-    return of(WritesUnseen(), callbacks=[At(change, [10])], data=samples(32, 8, 8))
-
-
 class FollowsLater(OnBert):
     """The forward changes the frozen module before it calls it, as for a momentum encoder, from a step on."""
 
@@ -877,7 +839,7 @@ def autocast_by_a_callback() -> Script:
     return of(frozen_bert(initializer_range=0.5), observe=nothing, callbacks=[half_from(10)], data=samples(32, 8, 8))
 
 
-@case("K1", "K2", expect="exact", slack=30)
+@case("K1", slack=30)
 def autocast_over_lowest_layers_by_a_callback() -> Script:
     """A callback turns autocast on in the middle of the third epoch; the lowest layers of a BERT are frozen."""
     return of(
@@ -885,7 +847,7 @@ def autocast_over_lowest_layers_by_a_callback() -> Script:
     )
 
 
-@case("K1", "K2", expect="exact", slack=30)
+@case("K1", slack=30)
 def autocast_over_lowest_layers_by_the_loss() -> Script:
     """The loss turns autocast on from the third epoch on; the lowest layers of a BERT are frozen."""
 

@@ -18,7 +18,6 @@ from .values import are_identical
 
 OFTEN, MOST_OF_TIME = 10, 0.03
 """Number of full comparisons of values, and the share of time that they may take after this number."""
-CHANGED = "its weights or buffers have been changed, or are trained again"
 
 
 class WatchedWeights:
@@ -110,28 +109,27 @@ class WatchedWeights:
         """Return the modules' settings in words that are the same in every process."""
         return self._settings.described()
 
-    def what_changed(
-        self, settings: bool = True, values: bool = True, modes: bool = True, writes: bool = False
-    ) -> str | None:
+    def what_changed(self, settings: bool = True, values: bool = True, modes: bool = True) -> str | None:
         """Return the change since this snapshot in words; None if there is none.
 
         Args:
             settings: whether attributes, code, hooks and modes count.
             values: whether the values of weights and buffers count.
             modes: whether modes count, if settings do.
-            writes: whether writes into them count since values were compared last, if values do not.
         """
         if settings and not self._settings.are_same():
             return "an attribute, a hook, code or a part of its modules has been changed, added or removed"
         if settings and modes and self._modes() != self._noted_modes:
             return "its modules have been set to another mode (train() or eval())"
         if not values:
-            return CHANGED if writes and self._are_written_to() else None
+            return None
         if self._is_released:
             return "its weights are no longer watched"
         with unnoticed():
             are_same = self._values() == self._noted_values and self._are_given_out_same()
-        return None if are_same and are_identical(self._held_buffers(), self._noted_buffers) else CHANGED
+        if not are_same or not are_identical(self._held_buffers(), self._noted_buffers):
+            return "its weights or buffers have been changed, or are trained again"
+        return None
 
     def why_too_slow(self) -> str | None:
         """Return why watching takes too long, or None. Each access to memory costs a comparison of all values."""
@@ -159,14 +157,6 @@ class WatchedWeights:
         with unnoticed():
             noted, self._noted_values = self._noted_values, self._values()
         return bool(self._noted_values[0] == noted[0])  # False if parameters are trained again
-
-    def _are_written_to(self) -> bool:
-        """Whether a tensor has been written to since the values were compared, as far as PyTorch or guards tell."""
-        _, writes, checksums, _ = self._noted_values
-        with unnoticed():
-            if [p._version for p in self._counting] != writes or list(map(self._checksum, self.buffers)) != checksums:
-                return True
-            return accesses(self._tensors) != self._accesses and not self._are_given_out_same()
 
     def _are_given_out_same(self) -> bool:
         """Whether tensors with accessed memory still have their noted values."""
