@@ -1120,16 +1120,10 @@ def train_on_others(trainer: Any) -> Any:
     )
 
 
-@case(*LAYOUTS)
+@case("K2")
 def trained_again_on_other_data() -> Script:
     """A second train() has other data, of which a half is the same; the lowest layers are frozen."""
     return lowest(drive=train_on_others, options={"num_train_epochs": 3})
-
-
-@case("K1", "R2")
-def trained_again_on_other_data_with_a_frozen_encoder() -> Script:
-    """A second train() has other data, of which a half is the same; the encoder is frozen."""
-    return of(frozen_bert(initializer_range=0.3), drive=train_on_others, options={"num_train_epochs": 3})
 
 
 @case("K1", "K2", "R2", expect="exact")

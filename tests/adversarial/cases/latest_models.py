@@ -328,31 +328,6 @@ def longer_texts_over_lowest_layers() -> Script:
     return longer(model)
 
 
-class OnScript(nn.Module):
-    """A head on a frozen script of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
-        layers = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-        self.layers = torch.jit.script(nn.Sequential(*layers).requires_grad_(False))
-        self.head = nn.Linear(WIDTH, LABELS)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        return classified(self.head(pool(self.layers(self.embedding(input_ids)), attention_mask)), labels)
-
-
-@case("K1")
-def scripted_layers() -> Script:
-    """Frozen layers are compiled by `torch.jit.script`; their last weight changes in the third epoch."""
-
-    def act(callback: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 10:
-            dict(callback.trainer.model.layers.named_parameters())["3.weight"].data.mul_(0.3)
-
-    return of(OnScript(), callbacks=[Each(act)])
-
-
 class OnExperts(nn.Module):
     """A head on a frozen encoder whose experts take a number of tokens of a batch at most."""
 
