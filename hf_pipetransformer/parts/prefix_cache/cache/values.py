@@ -55,6 +55,8 @@ FIXED = (
 CALLS = (functools.partial, MethodType, BuiltinFunctionType)
 LOCKS = (type(threading.Lock()), type(threading.RLock()), SemLock, logging.Logger)
 """Types of objects that no module computes with."""
+REMEMBERING: Any = type(functools.lru_cache(len))
+"""Type of functions with `lru_cache`."""
 UNREAD = (logging.Logger, RemovableHandle)
 """Types of objects that change whenever they are used, and that no module computes with."""
 OF_PYTHON = (threading.local, ContextVar, SimpleNamespace, ReferenceType, RemovableHandle)
@@ -94,7 +96,7 @@ def function_in(value: Any) -> Any:
     """The function of a property, a static or class method, or one with `lru_cache`; other values as they are."""
     if isinstance(value, (staticmethod, classmethod, MethodType)):
         return value.__func__
-    if isinstance(value, functools._lru_cache_wrapper):
+    if isinstance(value, REMEMBERING):
         return value.__wrapped__
     return value.fget if isinstance(value, property) else value
 
