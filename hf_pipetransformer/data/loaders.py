@@ -67,7 +67,7 @@ class NumberedLoader(DataLoader[Any]):
     """Whether the Trainer's loop iterates over this loader, and not over a user's wrapper around it."""
 
     def __init__(self, batches: NumberedBatches) -> None:
-        super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_the_only_one)
+        super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_Collator(batches))
         if batches.is_iterable:  # PyTorch's sampler for iterable datasets
             vars(self)["sampler"] = DataLoader(batches.dataset).sampler
         self._epoch_read: int | None = None  # epoch that was read to its end, and not set since
@@ -78,9 +78,9 @@ class NumberedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         if self.is_of_loop and not self._is_due:
             return self._pass_of_user(NumberedLoader(self.dataset.aside(self._epoch_of_user)))
-        if self.collate_fn is not _the_only_one:  # a callback has set another collator
+        if not isinstance(self.collate_fn, _Collator):  # a callback has set another collator
             self.dataset.use_collator(self.collate_fn)
-            self.collate_fn = _the_only_one
+            self.collate_fn = _Collator(self.dataset)
         if self._epoch_read == self.dataset.epoch:
             # the loop reads a user's wrapper and has not set the epoch: it would get the same order again
             self.set_epoch(self.dataset.epoch + 1)
@@ -91,7 +91,8 @@ class NumberedLoader(DataLoader[Any]):
 
     def _pass_of_user(self, aside: NumberedLoader) -> Iterator[Any]:
         """Like Accelerate's loader, a pass that is read to its end begins another epoch."""
-        aside.collate_fn = self.collate_fn
+        if not isinstance(self.collate_fn, _Collator):
+            aside.collate_fn = self.collate_fn
         yield from aside
         self._epoch_of_user += 1
 
@@ -139,5 +140,18 @@ class LoaderWithoutTags:
         return getattr(self._loader, name)
 
 
-def _the_only_one(batches: list[Any]) -> Any:
-    return batches[0]
+class _Collator:
+    """Hands a batch on that was read by its number. Samples, which a user's wrapper passes on, are collated.
+
+    Args:
+        batches: the batches.
+    """
+
+    def __init__(self, batches: NumberedBatches) -> None:
+        self._batches, self._of_user = batches, batches.collate_fn
+
+    def __call__(self, rows: list[Any]) -> Any:
+        if len(rows) != 1 or rows[0] is not self._batches.latest:
+            return self._of_user(rows)
+        self._batches.latest = None
+        return rows[0]

@@ -149,6 +149,8 @@ class NumberedBatches(Dataset[Any]):
         self.global_batch_size = order.batch_size
         self.drop_last = drop_last
         self.last_slice = BatchSlice(0, 0)
+        self.latest: Any = None
+        """The batch that was read last, until the loader hands it on."""
         self._parts, self._index = 1, 0
         self._epoch = 0
         self._order: Order | None = None
@@ -300,7 +302,7 @@ class NumberedBatches(Dataset[Any]):
         if read.part is None:
             raise StopIteration
         self._ahead = self._read_slice(number + 1)
-        self.last_slice = read.part
+        self.last_slice, self.latest = read.part, read.batch
         return read.batch
 
     @property

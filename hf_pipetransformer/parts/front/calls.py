@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from ...model.called_inputs import version_of
@@ -17,7 +18,7 @@ from ..prefix_cache.cache.batch_entries import BatchEntries
 from ..prefix_cache.cache.guards import unnoticed
 from .divided import EACH, Rows
 from .entries import TOKENS, Leaf, dense_order
-from .finding import REENTRANT, Others, RecordedCall, arguments_of, first_positions
+from .finding import CHANGES, REENTRANT, Others, RecordedCall, arguments_of, buffers_of, first_positions
 from .rows import ArgumentDigests
 
 REMEDY = "Set activation_cache='off'"
@@ -187,16 +188,20 @@ class Known:
         )
         return cls({others}, tuple(kept), structure)
 
-    def refuse_gradients(self, name: str, given: Sequence[torch.Tensor]) -> None:
-        """Raise an error if a gradient may have to flow through the module.
+    def refuse(self, name: str, given: Sequence[torch.Tensor], others: Others) -> None:
+        """Raise an error if a gradient may have to flow through the module, or an argument may change unseen.
 
         Args:
             name: name of the module.
             given: the tensors among its arguments.
+            others: its other arguments.
 
         Raises:
-            NewCallError: an argument requires a gradient, or the output gets a graph after the module has returned.
+            NewCallError: an argument requires a gradient, or the output gets a graph after the module has returned; or
+                an argument is an object.
         """
+        if others.odd:
+            raise NewCallError(others.why_not)
         if any(tensor.requires_grad for tensor in given):
             raise NewCallError(f"{name} is called on something that requires a gradient")
         leaves = [leaf for leaf in self.leaves if isinstance(leaf, ReturnedLeaf)]
@@ -327,6 +332,7 @@ def _is_as_it_was(value: Any, version: int) -> bool:
 
 
 def of_missing(
+    module: nn.Module,
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -337,7 +343,8 @@ def of_missing(
     """Run a module on the missing rows, and return the leaves of its output.
 
     Args:
-        forward: the module's own forward.
+        module: the module.
+        forward: its own forward.
         args: its positional arguments for all rows.
         kwargs: its named arguments for all rows.
         call: the call of the model.
@@ -345,7 +352,8 @@ def of_missing(
         has_rows: for each tensor among the arguments, whether it is divided among the rows.
 
     Raises:
-        NewCallError: it does not run on a part of the rows, or its output has another structure or shape for them.
+        NewCallError: it does not run on a part of the rows, or its output has another structure or shape for them; or
+            it changes its buffers, by which it would compute the other rows as well.
     """
     assert call.batch is not None
     given = arguments_of(args, kwargs)[0]
@@ -359,11 +367,14 @@ def of_missing(
         return rows.some(tensor, call.missing) if id(tensor) in of_rows else tensor
 
     args, kwargs = tree_map_only(torch.Tensor, chosen, (args, kwargs))
+    before = buffers_of(module)
     try:
         with torch.no_grad(), unnoticed():
             leaves, structure = tree_flatten(forward(*args, **kwargs))
     except Exception as error:  # the module does not run on a part of the samples
         raise NewCallError from error
+    if buffers_of(module) != before:
+        raise NewCallError(CHANGES)
     if structure != known.structure:
         raise NewCallError
     for leaf, found in zip(known.leaves, leaves, strict=True):

@@ -9,6 +9,7 @@ from torch import nn
 
 from ...model.called_inputs import NOT_OF_STATES, version_of
 from ...model.micro_batch import Batch, batch_rows
+from ...model.plain_runs import state_of_torch
 from ..prefix_cache.cache.batch_entries import WHOLE, Tokens
 from ..prefix_cache.cache.origins import tensors_in
 from .calls import KnownBatch
@@ -36,22 +37,20 @@ class InputDescriber:
         """The padding values of the inputs."""
         self._reads, self._device, self._trial = frozenset(reads), device, trial
         self._with_adapters = with_adapters(model)
-        # arguments that are no tensors and input names; autocast and adapters
+        # arguments that are no tensors and input names; torch and adapters
         self._around: tuple[dict[str, str], str] | None = None
         self.num_refused = 0
         """Calls in a row that were not described, although they have all inputs."""
         self._why_not, self._has_told = "", False
-        self._inside: str | None = None  # autocast and adapters where the front's first module is called
+        self._inside: str | None = None  # torch and adapters where the front's first module is called
 
     @property
     def _state(self) -> str:
-        """The state of autocast and of the adapters, in words."""
-        adapters = states_of(self._with_adapters)
-        device = self._device.type
-        return f"{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)} {adapters}"
+        """The state of torch and of the adapters, in words."""
+        return f"{state_of_torch(self._device.type)} {states_of(self._with_adapters)}"
 
     def is_called_as_before(self) -> bool:
-        """Whether autocast and adapters are as when the front was tried. Asked where its first module is called.
+        """Whether torch and adapters are as when the front was tried. Asked where its first module is called.
 
         The forward of the model around it may set them.
         """

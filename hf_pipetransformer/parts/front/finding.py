@@ -57,6 +57,8 @@ DRAWS = "it draws random numbers"
 """Why a module with dropout, for example, is not in the front."""
 REENTRANT = "it runs in a gradient checkpoint with use_reentrant=True, through which gradients flow"
 """Why a module is not in the front if its output gets a graph only after the module has returned."""
+CHANGES = "it changes its buffers or its inputs"
+"""Why a module is not in the front if it leaves more than its output."""
 NOTICEABLE = 0.05
 """Minimum share of the forward pass for the log to name a frozen module that is not in the front."""
 
@@ -65,11 +67,18 @@ class Others(NamedTuple):
     """The arguments of a module that are no tensors, in words.
 
     `plain` has those that its states depend on, without None: in place of a tensor there may be None in another call,
-    as for the mask of a batch without padding. `whole` has all of them, also those that select what is returned.
+    as for the mask of a batch without padding. `whole` has all of them, also those that select what is returned. `odd`
+    is the class of the first one that is no plain value: words do not tell when an object changes.
     """
 
     whole: str
     plain: str
+    odd: str = ""
+
+    @property
+    def why_not(self) -> str | None:
+        """Why a module with these arguments is not in the front."""
+        return f"it is given a {self.odd}" if self.odd else None
 
 
 RecordedCall = tuple[list[torch.Tensor], Others, list[Any], TreeSpec]
@@ -162,7 +171,8 @@ def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list
     others = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     plain = {k: leaf for k, leaf in others.items() if leaf is not None}
     selecting = {name: kwargs[name] for name in sorted(SELECTING & kwargs.keys())}
-    words = Others(f"{others} {selecting} in {structure}", f"{plain} in {structure}")
+    odd = next((type(leaf).__name__ for leaf in others.values() if not isinstance(leaf, PLAIN)), "")
+    words = Others(f"{others} {selecting} in {structure}", f"{plain} in {structure}", odd)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], words
 
 
@@ -235,14 +245,10 @@ def find_front(
     def watch(
         name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        leaves = tree_flatten((args, kwargs))[0]
         given, others = arguments_of(args, kwargs)
         as_called, is_set = batch.call_of(module, args, kwargs), states_of(adapters) == around
         of = origins.union(given)
-        odd = next((leaf for leaf in leaves if not isinstance(leaf, (*PLAIN, torch.Tensor))), None)
-        why = None if odd is None else f"it is given a {type(odd).__name__}"
-        if foreign[name]:
-            why = FOREIGN.format(foreign[name], name)
+        why = FOREIGN.format(foreign[name], name) if foreign[name] else others.why_not
         if why is None and any(
             map(is_iterator, itertools.chain.from_iterable(vars(part).values() for part in module.modules()))
         ):
@@ -250,7 +256,7 @@ def find_front(
         if why is None and (name_of_hook := users_hook_inside(module)) is not None:
             why = f"it has a hook inside ({name_of_hook})"
         why = why or held_by(module)
-        before, versions, kept = torch_states(), [*_versions(module), *versions_of(given)], kept_by(module)
+        before, versions, kept = torch_states(), [*buffers_of(module), *versions_of(given)], kept_by(module)
         synchronise(device)
         origins.is_paused = False
         began = time.perf_counter()
@@ -264,8 +270,8 @@ def find_front(
             of.add(RANDOM)
         if other_randomness() != at_start:
             why = why or "random numbers are drawn with Python or NumPy"
-        if [*_versions(module), *versions_of(given)] != versions:
-            why = why or "it changes its buffers or its inputs"
+        if [*buffers_of(module), *versions_of(given)] != versions:
+            why = why or CHANGES
         if kept_by(module) != kept or arguments_of(args, kwargs)[1] != others:
             why = why or "it keeps a tensor that it computes"
         output = origins.returned(output)
@@ -364,8 +370,10 @@ def users_hooks_at_rest(model: nn.Module) -> Iterator[None]:
             table.update(hooks)
 
 
-def _versions(module: nn.Module) -> list[int]:
-    return versions_of(list(module.buffers()))
+def buffers_of(module: nn.Module) -> list[int]:
+    """The identities of a module's buffers, and the numbers of writes into them."""
+    buffers = list(module.buffers())
+    return [*map(id, buffers), *versions_of(buffers)]
 
 
 def _why_not(call: _FrozenCall, num_calls: int, inputs: Mapping[str, Any]) -> str | None:

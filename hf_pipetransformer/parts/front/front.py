@@ -83,8 +83,7 @@ class FrozenFront:
         device: device of the model.
         storage_dtype: dtype of stored floating-point outputs; None keeps the computed dtype.
         is_timed: whether measurements may decide when stored outputs are compared with computed ones.
-        what_changed: returns the change of the modules since they were found, or None; with values=False, of their
-            settings. Asked where the first module is called, as the model's forward may change them.
+        what_changed: as `WatchedWeights.what_changed`; asked at the first module, as the forward around may change it.
     """
 
     def __init__(
@@ -438,6 +437,7 @@ class FrozenFront:
         # the leaves, as the model may write into a container afterwards
         leaves, structure = tree_flatten(output)
         given, others = arguments_of(args, kwargs)
+        self.trouble = others.why_not or self.trouble
         if self.trial.is_noisy and call.batch is not None and call.batch.entries.width:
             return tree_unflatten(self.trial.with_noise(name, leaves, call.batch.entries), structure)
         call.note(name, (given, others, leaves, structure))
@@ -453,14 +453,15 @@ class FrozenFront:
         assert call.batch is not None and call.given_back is not None
         known, batch = call.known[name], call.batch
         given, others = arguments_of(args, kwargs)
-        known.refuse_gradients(name, given)
+        known.refuse(name, given, others)
         call.made = call.made or ArgumentDigests(batch.rows, batch.entries, batch.covered)
         divided = self.trial.arguments.get(name, Divided())
         digests = call.made.of(given, others.plain, call.returned, divided)
         digests[call.missing] = call.digests[name][call.missing]
         if others not in known.others or not are_equal(digests, call.digests[name], self._implies_causal):
             raise NewCallError
-        computed = of_missing(forward, args, kwargs, call, known, divided.rows) if call.missing else []
+        module, parts = self._model.get_submodule(name), divided.rows
+        computed = of_missing(module, forward, args, kwargs, call, known, parts) if call.missing else []
         returned = [call.given_back.get((name, position), leaf) for position, leaf in enumerate(known.leaves)]
         is_kept = not any(isinstance(value, ReturnedLeaf) for value in returned)
         late = None if is_kept else LateOutput(forward, args, kwargs, self._device.type, call)

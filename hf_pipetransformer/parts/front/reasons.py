@@ -8,7 +8,7 @@ OTHER_ARGUMENTS = "in each call its modules get other arguments than those its o
 """Why a front is closed if the samples are stored, but no call matches the stored one."""
 OTHER_VALUES = "the model gets other values of {} than in the first call, or not in each call"
 """Why a call of the model is computed, with the names of inputs as a field."""
-OTHER_STATE = "autocast or the adapters in use differ from those of the first call"
+OTHER_STATE = "autocast, another setting of torch, or the adapters in use differ from those of the first call"
 """Why a call of the model is computed."""
 NO_ROWS = "the batch cannot be divided into samples as the first one"
 """Why a call of the model is computed."""

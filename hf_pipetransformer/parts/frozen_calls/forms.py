@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ...model.called_inputs import named_inputs
+from ...model.plain_runs import state_of_torch
 from ..front.described import ITEMS
 from ..front.finding import PLAIN, is_compiled
 from ..prefix_cache.cache.origins import tensors_in
@@ -59,5 +60,4 @@ def form_of(module: nn.Module, inputs: Mapping[str, Any] | None) -> str | None:
     tensors = [(name, [(t.dtype, t.dim()) for t in tensors_in(inputs[name])]) for name in sorted(inputs)]
     adapters = next((part for part in module.modules() if hasattr(part, "_disable_adapters")), None)
     state = None if adapters is None else (adapters._disable_adapters, adapters._active_adapter)
-    autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return repr((module.training, plain, tensors, state, autocast))
+    return repr((module.training, plain, tensors, state, state_of_torch(device)))

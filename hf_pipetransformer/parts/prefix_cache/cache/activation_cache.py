@@ -18,6 +18,7 @@ store.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -29,11 +30,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ....logs import log_once
 from ....model.called_inputs import LABELS_AND_DECODER, BatchTags, RecordedInputs, added_settings, named_inputs
 from ....model.frozen_prefix import frozen_modules
 from ....model.layer_range import Carry, Observer, Unit, tensors_of
 from ....model.layer_stack import CarrySlot, LayerStack
 from ....model.micro_batch import Batch, select_rows
+from ....model.plain_runs import state_of_torch
 from .batch_entries import BatchEntries
 from .cache_counts import CacheCounts
 from .content_keys import entries_of, padded_length, sequences_per_sample
@@ -43,9 +46,13 @@ from .side_stream import SideStream
 from .watched_weights import WatchedWeights
 from .writing import FULL, StoreWriting
 
+logger = logging.getLogger(__name__)
+
 SECONDS_BETWEEN_MARKS = 600.0
 """Interval at which a training marks its generations as in use: other trainings do not evict marked ones."""
 
+OTHER_SETTINGS = "autocast, or another setting of torch, differs from that of the first step"
+"""Why a pass computes frozen layers."""
 RECORDS = ("output_hidden_states", "output_attentions")
 """Arguments of a call that make a model return the outputs of each layer."""
 
@@ -104,6 +111,9 @@ class ActivationCache:
         self._awaited: tuple[RecordedInputs, Callable[[], None]] | None = None
         self._hook: RemovableHandle | None = None
         self._writes = False
+        self._device = device
+        # in passes, and in calls of the whole model; states belong to the first ones
+        self._settings_of_torch: dict[bool, list[str]] = {}
 
     # ------------------------------------------------------------------------------------ generations
     def advance(self, num_frozen: int, fingerprint: str, is_new: bool = False) -> None:
@@ -193,6 +203,8 @@ class ActivationCache:
         if entries is None:
             return start, carry
         includes_head = stop == self._stack.num_units
+        if not includes_head and not self._is_computed_as_before(is_call=False):
+            return start, carry
         if includes_head and self._awaited is not None:  # the previous pass did not call the whole model
             self.met_other_inputs = True
         level, found = self._look_up(batch, entries, stop) if start == 0 else (0, None)
@@ -298,6 +310,8 @@ class ActivationCache:
             return
         if self._noted is not None and self._noted.what_changed(values=False, modes=False) is not None:
             return
+        if not self._is_computed_as_before(is_call=True):
+            return
         called = named_inputs(self._stack.model, args, kwargs)
         inputs = runner.batch_of(called)
         nested_in = runner.called.nested_in
@@ -323,6 +337,15 @@ class ActivationCache:
         kept_back = self._stack.runner.called.kept_back - LABELS_AND_DECODER
         is_less = any(name not in called for name in self.settings or ())
         return is_less or any(called.get(n) is not None for n in kept_back) or any(map(called.get, RECORDS))
+
+    def _is_computed_as_before(self, is_call: bool) -> bool:
+        """Whether torch has the settings of the first pass, or of the first call of the model. If not, log it."""
+        seen, now = self._settings_of_torch.setdefault(is_call, []), state_of_torch(self._device.type)
+        if now not in seen:
+            seen.append(now)
+            if now != seen[0]:
+                log_once(logger, logging.WARNING, "Frozen layers are computed in some steps: %s.", OTHER_SETTINGS)
+        return now == seen[0]
 
     def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
         """Wait for the model to be called on these inputs."""
@@ -358,7 +381,7 @@ class ActivationCache:
             return
         self._awaited = None
         called = named_inputs(self._stack.model, args, kwargs)
-        if self.is_called_otherwise(called):
+        if self.is_called_otherwise(called) or not self._is_computed_as_before(is_call=True):
             return
         inputs, begin = awaited
         added = added_settings(inputs.named, called)

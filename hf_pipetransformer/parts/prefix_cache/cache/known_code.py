@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....model.frozen_prefix import frozen_modules
@@ -81,7 +82,7 @@ def foreign_code(module: nn.Module, known: Callable[[type], str] | None = None, 
     """Describe the first code in a module from outside the known libraries; empty if there is none.
 
     Checks the classes of all parts, functions that replace methods, callable attributes, hooks on the parts, and
-    attention functions. Hooks on the module itself do not count: they also run when its output is read.
+    attention and mask functions. Hooks on the module itself do not count: they also run when its output is read.
 
     Args:
         module: the module.
@@ -92,8 +93,9 @@ def foreign_code(module: nn.Module, known: Callable[[type], str] | None = None, 
     for part in module.modules():
         attributes = [value for value in vars(part).values() if callable(value) and not isinstance(value, nn.Module)]
         hooks = hooks_of(part) if part is not module and hooks_count else []
-        attention = ALL_ATTENTION_FUNCTIONS.get(getattr(getattr(part, "config", None), "_attn_implementation", None))
-        for value in (*attributes, *hooks, attention):
+        used = getattr(getattr(part, "config", None), "_attn_implementation", None)
+        attention, mask = ALL_ATTENTION_FUNCTIONS.get(used), ALL_MASK_ATTENTION_FUNCTIONS.get(used)
+        for value in (*attributes, *hooks, attention, mask):
             if not is_known(value):
                 return f"the function {_name(value)} in it is not of a known library"
         if why := known(type(part)):

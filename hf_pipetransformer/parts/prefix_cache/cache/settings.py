@@ -13,7 +13,7 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from operator import itemgetter, methodcaller
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
@@ -25,6 +25,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from torch.nn import functional
 from transformers import Trainer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .known_code import OF_ALL, is_known
@@ -50,6 +51,12 @@ OF_MODULES = frozenset(vars(nn.Module())) | {"forward"} | OF_CALLS
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 hooks_in, held_in = itemgetter(*HOOKS), itemgetter("_modules", "_parameters")
 values_in = methodcaller("values")
+CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
+"""Methods by which torch calls modules."""
+BY_TEXT = frozenset({"__dict__", "getattr", "globals", "vars"})
+"""Names in functions that read values by their names in texts."""
+NOT_IMPLICIT = frozenset({"__eq__", "__hash__", "__init__", "__new__", "__repr__", "__str__"})
+"""Names of special methods that modules do not compute with."""
 OF_TRAINING = (Trainer, Accelerator, PartialState, AcceleratorState)
 """Classes of objects of the training, into which `ReadOutside` does not look."""
 CALLABLE = (FunctionType, BuiltinFunctionType)
@@ -73,8 +80,10 @@ class Settings:
         self._types = [type(module) for module in modules]
         self._slots: list[Slot] = [(of, name) for of in self._owners for name in of if name not in OF_MODULES]
         self._num_attributes = len(self._slots)
-        objects = [type(one) for one in containers_in(of[name] for of, name in self._slots) if is_users(type(one))]
-        functions = list(self._note_code([*self._types, *objects]))
+        attributes = [of[name] for of, name in self._slots]
+        inside = [*attributes, *chain.from_iterable(map(entries_of, containers_in(attributes)))]
+        functions = [*self._note_code([*self._types, *_users_classes(inside)]), *self._note_tables()]
+        functions += filter(_is_users_function, map(function_in, inside))
         self._cells: list[CellType] = []
         self._slots += _read_by(functions, self._cells)
         used = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in modules}
@@ -105,7 +114,35 @@ class Settings:
                     self._slots.append((space, name))
                 if isinstance(function, FunctionType) and not is_known(function):
                     yield function
-        yield from (f for of in self._owners if isinstance(f := own_forward(of), FunctionType) and not is_known(f))
+        for cls in filter(is_users, dict.fromkeys(classes)):
+            self._slots += _inherited_in(list(bases(cls)))
+        yield from filter(_is_users_function, map(own_forward, self._owners))
+
+    def _note_tables(self) -> Iterator[FunctionType]:
+        """Note how torch calls modules, and the mask functions. Yield users' attention and mask functions."""
+        space = vars(nn.Module)
+        self._slots += [(space, name) for name in CALLS]
+        used = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in self._modules}
+        for name in sorted(filter(None, used)):
+            self._slots.append((ALL_MASK_ATTENTION_FUNCTIONS, name))
+            functions = ALL_MASK_ATTENTION_FUNCTIONS.get(name), ALL_ATTENTION_FUNCTIONS.get(name)
+            yield from filter(_is_users_function, functions)
+
+    @property
+    def modules_read(self) -> list[nn.Module]:
+        """Frozen modules that users' code in the modules has in containers, closures or global variables.
+
+        Modules that contain one of the modules are left out.
+        """
+        of_users = {id(vars(module)) for module in self._modules if is_users(type(module))}
+        values = [of.get(name) for of, name in self._slots[: self._num_attributes] if id(of) in of_users]
+        values += [of.get(name) for of, name in self._slots[self._num_attributes :]]
+        values += map(content, self._cells)
+        inside = chain.from_iterable(map(entries_of, containers_in(values)))
+        known = set(self._modules)
+        outside = [v for v in (*values, *inside) if isinstance(v, nn.Module) and known.isdisjoint(v.modules())]
+        frozen = [m for m in outside if not any(parameter.requires_grad for parameter in m.parameters())]
+        return list(dict.fromkeys(part for module in frozen for part in module.modules()))
 
     def are_same(self) -> bool:
         """Whether all settings are unchanged. Compares objects first, then the contents of identical objects."""
@@ -229,26 +266,57 @@ def _read_by(functions: Sequence[FunctionType], cells: list[CellType]) -> Iterat
         if id(function) in done:
             continue
         done.add(id(function))
-        names, own = set(_names_in(function.__code__)), function.__closure__ or ()
+        names, own = _names_in(function.__code__), function.__closure__ or ()
         cells += own
-        values, spaces = list(map(content, own)), list[Mapping[str, Any]]([function.__globals__])
+        values = [*map(content, own), *(sys.modules[name] for name in sorted(names & sys.modules.keys()))]
+        slots: list[Slot] = [(function.__globals__, name) for name in sorted(names & function.__globals__.keys())]
         seen = set[int]()  # modules, and objects of users' classes
         for _ in range(DEEPEST):  # `config.model.scale` is read of a variable, of a module or class in it, and so on
-            slots = [(of, name) for of in spaces for name in sorted(names & of.keys())]
             yield from slots
-            values += [function_in(of[name]) for of, name in slots]
-            waiting += [value for value in values if isinstance(value, FunctionType) and not is_known(value)]
-            inside = {id(value): _namespaces(value) for value in values if id(value) not in seen}
+            values += [function_in(of.get(name)) for of, name in slots]
+            waiting += filter(_is_users_function, values)
+            inside = {id(value): _slots_in(value, names) for value in values if id(value) not in seen}
             seen.update(inside)
-            values, spaces = [], list(chain.from_iterable(inside.values()))
+            values, slots = [], list(chain.from_iterable(inside.values()))
 
 
-def _namespaces(value: Any) -> list[Mapping[str, Any]]:
-    """The namespaces of a module, of a user's class, and of the class of a user's object."""
+def _slots_in(value: Any, names: Collection[str]) -> list[Slot]:
+    """The locations of what may be read of a value by one of the names: in a module, and in a user's class.
+
+    In the class also of methods that are called without a name, and where a value may be added that overrides.
+    """
     if isinstance(value, ModuleType):
-        return [vars(value)]
+        return [(vars(value), name) for name in sorted(vars(value).keys() & names)]
     cls = value if isinstance(value, type) else type(value)
-    return [vars(base) for base in bases(cls)] if is_users(cls) else []
+    spaces = [vars(base) for base in bases(cls)] if is_users(cls) else []
+    read = {name for of in spaces for name, one in of.items() if name in names or _is_implicit(name, one)}
+    return [(of, name) for of in spaces for name in sorted(read)]
+
+
+def _is_implicit(name: str, value: Any) -> bool:
+    """Whether a method is called by operators and the like."""
+    return name.startswith("__") and name not in NOT_IMPLICIT and isinstance(value, FunctionType)
+
+
+def _inherited_in(classes: Sequence[type]) -> Iterator[Slot]:
+    """The locations in users' classes where a value may be added that overrides an inherited one.
+
+    Args:
+        classes: a class and its base classes.
+    """
+    names = {name for cls in classes for name in vars(cls) if not name.startswith("__")}
+    for space in map(vars, filter(is_users, classes)):
+        yield from ((space, name) for name in sorted(names - space.keys()))
+
+
+def _users_classes(values: Iterable[Any]) -> list[type]:
+    """Users' classes among values, and of values, each once; without those of modules."""
+    classes = dict.fromkeys(value if isinstance(value, type) else type(value) for value in values)
+    return [cls for cls in classes if is_users(cls) and not issubclass(cls, nn.Module)]
+
+
+def _is_users_function(value: Any) -> bool:
+    return isinstance(value, FunctionType) and not is_known(value)
 
 
 def _functions_named_by(cls: type) -> Iterator[Slot]:
@@ -259,15 +327,16 @@ def _functions_named_by(cls: type) -> Iterator[Slot]:
     waiting = [function for function in waiting if function.__globals__ is of_module and is_known(function)]
     names = set[str]()
     while waiting:
-        found = {name for name in _names_in(waiting.pop().__code__) if name not in names and name in of_module}
+        found = {name for name in _names_in(waiting.pop().__code__) - names if name in of_module}
         called = {name: of_module[name] for name in found if isinstance(of_module[name], CALLABLE)}
         names |= called.keys()
         waiting += [f for f in called.values() if isinstance(f, FunctionType) and f.__globals__ is of_module]
     yield from ((of_module, name) for name in sorted(names))
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):  # an inner function
-            yield from _names_in(constant)
+def _names_in(code: CodeType) -> set[str]:
+    """The names in a function, and in functions inside of it; also in texts, if it reads values by them."""
+    names = set(code.co_names)
+    texts = {constant for constant in code.co_consts if isinstance(constant, str)} if names & BY_TEXT else set[str]()
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return names.union(texts, *inner)

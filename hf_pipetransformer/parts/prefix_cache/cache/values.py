@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import logging
 import operator
 import re
@@ -54,6 +55,10 @@ FIXED = (
 CALLS = (functools.partial, MethodType, BuiltinFunctionType)
 LOCKS = (type(threading.Lock()), type(threading.RLock()), SemLock, logging.Logger)
 """Types of objects that no module computes with."""
+REMEMBERING: Any = type(functools.lru_cache(len))
+"""Type of functions with `lru_cache`."""
+UNREAD = (logging.Logger, RemovableHandle)
+"""Types of objects that change whenever they are used, and that no module computes with."""
 OF_PYTHON = (threading.local, ContextVar, SimpleNamespace, ReferenceType, RemovableHandle)
 """Further types of objects that are compared, or that no module computes with."""
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque, np.ndarray)
@@ -88,9 +93,11 @@ def is_users(cls: type) -> bool:
 
 
 def function_in(value: Any) -> Any:
-    """The function of a property, a static method or a class method; other values as they are."""
+    """The function of a property, a static or class method, or one with `lru_cache`; other values as they are."""
     if isinstance(value, (staticmethod, classmethod, MethodType)):
         return value.__func__
+    if isinstance(value, REMEMBERING):
+        return value.__wrapped__
     return value.fget if isinstance(value, property) else value
 
 
@@ -104,14 +111,14 @@ def own_forward(of: Mapping[str, Any]) -> Any:
 
 def has_inside(value: Any) -> bool:
     """Whether a value may change its contents while it stays the same object."""
-    if isinstance(value, (*PLAIN, float, *FIXED, torch.Tensor, nn.Module, type, ModuleType, logging.Logger)):
-        return False  # a logger changes whenever it is used, and no module computes with it
-    if isinstance(value, (*CONTAINERS, ContextVar, slice, functools.partial, SynchronizedBase)):
+    if isinstance(value, (*PLAIN, float, *FIXED, torch.Tensor, nn.Module, type, ModuleType, *UNREAD)):
+        return False
+    if isinstance(value, (*CONTAINERS, ContextVar, slice, functools.partial, SynchronizedBase, ReferenceType)):
         return True
     if isinstance(value, FunctionType):
         return not is_known(value)
     if isinstance(value, MethodType):
-        return is_users(type(value.__self__))
+        return isinstance(value.__self__, nn.Module) or is_users(type(value.__self__))
     if isinstance(value, BuiltinFunctionType):  # a method of a list, say; functions have their module
         return not isinstance(value.__self__, (ModuleType, type, type(None))) and not isinstance(
             value.__self__, nn.Module
@@ -193,6 +200,7 @@ def containers_in(values: Iterable[Any], opaque: tuple[type, ...] = ()) -> list[
     found: dict[int, Any] = {}
     level = list(values)
     for _ in range(DEEPEST):
+        level = [function_in(v) if isinstance(v, (staticmethod, classmethod, property)) else v for v in level]
         level = [v for v in level if id(v) not in found and not isinstance(v, opaque) and has_inside(v)]
         level = list({id(value): value for value in level}.values())
         found |= {id(value): value for value in level}
@@ -215,6 +223,8 @@ def entries_of(container: Any) -> list[Any]:
         container = container.get_obj()
     if isinstance(container, ContextVar):
         return [container.get(None)]
+    if isinstance(container, ReferenceType):
+        return [container()]
     if isinstance(container, slice):
         return [container.start, container.stop, container.step]
     if isinstance(container, (MethodType, BuiltinFunctionType)):
@@ -224,17 +234,20 @@ def entries_of(container: Any) -> list[Any]:
     if isinstance(container, FunctionType):
         given = (*(container.__defaults__ or ()), *(container.__kwdefaults__ or {}).values())
         return [container.__code__, *given, *vars(container).values()]
+    own: Mapping[str, Any] = {}
     if isinstance(container, (PreTrainedConfig, GenerationConfig)):
         container = {name: value for name, value in vars(container).items() if name not in OF_FILES}
-    elif not isinstance(container, CONTAINERS):
+    elif isinstance(container, CONTAINERS):
+        own = _attributes_of(container)
+    else:
         if (memory := _memory_of(container)) is not None:
             return memory
         container = _attributes_of(container)
     if len(container) > LARGEST:
-        return [len(container)]
+        return [len(container), *own.values()]
     if isinstance(container, Mapping):
-        return [*container, *container.values()]
-    return container if type(container) in (tuple, list) else list(container)
+        return [*container, *container.values(), *own.values()]
+    return [*container, *own.values()]
 
 
 def _attributes_of(value: Any) -> Mapping[str, Any]:
@@ -242,9 +255,9 @@ def _attributes_of(value: Any) -> Mapping[str, Any]:
     attributes = getattr(value, "__dict__", {})
     if not hasattr(type(value), "__slots__"):
         return attributes
-    slots = chain.from_iterable(vars(base).get("__slots__", ()) for base in bases(type(value)))
-    own = [name for name in slots if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
-    return {**attributes, **{name: getattr(value, name) for name in own}}
+    members = chain.from_iterable(vars(base).items() for base in bases(type(value)))
+    slots = [name for name, member in members if inspect.ismemberdescriptor(member) and hasattr(value, name)]
+    return {**attributes, **{name: getattr(value, name) for name in slots}}
 
 
 def are_identical(now: Sequence[Any], noted: Sequence[Any]) -> bool:

@@ -37,8 +37,14 @@ class WatchedWeights:
         self._access = ""  # the access before the latest full comparison
         self._modules = list(dict.fromkeys(modules))
         self._parameters = list(dict.fromkeys(parameters))
-        self._owners = [vars(module) for module in self._modules]
         self._settings = Settings(self._modules)
+        while read := self._settings.modules_read:  # by users' code in the modules, which are not around them
+            weights = [weight for module in read for weight in module.parameters(recurse=False)]
+            here = [weight for weight in weights if not getattr(weight, "is_elsewhere", False)]
+            self._modules += read
+            self._parameters = list(dict.fromkeys([*self._parameters, *here]))
+            self._settings = Settings(self._modules)
+        self._owners = [vars(module) for module in self._modules]
         held = [buffer for buffer in self._held_buffers() if buffer is not None]
         self.buffers = list(dict.fromkeys(b for b in (*held, *self._settings.tensors) if b.numel()))
         """The buffers of the modules, and tensors that are plain attributes."""
