@@ -100,8 +100,9 @@ def find_reduction(
     # results may differ between processes by rounding, or by a collator's random numbers
     found = found_by_each(job.mesh, collate.is_probed_once, read)
     unreached = frozenset(stack.table.names)
-    # code of the user's may reach others from some step on
-    if not any(is_users(type(module).forward) for module in job.model.modules()):
+    # code of the user's may reach others from some step on, and a batch without images reaches no image tower
+    has_towers = bool(getattr(getattr(job.model, "config", None), "sub_configs", None))
+    if not has_towers and not any(is_users(type(module).forward) for module in job.model.modules()):
         unreached -= frozenset.intersection(*(theirs.reached for theirs in found))
     return found[0].reduction, unreached
 
