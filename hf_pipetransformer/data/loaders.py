@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,10 +149,19 @@ class _Collator:
     """
 
     def __init__(self, batches: NumberedBatches) -> None:
-        self._batches, self._of_user = batches, batches.collate_fn
+        self._batches: Any = weakref.ref(batches)  # workers would outlive the loader in a cycle of references
+        self._of_user = batches.collate_fn
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_batches": _none, "_of_user": self._of_user}  # workers get samples
 
     def __call__(self, rows: list[Any]) -> Any:
-        if len(rows) != 1 or rows[0] is not self._batches.latest:
+        batches = self._batches()
+        if batches is None or len(rows) != 1 or rows[0] is not batches.latest:
             return self._of_user(rows)
-        self._batches.latest = None
+        batches.latest = None
         return rows[0]
+
+
+def _none() -> None:
+    return None

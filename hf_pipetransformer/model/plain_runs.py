@@ -26,7 +26,9 @@ def runs_plainly() -> bool:
 
 
 def state_of_torch(device: str) -> str:
-    """The settings of torch that modules compute with, in words: autocast, default dtype, precision of products."""
+    """The settings of torch that modules compute with, in words: autocast, default dtype, precision."""
     autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    backend: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
-    return f"{autocast} {torch.get_default_dtype()} {backend.matmul.fp32_precision}"
+    of: Any = torch.backends
+    products, convolutions = (of.cuda, of.cudnn) if device == "cuda" else (of.mkldnn, of.mkldnn)
+    precision = products.matmul.fp32_precision, convolutions.conv.fp32_precision
+    return f"{autocast} {torch.get_default_dtype()} {precision}"

@@ -179,7 +179,7 @@ class TrainingJob:
     def may_cache_prefix(self) -> bool:
         """Whether outputs of the lowest layers may be cached: a policy freezes them, or the user has frozen them."""
         is_asked = self.follows_freezing and self.args.activation_cache == "on"
-        return self.may_cache or (is_asked and not self.args.slices_tokens)
+        return self.may_cache or is_asked
 
     @property
     def _wants_cache(self) -> bool:

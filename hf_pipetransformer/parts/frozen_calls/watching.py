@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 from transformers.cache_utils import Cache
 
 from ...model.plain_runs import runs_plainly
@@ -185,7 +185,7 @@ class LossWatch:
             for tensor in (*module.parameters(), *module.buffers()):
                 self._origins.of(tensor, set())
         elif not self._kind_of(module).is_transparent:
-            self._stack.append(_Open(module, tree_map(lambda leaf: leaf, args), torch_states(), _versions_of(args)))
+            self._stack.append(_Open(module, _as_it_is(args), torch_states(), _versions_of(args)))
             self._origins.is_paused = True
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
@@ -251,6 +251,13 @@ def is_extended(args: tuple[Any, ...], output: Any) -> bool:
 def _versions_of(args: tuple[Any, ...]) -> dict[int, int]:
     """Numbers of writes into the tensors in arguments, by their identity."""
     return {id(tensor): tensor._version for tensor in tensors_in(args) if not tensor.is_inference()}
+
+
+def _as_it_is(value: Any) -> Any:
+    """The same values in new containers, which a call does not write into."""
+    if type(value) is dict:
+        return {name: _as_it_is(entry) for name, entry in value.items()}
+    return type(value)(map(_as_it_is, value)) if type(value) in (list, tuple) else value
 
 
 def _is_as_it_was(before: tuple[Any, ...], now: tuple[Any, ...], may_extend: bool) -> bool:

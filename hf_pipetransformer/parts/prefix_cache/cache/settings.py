@@ -14,6 +14,7 @@ import dis
 import inspect
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter, methodcaller
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
@@ -95,7 +96,7 @@ class Settings:
         containers = containers_in(self._noted[1])
         self._contents = Contents(containers)
         values = [*self._noted[1], *chain.from_iterable(map(entries_of, containers))]
-        self.tensors = [v for v in values if getattr(v, "plain_class", type(v)) in (torch.Tensor, nn.Parameter)]
+        self.tensors = [v for v in values if getattr(type(v), "plain_class", type(v)) in (torch.Tensor, nn.Parameter)]
         """Tensors among the settings: they are neither weights nor buffers of the modules."""
 
     def _note_code(self, classes: Sequence[type]) -> Iterator[FunctionType]:
@@ -116,7 +117,7 @@ class Settings:
                     yield function
         for cls in filter(is_users, dict.fromkeys(classes)):
             self._slots += _inherited_in(list(bases(cls)))
-        yield from filter(_is_users_function, map(own_forward, self._owners))
+        yield from filter(_is_users_function, map(function_in, map(own_forward, self._owners)))
 
     def _note_tables(self) -> Iterator[FunctionType]:
         """Note how torch calls modules, and the mask functions. Yield users' attention and mask functions."""
@@ -269,15 +270,26 @@ def _read_by(functions: Sequence[FunctionType], cells: list[CellType]) -> Iterat
         names, own = _names_in(function.__code__), function.__closure__ or ()
         cells += own
         values = [*map(content, own), *(sys.modules[name] for name in sorted(names & sys.modules.keys()))]
+        values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         slots: list[Slot] = [(function.__globals__, name) for name in sorted(names & function.__globals__.keys())]
         seen = set[int]()  # modules, and objects of users' classes
         for _ in range(DEEPEST):  # `config.model.scale` is read of a variable, of a module or class in it, and so on
             yield from slots
             values += [function_in(of.get(name)) for of, name in slots]
-            waiting += filter(_is_users_function, values)
+            values += chain.from_iterable(map(_held_in, tuple(values)))
+            waiting += filter(_is_users_function, map(function_in, values))
             inside = {id(value): _slots_in(value, names) for value in values if id(value) not in seen}
             seen.update(inside)
             values, slots = [], list(chain.from_iterable(inside.values()))
+
+
+def _held_in(value: Any) -> Iterable[Any]:
+    """The contents of a small container, such as a table of activations, and of a `functools.partial`."""
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, (dict, list, tuple)) and len(value) <= MOST_FUNCTIONS:
+        return list(value.values() if isinstance(value, dict) else value)
+    return []
 
 
 def _slots_in(value: Any, names: Collection[str]) -> list[Slot]:

@@ -10,7 +10,6 @@ import pickle
 import secrets
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
-from weakref import ReferenceType
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ def told(value: Any, around: tuple[int, ...] = ()) -> str:
         return f"{value.dtype} {value.tobytes().hex()}"
     if isinstance(value, (*PLAIN, float, complex, range)):
         return f"{name} {value!r}" if isinstance(value, (complex, range)) else repr(value)
-    if isinstance(value, (torch.Tensor, nn.Module, *LOCKS, ReferenceType, RemovableHandle)):
+    if isinstance(value, (torch.Tensor, nn.Module, *LOCKS, RemovableHandle)):
         return name  # their values are compared elsewhere, or are none
     if id(value) in around:
         return f"around it, at level {around.index(id(value))}"

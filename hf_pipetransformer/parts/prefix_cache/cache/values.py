@@ -57,6 +57,11 @@ LOCKS = (type(threading.Lock()), type(threading.RLock()), SemLock, logging.Logge
 """Types of objects that no module computes with."""
 REMEMBERING: Any = type(functools.lru_cache(len))
 """Type of functions with `lru_cache`."""
+WRAPPERS: Any = (
+    *(staticmethod, classmethod, property),
+    *(functools.cached_property, functools.partialmethod, REMEMBERING),
+)
+"""Types of what decorators of Python make of a function."""
 UNREAD = (logging.Logger, RemovableHandle)
 """Types of objects that change whenever they are used, and that no module computes with."""
 OF_PYTHON = (threading.local, ContextVar, SimpleNamespace, ReferenceType, RemovableHandle)
@@ -93,12 +98,18 @@ def is_users(cls: type) -> bool:
 
 
 def function_in(value: Any) -> Any:
-    """The function of a property, a static or class method, or one with `lru_cache`; other values as they are."""
-    if isinstance(value, (staticmethod, classmethod, MethodType)):
-        return value.__func__
-    if isinstance(value, REMEMBERING):
-        return value.__wrapped__
-    return value.fget if isinstance(value, property) else value
+    """The function inside of properties, static and class methods, `lru_cache` and the like; others as they are."""
+    while isinstance(value, (*WRAPPERS, MethodType)):
+        if isinstance(value, (staticmethod, classmethod, MethodType)):
+            value = value.__func__
+        elif isinstance(value, (functools.cached_property, functools.partialmethod)):
+            value = value.func
+        elif isinstance(value, property):
+            value = value.fget
+        else:
+            remembering: Any = value
+            value = remembering.__wrapped__
+    return value
 
 
 def own_forward(of: Mapping[str, Any]) -> Any:
@@ -200,7 +211,7 @@ def containers_in(values: Iterable[Any], opaque: tuple[type, ...] = ()) -> list[
     found: dict[int, Any] = {}
     level = list(values)
     for _ in range(DEEPEST):
-        level = [function_in(v) if isinstance(v, (staticmethod, classmethod, property)) else v for v in level]
+        level = [function_in(value) if isinstance(value, WRAPPERS) else value for value in level]
         level = [v for v in level if id(v) not in found and not isinstance(v, opaque) and has_inside(v)]
         level = list({id(value): value for value in level}.values())
         found |= {id(value): value for value in level}
@@ -224,7 +235,8 @@ def entries_of(container: Any) -> list[Any]:
     if isinstance(container, ContextVar):
         return [container.get(None)]
     if isinstance(container, ReferenceType):
-        return [container()]
+        value = container()  # only a user's object: an output must not be kept alive
+        return [value] if is_users(type(value)) and not isinstance(value, (torch.Tensor, nn.Module)) else []
     if isinstance(container, slice):
         return [container.start, container.stop, container.step]
     if isinstance(container, (MethodType, BuiltinFunctionType)):
