@@ -6,6 +6,7 @@ Four ranks are played by four loaders in this process; K of them in a row form a
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -153,6 +154,27 @@ def test_workers():
     loaders = [make_loader(Numbers(83), **options) for _ in range(WORLD)]
     for epoch in range(2):
         assert one_epoch(loaders, epoch, lambda number: 4 if number < 3 else 1) == in_batches(list(range(83)))
+
+
+class Wrapped:
+    """A collator around the loader's, as a callback sets it."""
+
+    def __init__(self, inner: Callable) -> None:
+        self.inner = inner
+
+    def __call__(self, rows: list[int]) -> list[int]:
+        return [-row for row in self.inner(rows)]
+
+
+def test_a_wrapped_collator_gets_samples_also_in_spawned_workers():
+    for num_workers in (0, 1):
+        workers = {"num_workers": 1, "multiprocessing_context": "spawn"} if num_workers else {}
+        loader = make_loader(Numbers(32), shuffle=False, **workers)
+        loader.collate_fn = Wrapped(loader.collate_fn)
+        assert [row for batch in loader for row in batch] == [-row for row in range(32)]
+        alive = weakref.ref(loader)
+        del loader
+        assert alive() is None
 
 
 # ---------------------------------------------------------------------------------------------------------
