@@ -50,7 +50,7 @@ demo: $(if $(wildcard $(STAMP)),,$(DEMO_STAMP)) ## Train a small BERT on the CPU
 	@$(BIN)/accelerate launch --config_file accelerate_configs/cpu_4.yaml recipes/run_glue.py recipes/configs/demo.yaml
 	@$(BIN)/hf-pipetransformer report outputs/demo
 
-test: $(STAMP) ## Test the features and most promises once (no network, no GPU; about six minutes on two cores)
+test: $(STAMP) ## Test the features and most promises once (no network, no GPU; five to six minutes on two cores)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations 20
 
 test-change: $(STAMP) ## `make test` and a third of the slow tests, which the commit chooses (25 to 30 minutes on two cores)
