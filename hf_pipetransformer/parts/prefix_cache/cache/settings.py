@@ -87,8 +87,6 @@ class Settings:
         functions += filter(_is_users_function, map(function_in, inside))
         self._cells: list[CellType] = []
         self._slots += _read_by(functions, self._cells)
-        used = {getattr(getattr(m, "config", None), "_attn_implementation", None) for m in modules}
-        self._slots += [(ALL_ATTENTION_FUNCTIONS, name) for name in sorted(filter(None, used))]
         spaces = (list(slots) for _, slots in groupby(self._slots, lambda slot: id(slot[0])))
         self._reads = [(slots[0][0], [name for _, name in slots]) for slots in spaces]
         self._functional = [name for name in vars(functional) if not name.startswith("__")]  # warnings are noted
@@ -120,14 +118,14 @@ class Settings:
         yield from filter(_is_users_function, map(function_in, map(own_forward, self._owners)))
 
     def _note_tables(self) -> Iterator[FunctionType]:
-        """Note how torch calls modules, and the mask functions. Yield users' attention and mask functions."""
+        """Note how torch calls modules, and the attention and mask functions in use. Yield the user's among these."""
         space = vars(nn.Module)
         self._slots += [(space, name) for name in CALLS]
         used = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in self._modules}
         for name in sorted(filter(None, used)):
-            self._slots.append((ALL_MASK_ATTENTION_FUNCTIONS, name))
-            functions = ALL_MASK_ATTENTION_FUNCTIONS.get(name), ALL_ATTENTION_FUNCTIONS.get(name)
-            yield from filter(_is_users_function, functions)
+            for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+                self._slots.append((table, name))
+                yield from filter(_is_users_function, [table.get(name)])
 
     @property
     def modules_read(self) -> list[nn.Module]:

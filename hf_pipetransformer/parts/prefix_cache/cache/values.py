@@ -317,7 +317,7 @@ class Contents:
 def _has_attributes_only(value: Any) -> bool:
     """Whether `entries_of` lists the attributes of an object, and nothing else."""
     if not isinstance(value, (PreTrainedConfig, GenerationConfig)):
-        others = (*CONTAINERS, *CALLS, SynchronizedBase, ContextVar, slice, FunctionType)
+        others = (*CONTAINERS, *CALLS, SynchronizedBase, ContextVar, ReferenceType, slice, FunctionType)
         if isinstance(value, others) or hasattr(type(value), "__slots__") or _memory_of(value) is not None:
             return False
     return type(getattr(value, "__dict__", None)) is dict
