@@ -79,6 +79,12 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+def other_randomness() -> tuple[Any, ...]:
+    """States of the generators of Python and NumPy."""
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), np.asarray(keys).tobytes(), *map(repr, rest), repr(kind)
+
+
 def torch_states() -> list[torch.Tensor]:
     """Return the states of the generators that torch's functions use."""
     device = _device_module()

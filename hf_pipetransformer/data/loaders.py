@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
@@ -25,6 +25,9 @@ class _Numbers(Sampler[list[int]]):
 
     Callbacks may read its attributes, which have the values of one process. They cannot be set.
     """
+
+    next_collator: Any = None
+    """The collator that a callback has set; used from the next epoch on."""
 
     def __init__(self, batches: NumberedBatches) -> None:
         self._batches = batches
@@ -50,7 +53,14 @@ class _Numbers(Sampler[list[int]]):
         return ([number] for number in (itertools.count() if known is None else range(known)))
 
     def set_epoch(self, epoch: int) -> None:
+        self.take_collator()
         self._batches.set_epoch(epoch)
+
+    def take_collator(self) -> None:
+        """Use the collator that a callback has set."""
+        if self.next_collator is not None:
+            self._batches.use_collator(self.next_collator)
+            self.next_collator = None
 
 
 class NumberedLoader(DataLoader[Any]):
@@ -68,7 +78,8 @@ class NumberedLoader(DataLoader[Any]):
     """Whether the Trainer's loop iterates over this loader, and not over a user's wrapper around it."""
 
     def __init__(self, batches: NumberedBatches) -> None:
-        super().__init__(batches, batch_sampler=_Numbers(batches), collate_fn=_Collator(batches))
+        self._numbers = _Numbers(batches)
+        super().__init__(batches, batch_sampler=self._numbers, collate_fn=_Collator(batches, batches.collate_fn))
         if batches.is_iterable:  # PyTorch's sampler for iterable datasets
             vars(self)["sampler"] = DataLoader(batches.dataset).sampler
         self._epoch_read: int | None = None  # epoch that was read to its end, and not set since
@@ -79,9 +90,7 @@ class NumberedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         if self.is_of_loop and not self._is_due:
             return self._pass_of_user(NumberedLoader(self.dataset.aside(self._epoch_of_user)))
-        if not isinstance(self.collate_fn, _Collator):  # a callback has set another collator
-            self.dataset.use_collator(self.collate_fn)
-            self.collate_fn = _Collator(self.dataset)
+        self._numbers.take_collator()
         if self._epoch_read == self.dataset.epoch:
             # the loop reads a user's wrapper and has not set the epoch: it would get the same order again
             self.set_epoch(self.dataset.epoch + 1)
@@ -92,14 +101,26 @@ class NumberedLoader(DataLoader[Any]):
 
     def _pass_of_user(self, aside: NumberedLoader) -> Iterator[Any]:
         """Like Accelerate's loader, a pass that is read to its end begins another epoch."""
-        if not isinstance(self.collate_fn, _Collator):
-            aside.collate_fn = self.collate_fn
+        if self._numbers.next_collator is not None:
+            aside.collate_fn = self._numbers.next_collator
         yield from aside
         self._epoch_of_user += 1
 
     def _one_epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
         yield from batches
         self._epoch_read = self.dataset.epoch
+
+    @property
+    def collate_fn(self) -> Any:
+        """Hands on the batches. Accelerate's `skip_first_batches` copies it, so it is not what a callback has set."""
+        return self._collate
+
+    @collate_fn.setter
+    def collate_fn(self, collate_fn: Any) -> None:
+        if not isinstance(collate_fn, _Collator):
+            self._numbers.next_collator = collate_fn
+            collate_fn = _Collator(self.dataset, collate_fn)
+        self._collate = collate_fn
 
     @property
     def total_batch_size(self) -> int:
@@ -146,11 +167,12 @@ class _Collator:
 
     Args:
         batches: the batches.
+        of_user: the user's collator.
     """
 
-    def __init__(self, batches: NumberedBatches) -> None:
+    def __init__(self, batches: NumberedBatches, of_user: Callable[[list[Any]], Any]) -> None:
         self._batches: Any = weakref.ref(batches)  # workers would outlive the loader in a cycle of references
-        self._of_user = batches.collate_fn
+        self._of_user = of_user
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_batches": _none, "_of_user": self._of_user}  # workers get samples

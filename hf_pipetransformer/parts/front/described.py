@@ -11,6 +11,7 @@ from ...model.called_inputs import NOT_OF_STATES, version_of
 from ...model.micro_batch import Batch, batch_rows
 from ...model.plain_runs import state_of_torch
 from ..prefix_cache.cache.batch_entries import WHOLE, Tokens
+from ..prefix_cache.cache.known_code import foreign_code
 from ..prefix_cache.cache.origins import tensors_in
 from .calls import KnownBatch
 from .divided import Rows, rows_of
@@ -37,6 +38,7 @@ class InputDescriber:
         """The padding values of the inputs."""
         self._reads, self._device, self._trial = frozenset(reads), device, trial
         self._with_adapters = with_adapters(model)
+        self._has_users_code = bool(foreign_code(model))  # around the front, perhaps
         # arguments that are no tensors and input names; torch and adapters
         self._around: tuple[dict[str, str], str] | None = None
         self.num_refused = 0
@@ -113,6 +115,9 @@ class InputDescriber:
         given = [(k, n, t, is_wide(n, t, tokens)) for k, (n, t) in enumerate(leaves) if isinstance(t, torch.Tensor)]
         shapes = [(n, t.dtype, wide, tuple(t.shape[2 if wide else 1 :])) for _, n, t, wide in given]
         times = {len(t) // rows.count for _, _, t, _ in given if t.dim()} if self._trial.is_by_sample else ()
-        covered = {id(t): (k, version_of(t)) for k, name, t, _ in given if name not in NOT_OF_STATES}
+        # a user's code or hook may write into them unseen (`.data`, NumPy): where it may, they are compared by value
+        is_plain = not self._has_users_code and not self._trial.hooks.are_any
+        inputs_given = given if is_plain else []
+        covered = {id(t): (k, version_of(t)) for k, name, t, _ in inputs_given if name not in NOT_OF_STATES}
         signature = repr((shapes, times)), rows.count == 1, torch.is_grad_enabled()
         return KnownBatch(entries, rows, signature, covered)

@@ -14,7 +14,6 @@ it:
 from __future__ import annotations
 
 import itertools
-import random
 import threading
 import time
 from collections import Counter
@@ -23,7 +22,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
@@ -38,9 +36,17 @@ from ...model.micro_batch import batch_rows
 from ...model.plain_runs import runs_plainly
 from ...model.training_check import LIBRARIES
 from ...pipeline.devices import synchronise
-from ...randomness import torch_states
+from ...randomness import other_randomness, torch_states
 from ..prefix_cache.cache.guards import unnoticed
-from ..prefix_cache.cache.known_code import FOREIGN, OF_ALL, candidates, is_known, kept_by, users_hook_inside
+from ..prefix_cache.cache.known_code import (
+    FOREIGN,
+    OF_ALL,
+    candidates,
+    is_known,
+    kept_by,
+    users_hook_inside,
+    why_not_by_sample,
+)
 from ..prefix_cache.cache.origins import RANDOM, TRAINED, UNKNOWN, Origins, tensors_in
 from ..prefix_cache.cache.values import held_by
 from ..prefix_cache.cache.watched_weights import digest_of
@@ -182,12 +188,6 @@ def versions_of(leaves: Sequence[Any]) -> list[int]:
     return [hash(digest_of(leaf)) if leaf.is_inference() else leaf._version for leaf in tensors]
 
 
-def other_randomness() -> tuple[Any, ...]:
-    """States of the generators of Python and NumPy."""
-    kind, keys, *rest = np.random.get_state()
-    return random.getstate(), np.asarray(keys).tobytes(), *map(repr, rest), repr(kind)
-
-
 def waits_for_others(model: nn.Module) -> bool:
     """Whether a model's forward may contain collectives: a user's own, or normalisation over all processes."""
     return any(
@@ -255,7 +255,7 @@ def find_front(
             why = "it has an iterator, which returns something else in each call"
         if why is None and (name_of_hook := users_hook_inside(module)) is not None:
             why = f"it has a hook inside ({name_of_hook})"
-        why = why or held_by(module)
+        why = why or why_not_by_sample(module) or held_by(module)
         before, versions, kept = torch_states(), [*buffers_of(module), *versions_of(given)], kept_by(module)
         synchronise(device)
         origins.is_paused = False

@@ -26,7 +26,7 @@ from ...model.micro_batch import Batch
 from ...model.nested import in_new_tensors
 from ...model.plain_runs import runs_plainly
 from ...pipeline.devices import synchronise
-from ...randomness import generators_kept, global_state_kept, set_torch_states, torch_states
+from ...randomness import generators_kept, global_state_kept, other_randomness, set_torch_states, torch_states
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.comparing import TOLERANCES, relative_difference, rounding_of
 from ..prefix_cache.cache.guards import unnoticed
@@ -48,7 +48,7 @@ from .calls import (
 from .described import InputDescriber
 from .divided import rows_of
 from .entries import FrontEntries, Leaf
-from .finding import FoundFront, RecordedCall, arguments_of, other_randomness, users_hooks_at_rest, versions_of
+from .finding import FoundFront, RecordedCall, arguments_of, users_hooks_at_rest, versions_of
 from .rows import (
     DIGEST_BYTES,
     EITHER,

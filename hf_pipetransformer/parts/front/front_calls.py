@@ -57,7 +57,7 @@ MOST_OF_IT = 0.25
 """Minimum share of the forward pass of a stored part for which the log reports the whole frozen module as stored."""
 MOST_OPENED = 3
 """Maximum number of searches inside modules that cannot be stored as a whole."""
-ENTRIES_VERSION = 11
+ENTRIES_VERSION = 12
 """Version of the contents of an entry in the store."""
 MOST_UNREAD = 0.1
 """Share of the store's space that may be filled before the first sample is found."""

@@ -27,10 +27,10 @@ from torch import nn
 from ...model.method_override import MethodOverride, having, original_method
 from ...pipeline.messages import Pending, PipelineMessages, wait_for
 from ...pipeline.stage import StageModule
-from ...randomness import set_torch_states, torch_states
+from ...randomness import other_randomness, set_torch_states, torch_states
 from ...run.run import PipelineRun
 from ..front.called_by_loss import Split
-from ..front.finding import DRAWS, other_randomness
+from ..front.finding import DRAWS
 from ..front.front_calls import FrontCalls
 from ..prefix_cache.cache.origins import as_one_function
 from ..prefix_cache.cache.watched_weights import WatchedWeights

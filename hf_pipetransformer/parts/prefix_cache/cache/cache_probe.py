@@ -40,7 +40,7 @@ from ....model.zero_weights import zeros_filled
 from ....randomness import global_state_kept
 from .comparing import SAME, relative_difference, rounding_of, with_noise
 from .content_keys import MASK, TOKEN_INPUTS, entries_of, sequences_per_sample
-from .known_code import foreign_code, kept_by, users_hook_inside
+from .known_code import foreign_code, kept_by, users_hook_inside, why_not_by_sample
 from .origins import UNKNOWN, Origins
 from .probe_batches import Collator, Rows, shortened, with_other_padding
 from .values import held_by
@@ -126,6 +126,8 @@ def probe_boundaries(
     probe.is_read_whole = is_read_whole
     if not stack.units:
         probe.refuse_all("the model has no layers that can be run one at a time")
+    elif (why_not := why_not_by_sample(stack.model)) is not None:  # the probed samples may all be short
+        probe.refuse_all(why_not)
     else:
         with _evaluating(stack):
             try:

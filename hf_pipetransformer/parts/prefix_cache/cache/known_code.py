@@ -34,6 +34,8 @@ FOREIGN = (
 """Reason for not storing a module with unknown code, with the code and the module's name as fields."""
 OF_ALL = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 """Tables of the hooks of all modules, from `torch.nn.modules.module.register_module_forward_hook`."""
+BY_LONGEST = frozenset({"dynamic", "longrope"})
+"""Kinds of rotary embeddings whose frequencies follow the longest sample of a batch."""
 HELPERS = frozenset({"contextlib", "functools", "hf_pipetransformer", "typing_extensions", "warnings"})
 """Top-level packages of functions that may wrap other functions."""
 
@@ -101,6 +103,16 @@ def foreign_code(module: nn.Module, known: Callable[[type], str] | None = None, 
         if why := known(type(part)):
             return why
     return ""
+
+
+def why_not_by_sample(module: nn.Module) -> str | None:
+    """Why the output for a sample may depend on the other samples of a longer batch; None if nothing is known."""
+    for part in module.modules():
+        kinds = getattr(part, "rope_type", None)  # of a layer type each, or one for all
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            if kind in BY_LONGEST:
+                return f"its rotary embeddings of type {kind!r} depend on the longest sample of a batch"
+    return None
 
 
 def hooks_of(part: nn.Module) -> list[Any]:

@@ -1,0 +1,235 @@
+"""Outputs that follow a batch's longest sample, inputs written without notice, collators set before a resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Phi3Config,
+    Phi3ForSequenceClassification,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+)
+
+from ..kit import (
+    LABELS,
+    VOCABULARY,
+    WIDTH,
+    Each,
+    FrozenBackbone,
+    Script,
+    bert,
+    case,
+    classified,
+    pool,
+    samples,
+    train_and_resume,
+)
+from .attack_front import ragged, sequence_pairs
+from .attack_recipes_front import of
+
+ORIGINAL = 6
+"""Number of tokens for which the rotary embeddings were made."""
+POLICY: dict[str, Any] = {
+    "freeze_policy": "schedule",
+    "freeze_schedule": {"1": 2},
+    "activation_cache": "auto",
+}
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "num_labels": LABELS,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.5,
+}
+
+
+def llama(kind: str) -> Any:
+    """A Llama, or a Phi-3, whose frequencies follow the longest sample."""
+    torch.manual_seed(0)
+    if kind == "dynamic":
+        rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 100.0}
+        return LlamaForSequenceClassification(
+            LlamaConfig(**{**SIZES, "max_position_embeddings": ORIGINAL}, rope_parameters=rope)
+        )
+    factors = {"short_factor": [1.0] * (WIDTH // 4), "long_factor": [5.0] * (WIDTH // 4)}
+    rope = {"rope_type": kind, "rope_theta": 100.0, "original_max_position_embeddings": ORIGINAL, **factors}
+    return Phi3ForSequenceClassification(Phi3Config(**SIZES, rope_parameters=rope))
+
+
+def longer_later(model: Any, **fields: Any) -> Script:
+    """Texts of up to six words; one batch of an epoch has a longer one from the third epoch on."""
+    rows = samples(32, 4, 6)
+    long = samples(32, 12, 12)
+
+    class Data(torch.utils.data.Dataset[Any]):
+        epoch = 0
+
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, k: int) -> Any:
+            return long[k] if self.epoch > 1 and k % 7 == 0 else rows[k]
+
+    data = Data()
+
+    def begin(each: Any, state: Any, control: Any, **_: Any) -> None:
+        data.epoch = round(state.epoch or 0)
+
+    return of(model, data=data, callbacks=[Each(begin, "on_epoch_begin")], **fields)
+
+
+def lowest(model: Any) -> Any:
+    model.model.embed_tokens.requires_grad_(False)
+    for layer in model.model.layers[:2]:
+        layer.requires_grad_(False)
+    return model
+
+
+def backbone(model: Any) -> Any:
+    model.model.requires_grad_(False)
+    return model
+
+
+@case("K1")
+def dynamic_rotary_embeddings_of_a_frozen_model() -> Script:
+    """Texts that change the frequencies of a frozen Llama first come in the third epoch."""
+    return longer_later(backbone(llama("dynamic")))
+
+
+@case("K1")
+def long_rotary_embeddings_of_a_frozen_model() -> Script:
+    """Texts that change the frequencies of a frozen Phi-3 first come in the third epoch."""
+    return longer_later(backbone(llama("longrope")))
+
+
+@case("K1", "K2")
+def dynamic_rotary_embeddings_over_lowest_layers() -> Script:
+    """The lowest layers of a Llama are frozen; longer texts come in the third epoch."""
+    return longer_later(lowest(llama("dynamic")))
+
+
+@case("K1", "K2")
+def long_rotary_embeddings_over_lowest_layers() -> Script:
+    """The lowest layers of a Phi-3 are frozen; longer texts come in the third epoch."""
+    return longer_later(lowest(llama("longrope")))
+
+
+@case("K1", "K2")
+def long_rotary_embeddings_with_a_policy() -> Script:
+    """A policy freezes the lowest layers of a Phi-3; longer texts come in the third epoch."""
+
+    def freeze(callback: Each, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if not hasattr(callback.trainer.args, "freeze_policy") and state.epoch and state.epoch > 0.5:
+            lowest(model)
+
+    script = longer_later(llama("longrope"), product=POLICY, options={"num_train_epochs": 4})
+    script.callbacks.append(Each(freeze, "on_epoch_begin"))
+    return script
+
+
+class Writes(FrozenBackbone):
+    """Writes into its inputs in a way that PyTorch does not count, from the ninth call on."""
+
+    calls = 0
+    by_numpy = False
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        if self.training:
+            self.calls += 1
+        if self.calls > 8:
+            if self.by_numpy:
+                input_ids.numpy()[:, 0] = 7
+            else:
+                input_ids.data[:, 0] = 7
+        hidden = self.backbone(input_ids, attention_mask).last_hidden_state
+        return classified(self.head(pool(hidden, attention_mask)), labels)
+
+
+@case("K1", "R2")
+def inputs_written_as_data() -> Script:
+    """A model of the user's writes into `input_ids.data` from the third epoch on; its BERT is frozen."""
+    return of(Writes(bert(initializer_range=0.3).bert), data=samples(32))
+
+
+@case("K1", "R2")
+def inputs_written_by_numpy() -> Script:
+    """A model of the user's writes into `input_ids.numpy()` from the third epoch on; its BERT is frozen."""
+    model = Writes(bert(initializer_range=0.3).bert)
+    model.by_numpy = True
+    return of(model, data=samples(32))
+
+
+@case("K1")
+def inputs_written_by_a_hook() -> Script:
+    """A hook on a frozen BERT writes into `input_ids.data`, from the third epoch on."""
+    model = bert(initializer_range=0.3)
+    model.bert.requires_grad_(False)
+    count = [0]
+
+    def write(module: nn.Module, args: Any, kwargs: Any) -> None:
+        count[0] += 1
+        if count[0] > 8:
+            (args[0] if args else kwargs["input_ids"]).data[:, 0] = 7
+
+    model.bert.register_forward_pre_hook(write, with_kwargs=True)
+    return of(model, data=samples(32))
+
+
+@case("K1", "K2")
+def collator_set_before_a_resume_in_an_epoch() -> Script:
+    """A callback wraps the loader's collator as training begins, and training resumes in an epoch."""
+
+    def act(callback: Any, state: Any, control: Any, **others: Any) -> None:
+        loader = getattr(others["train_dataloader"], "base_dataloader", others["train_dataloader"])
+        before = loader.collate_fn
+
+        def wrapped(rows: list[dict[str, Any]]) -> Any:
+            batch = before(rows)
+            batch["input_ids"] = batch["input_ids"].clone()
+            batch["input_ids"][:, 0] = 7
+            return batch
+
+        loader.collate_fn = wrapped
+
+    model = bert(initializer_range=0.3)
+    model.bert.embeddings.requires_grad_(False)
+    options = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 2}
+    data, callbacks = samples(32, 8, 8), [Each(act, "on_train_begin")]
+    return of(model, data=data, callbacks=callbacks, drive=train_and_resume, options=options)
+
+
+@case("R2", "K1")
+def experts_of_their_own_with_replicas() -> Script:
+    """Some experts get no tokens on some replicas."""
+    config = SwitchTransformersConfig(
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=2,
+        num_experts=8,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        dropout_rate=0.0,
+        router_jitter_noise=0.0,
+        decoder_start_token_id=0,
+        router_aux_loss_coef=0.0,
+        router_z_loss_coef=0.0,
+    )
+    return of(SwitchTransformersForConditionalGeneration(config), data=ragged(), collator=sequence_pairs)
