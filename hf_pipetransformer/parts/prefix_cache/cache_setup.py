@@ -189,6 +189,7 @@ def make_cache(
         not_in_keys,
         keeps_padding,
     )
+    cache.is_loss_of_user = not loss.is_stock
     cache.shows_padding = mesh.any(trial.shows_padding)
     description = f"{describe_model(pipeline.model, job.mixed_precision)} {storage_dtype}"
     return AutoCache(

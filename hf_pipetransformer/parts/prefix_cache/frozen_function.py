@@ -2,7 +2,8 @@
 
     generation opened   name(boundary)    digests of weights, buffers and the outputs for a few samples -> its name
     check               what_changed()    compares weights, buffers, and the outputs for the same samples
-    each step           looks_same()      compares numbers of writes, one number of each tensor, and settings
+    each step           looks_same()      compares numbers of writes, one number of each tensor, and settings, also
+                                          those of the user's modules around the layers
 
 A configuration does not show a changed activation function in a user's module, an adapter's scale, a pruning mask or a
 hook. The outputs do, if they change for these samples.
@@ -29,10 +30,13 @@ from ...pipeline.stage import as_carry
 from ...pipeline.virtual_stages import VirtualStages
 from ...randomness import generators_kept, seeded
 from .cache.comparing import SAME
+from .cache.settings import Settings, users_modules_around
 from .cache.watched_weights import WatchedWeights, digest_of
 
 logger = logging.getLogger(__name__)
 
+MOST_CHANGES = 16
+"""Number of changes around the layers that may leave their outputs as they are; further ones are not looked at."""
 MOST_NUMBERS = 2**16
 """Maximum number of values of an output to keep for comparisons, evenly spaced."""
 OTHER_WEIGHTS = "the frozen layers' weights or buffers have been changed"
@@ -61,6 +65,8 @@ class FrozenFunction:
         self._watched: WatchedWeights | None = None  # this process's part of the function
         self._called: dict[nn.Module, None] = {}  # the modules that were called for these samples
         self._are_settings_known = True  # False: settings change without changing outputs
+        self._around: Settings | None = None  # of the user's modules that contain the layers
+        self._num_changes = 0  # of these settings, without changing outputs
 
     def forget_weights(self) -> None:
         """Discard the digests of weights: the weights may have changed since."""
@@ -98,6 +104,13 @@ class FrozenFunction:
         self._watched = self._watch()
         self._watched.guard({id(table[name]): digest for name, digest in self._digests.items()})
         self._watched.look_for_holders()
+        self._note_around()
+
+    def _note_around(self) -> None:
+        """Note the settings of the user's modules around the layers: they may compute the layers' inputs."""
+        stack = self._pipeline.stack
+        around = users_modules_around(stack.model, [unit.module for unit in stack.units[: self._boundary]])
+        self._around = Settings(around) if around and self._num_changes < MOST_CHANGES else None
 
     def release(self) -> None:
         """Remove the guards from the weights."""
@@ -111,12 +124,16 @@ class FrozenFunction:
         """
         self._num_looks += 1
         weights_hold = self._watched is None or self._watched.what_changed(settings=False) is None
-        self._are_settings_known &= self.looks_same() or not weights_hold
+        holds_around = self._around is None or self._around.are_same()
+        self._are_settings_known &= self._are_layers_same() or not weights_hold
         # a new seed each time: frozen layers must not depend on random numbers
         outputs = self._run(self._boundary, seed=self._num_looks)
         outputs_hold = outputs is None or all(
             are_close(output, noted, SAME, SAME) for output, noted in zip(outputs, self._outputs, strict=True)
         )
+        if not holds_around:
+            self._num_changes += 1
+            self._note_around()
         votes = self._pipeline.mesh.gather_objects((weights_hold, outputs_hold))
         if not all(weights for weights, _ in votes):
             return OTHER_WEIGHTS
@@ -139,6 +156,9 @@ class FrozenFunction:
 
     def looks_same(self) -> bool:
         """Whether a cheap check finds no change. Not collective."""
+        return self._are_layers_same() and (self._around is None or self._around.are_same())
+
+    def _are_layers_same(self) -> bool:
         return self._watched is None or self._watched.what_changed(settings=self._are_settings_known) is None
 
     def _run(self, boundary: int, seed: int, settings: Mapping[str, Any] | None = None) -> list[torch.Tensor] | None:

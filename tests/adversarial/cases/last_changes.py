@@ -19,18 +19,24 @@ from ..kit import (
     LABELS,
     VOCABULARY,
     WIDTH,
+    At,
     Each,
     FrozenBackbone,
+    Inputs,
+    LossAndOutputs,
+    Network,
     Script,
     bert,
     case,
     classified,
+    own_loss,
     pool,
     samples,
     train_and_resume,
 )
 from .attack_front import ragged, sequence_pairs
 from .attack_recipes_front import of
+from .late_changes import frozen_by_schedule
 
 ORIGINAL = 6
 """Number of tokens for which the rotary embeddings were made."""
@@ -71,7 +77,7 @@ def llama(kind: str) -> Any:
 
 
 def longer_later(model: Any, **fields: Any) -> Script:
-    """Texts of up to six words; one batch of an epoch has a longer one from the third epoch on."""
+    """Texts of up to six words; in the third epoch, all batches but the first have a longer one."""
     rows = samples(32, 4, 6)
     long = samples(32, 12, 12)
 
@@ -82,13 +88,14 @@ def longer_later(model: Any, **fields: Any) -> Script:
             return len(rows)
 
         def __getitem__(self, k: int) -> Any:
-            return long[k] if self.epoch > 1 and k % 7 == 0 else rows[k]
+            return long[k] if self.epoch > 1 and k in (12, 20, 27) else rows[k]
 
     data = Data()
 
     def begin(each: Any, state: Any, control: Any, **_: Any) -> None:
         data.epoch = round(state.epoch or 0)
 
+    fields["options"] = {"train_sampling_strategy": "sequential", **fields.get("options", {})}
     return of(model, data=data, callbacks=[Each(begin, "on_epoch_begin")], **fields)
 
 
@@ -142,7 +149,7 @@ def long_rotary_embeddings_with_a_policy() -> Script:
 
 
 class Writes(FrozenBackbone):
-    """Writes into its inputs in a way that PyTorch does not count, from the ninth call on."""
+    """Writes into its inputs in a way that PyTorch does not count, from the tenth call on."""
 
     calls = 0
     by_numpy = False
@@ -150,7 +157,7 @@ class Writes(FrozenBackbone):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         if self.training:
             self.calls += 1
-        if self.calls > 8:
+        if self.calls > 9:
             if self.by_numpy:
                 input_ids.numpy()[:, 0] = 7
             else:
@@ -175,14 +182,14 @@ def inputs_written_by_numpy() -> Script:
 
 @case("K1")
 def inputs_written_by_a_hook() -> Script:
-    """A hook on a frozen BERT writes into `input_ids.data`, from the third epoch on."""
+    """A hook on a frozen BERT writes into `input_ids.data`, from the middle of the third epoch on."""
     model = bert(initializer_range=0.3)
     model.bert.requires_grad_(False)
     count = [0]
 
     def write(module: nn.Module, args: Any, kwargs: Any) -> None:
         count[0] += 1
-        if count[0] > 8:
+        if count[0] > 9:
             (args[0] if args else kwargs["input_ids"]).data[:, 0] = 7
 
     model.bert.register_forward_pre_hook(write, with_kwargs=True)
@@ -233,3 +240,95 @@ def experts_of_their_own_with_replicas() -> Script:
         router_z_loss_coef=0.0,
     )
     return of(SwitchTransformersForConditionalGeneration(config), data=ragged(), collator=sequence_pairs)
+
+
+class Hides(Network):
+    """Hides words in its forward, from some epoch on."""
+
+    hides = 0.0
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        if self.training and self.hides:
+            input_ids = input_ids.masked_fill(input_ids % 3 == 0, 1)
+        return super().forward(input_ids, attention_mask, labels)
+
+
+def hides_later(**fields: Any) -> Script:
+    def change(model: Any, step: int) -> None:
+        model.hides = 0.5
+
+    model = Hides(4)
+    model.embedding.requires_grad_(False)
+    model.layers[:2].requires_grad_(False)
+    return of(model, data=samples(32), callbacks=[At(change, [10])], **fields)
+
+
+@case("K1", "K2")
+def forward_around_layers_that_hides_words_later() -> Script:
+    """A model of the user's hides words from the middle of the third epoch on; its lowest layers are frozen."""
+    return hides_later()
+
+
+class Counts(Hides):
+    calls = 0
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        if self.training:
+            self.calls += 1
+        if self.calls > 9:
+            input_ids = input_ids.masked_fill(input_ids % 3 == 0, 1)
+        return Network.forward(self, input_ids, attention_mask, labels)
+
+
+@case("K1")
+def forward_around_layers_that_counts_calls() -> Script:
+    """A model of the user's hides words from its tenth call on; its lowest layers are frozen."""
+    model = Counts(4)
+    model.embedding.requires_grad_(False)
+    model.layers[:2].requires_grad_(False)
+    return of(model, data=samples(32))
+
+
+@case("K1", "K2")
+def forward_around_layers_that_a_loss_changes() -> Script:
+    """The loss sets an attribute in the third epoch by which the model hides words; its lowest layers are frozen."""
+
+    def loss(trainer: Any, model: Any, inputs: Inputs) -> LossAndOutputs:
+        getattr(model, "module", model).hides = 0.5 if trainer.state.global_step >= 10 else 0.0
+        outputs = model(**inputs)
+        return outputs["loss"], outputs
+
+    model = Hides(4)
+    model.embedding.requires_grad_(False)
+    model.layers[:2].requires_grad_(False)
+    return of(model, data=samples(32), trainer=own_loss(loss))
+
+
+@case("K1", "K2")
+def forward_around_layers_with_a_schedule() -> Script:
+    """A callback sets an attribute that nothing reads in each step, and the words are hidden in the third epoch."""
+
+    def change(model: Any, step: int) -> None:
+        model.progress = step / 12
+        model.hides = 0.5 if step >= 10 else 0.0
+
+    model = Hides(4)
+    model.embedding.requires_grad_(False)
+    model.layers[:2].requires_grad_(False)
+    return of(model, data=samples(32), callbacks=[At(change, range(12))])
+
+
+@case("K1")
+def forward_around_layers_with_a_policy() -> Script:
+    """A policy freezes the lowest layers of a model of the user's that hides words from the third epoch on."""
+
+    def change(model: Any, step: int) -> None:
+        model.hides = 0.5
+
+    script = frozen_by_schedule(model=Hides(4))
+    script.callbacks.append(At(change, [14]))
+    return script

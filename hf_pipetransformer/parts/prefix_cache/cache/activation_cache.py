@@ -42,8 +42,8 @@ from .cache_counts import CacheCounts
 from .content_keys import entries_of, padded_length, sequences_per_sample
 from .file_store import FileStore, StoreFull
 from .reading import Found, Generation, States, StoreReading, joined
+from .settings import Settings, users_modules_around
 from .side_stream import SideStream
-from .watched_weights import WatchedWeights
 from .writing import FULL, StoreWriting
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ SECONDS_BETWEEN_MARKS = 600.0
 """Interval at which a training marks its generations as in use: other trainings do not evict marked ones."""
 
 OTHER_SETTINGS = "autocast, or another setting of torch, differs from that of the first step"
+CHANGED_BY_LOSS = "the loss has changed an attribute, a hook or code of them, or of your modules around them"
 """Why a pass computes frozen layers."""
 RECORDS = ("output_hidden_states", "output_attentions")
 """Arguments of a call that make a model return the outputs of each layer."""
@@ -95,9 +96,9 @@ class ActivationCache:
         """Whether a training step called the model on other inputs than the looked-up ones."""
         self.settings: Mapping[str, Any] | None = None
         """Arguments that the loss adds to every batch without affecting frozen layers; None until the first call."""
-        self._stack = stack
-        self._slots = slots
-        self._store = store
+        self.is_loss_of_user = True
+        """Whether the loss is the user's: it may change settings before it calls the model."""
+        self._stack, self._slots, self._store = stack, slots, store
         self._storage_dtype = storage_dtype
         copies = SideStream(device)
         self._reading = StoreReading(copies)
@@ -106,7 +107,7 @@ class ActivationCache:
         self._ignored = frozenset(ignored)
         self._num_calls = 0  # calls of the model in the current pass of `watching_calls`
         self._has_adapters = any(hasattr(module, "adapter_layer_names") for module in stack.model.modules())
-        self._noted: WatchedWeights | None = None  # settings of frozen modules between two steps
+        self._noted: Settings | None = None  # of frozen modules, and of the user's around them, between two steps
         # inputs of a looked-up call, and the function that begins the call at the boundary of their states
         self._awaited: tuple[RecordedInputs, Callable[[], None]] | None = None
         self._hook: RemovableHandle | None = None
@@ -126,9 +127,9 @@ class ActivationCache:
                 second occurrence would be a hit or a miss depending on the speed of the writer.
         """
         self.flush()
-        if not self._stack.runner.takes_batch:  # a loss may change settings between its calls
-            self._noted = WatchedWeights.of(list(frozen_modules(self._stack.model).values()))
-            self._noted.release()  # its settings are compared, not its values, which it must not hold
+        if self.is_loss_of_user:
+            frozen = [part for module in frozen_modules(self._stack.model).values() for part in module.modules()]
+            self._noted = Settings([*frozen, *users_modules_around(self._stack.model, frozen)])
         counts = self.counts  # no sample has been counted at the new boundary yet
         counts.older_hits, counts.hits = counts.found, 0
         counts.older_stored, counts.stored, counts.present = counts.older_stored + counts.stored, 0, 0
@@ -308,8 +309,6 @@ class ActivationCache:
         # keys contain only the inputs, but a loss may turn adapters off for some of its calls
         if self._has_adapters if not runner.takes_batch else self._num_calls > 1:
             return
-        if self._noted is not None and self._noted.what_changed(values=False, modes=False) is not None:
-            return
         if not self._is_computed_as_before(is_call=True):
             return
         called = named_inputs(self._stack.model, args, kwargs)
@@ -339,7 +338,13 @@ class ActivationCache:
         return is_less or any(called.get(n) is not None for n in kept_back) or any(map(called.get, RECORDS))
 
     def _is_computed_as_before(self, is_call: bool) -> bool:
-        """Whether torch has the settings of the first pass, or of the first call of the model. If not, log it."""
+        """Whether torch has the settings of the first pass, or of the first call of the model. If not, log it.
+
+        For a call, also whether the loss has left the settings of the modules as they were.
+        """
+        if is_call and self._noted is not None and not self._noted.are_same():
+            log_once(logger, logging.WARNING, "Frozen layers are computed in some steps: %s.", CHANGED_BY_LOSS)
+            return False
         seen, now = self._settings_of_torch.setdefault(is_call, []), state_of_torch(self._device.type)
         if now not in seen:
             seen.append(now)

@@ -221,6 +221,13 @@ class ReadOutside:
         return [*(of.get(name) for of, name in self._slots), *map(content, self._cells)]
 
 
+def users_modules_around(model: nn.Module, inner: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules of users' classes that contain one of the inner modules: they may compute its inputs."""
+    inner = set(inner)
+    around = [module for module in model.modules() if module not in inner and is_users(type(module))]
+    return [module for module in around if not inner.isdisjoint(module.modules())]
+
+
 def names_read_by(modules: Iterable[nn.Module]) -> frozenset[str]:
     """Return the attributes that the functions of users' classes among these modules' classes read.
 
