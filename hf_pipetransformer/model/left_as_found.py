@@ -79,7 +79,9 @@ class _Noted:
 
 def is_iterator(value: Any) -> bool:
     """Whether a value is an iterator of Python's own (a counter, a generator): to read it is to change it."""
-    return isinstance(value, collections.abc.Iterator) and type(value).__module__ in ("builtins", "itertools")
+    kind = type(value)
+    is_one = hasattr(kind, "__next__") and issubclass(kind, collections.abc.Iterator)
+    return is_one and kind.__module__ in ("builtins", "itertools")
 
 
 @contextmanager

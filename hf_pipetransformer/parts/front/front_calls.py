@@ -283,7 +283,8 @@ class FrontCalls:
         job, device, reading = self._job, self._device, None if self._called is None else self._called.reading
         self._num_searches += not self._num_opened
         self._names = frozenset(name for name, value in inputs.items() if value is not None) - NOT_OF_STATES
-        before, everything = torch_states(), self._watched(frozen_modules(self._model, self._first_opened).values())
+        before, frozen = torch_states(), frozen_modules(self._model, self._first_opened)
+        everything = self._watched(frozen.values())
         try:
             output, found = find_front(self._model, inputs, run, device, self._opened, self._declared, reading)
         except Exception:  # the model does not run while it is watched
@@ -304,19 +305,19 @@ class FrontCalls:
             self._say_why_not(found)
         if not any(found.needed.values()) or everything.what_changed(settings=False) is not None:
             if self._is_training and job.args.activation_cache == "on" and not self.why_not_read:
-                self.why_not_read = dict.fromkeys(frozen_modules(self._model, self._first_opened), NOTHING_FOUND)
+                self.why_not_read = dict.fromkeys(frozen, NOTHING_FOUND)
             return output
-        everything.release()
-        self._weights = self._watched(map(self._model.get_submodule, found.needed))
+        if frozen.keys() != found.needed.keys() or everything.what_changed() is not None:
+            everything.release()
+            everything = self._watched(map(self._model.get_submodule, found.needed))
+        self._weights = everything
         self._weights.guard()
         self._entries = self._entries_of(found)
-        self._existed = self._entries.exists
-        self._reads = self._existed
-        storage_dtype = CACHE_DTYPES[self._job.args.activation_cache_dtype]
+        self._existed = self._reads = self._entries.exists
         self._expected_in = self.epoch + (1 if self._begun < 0.5 else 2)  # half an epoch is too short
         is_timed = job.args.activation_cache == "auto" and not job.args.full_determinism
-        changed, entries = self._weights.what_changed, self._entries
-        self._front = front = FrozenFront(self._model, found, entries, device, storage_dtype, is_timed, changed)
+        changed, entries, dtype = everything.what_changed, self._entries, CACHE_DTYPES[job.args.activation_cache_dtype]
+        self._front = front = FrozenFront(self._model, found, entries, device, dtype, is_timed, changed)
         self._of_front = CacheCounts()
         # evaluations repeat their batches, and samples grouped by length meet batches of similar width again
         self._may_widen = self._is_training and str(job.args.train_sampling_strategy) == "random"
@@ -363,8 +364,7 @@ class FrontCalls:
         if runs_on is None and not may_repeat:
             return NOT_TRIED
         try:
-            runs_on = runs_on or run_on
-            is_one = front.trial.is_of_samples(inputs, found.calls, runs_on, may_cut and may_repeat)
+            is_one = front.trial.is_of_samples(inputs, found.calls, runs_on or run_on, may_cut and may_repeat)
             return None if is_one else OF_OTHER_SAMPLES
         except Exception:  # out of memory, perhaps
             logger.debug("The front could not be tried.", exc_info=True)

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ....model.method_override import MethodOverride
 from .known_code import is_known
-from .values import LOCKS, PLAIN, entries_of, function_in, has_inside
+from .values import LOCKS, PLAIN, SIMPLE, entries_of, function_in, has_inside
 
 DEEPEST = 12
 """Maximum nesting depth of a value that is described."""
@@ -32,6 +32,8 @@ def told(value: Any, around: tuple[int, ...] = ()) -> str:
         value: the value.
         around: identities of the values that it is inside of, from the outermost one.
     """
+    if type(value) in SIMPLE:
+        return repr(value)
     if isinstance(value, (staticmethod, classmethod, property)) or not has_inside(value):
         value = function_in(value)
     name = f"{type(value).__module__}.{type(value).__qualname__}"

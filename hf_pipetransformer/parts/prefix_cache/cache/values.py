@@ -44,6 +44,8 @@ from .known_code import is_known
 
 PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 """Types of values that are compared directly."""
+SIMPLE = frozenset({bool, int, str, bytes, float, type(None)})
+"""Types of most attributes: a test of the type itself takes a tenth of the time of one for `PLAIN`."""
 PYTHONS = sys.stdlib_module_names | {"numpy"}
 """Packages whose objects are values, and not users' objects."""
 FIXED = (
@@ -122,7 +124,9 @@ def own_forward(of: Mapping[str, Any]) -> Any:
 
 def has_inside(value: Any) -> bool:
     """Whether a value may change its contents while it stays the same object."""
-    if isinstance(value, (*PLAIN, float, *FIXED, torch.Tensor, nn.Module, type, ModuleType, *UNREAD)):
+    if type(value) in SIMPLE or isinstance(
+        value, (*PLAIN, float, *FIXED, torch.Tensor, nn.Module, type, ModuleType, *UNREAD)
+    ):
         return False
     if isinstance(value, (*CONTAINERS, ContextVar, slice, functools.partial, SynchronizedBase, ReferenceType)):
         return True
