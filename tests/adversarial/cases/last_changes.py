@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..kit import (
     VOCABULARY,
     WIDTH,
     At,
+    Backbone,
     Each,
     FrozenBackbone,
     Inputs,
@@ -332,3 +334,27 @@ def forward_around_layers_with_a_policy() -> Script:
     script = frozen_by_schedule(model=Hides(4))
     script.callbacks.append(At(change, [14]))
     return script
+
+
+class Imports(nn.Module):
+    """Imports what it computes with when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Backbone(4)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        from .. import kit
+
+        return self.inner(input_ids, attention_mask) * kit.FIRST_WORD
+
+
+@case("K1", "R2")
+def package_imported_by_its_relative_name() -> Script:
+    """A declared module imports a package by a relative name, and a callback changes a value in it."""
+
+    def change(model: Any, step: int) -> None:
+        vars(sys.modules[Script.__module__])["FIRST_WORD"] = 2
+
+    product = {"cached_modules": ["backbone"]}
+    return of(FrozenBackbone(Imports()), data=samples(32), callbacks=[At(change, [10])], product=product)

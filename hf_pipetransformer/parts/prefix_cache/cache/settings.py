@@ -15,7 +15,7 @@ import inspect
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 from operator import itemgetter, methodcaller
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -274,7 +274,9 @@ def _read_by(functions: Sequence[FunctionType], cells: list[CellType]) -> Iterat
         done.add(id(function))
         names, own = _names_in(function.__code__), function.__closure__ or ()
         cells += own
-        values = [*map(content, own), *(sys.modules[name] for name in sorted(names & sys.modules.keys()))]
+        around = accumulate(str(function.__globals__.get("__package__")).split("."), "{}.{}".format)
+        imported = names.union(f"{package}.{name}" for package in around for name in names) & sys.modules.keys()
+        values = [*map(content, own), *(sys.modules[name] for name in sorted(imported))]
         values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         slots: list[Slot] = [(function.__globals__, name) for name in sorted(names & function.__globals__.keys())]
         seen = set[int]()  # modules, and objects of users' classes
