@@ -32,7 +32,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ....logs import log_once
 from ....model.called_inputs import LABELS_AND_DECODER, BatchTags, RecordedInputs, added_settings, named_inputs
-from ....model.frozen_prefix import frozen_modules
 from ....model.layer_range import Carry, Observer, Unit, tensors_of
 from ....model.layer_stack import CarrySlot, LayerStack
 from ....model.micro_batch import Batch, select_rows
@@ -43,7 +42,6 @@ from .content_keys import entries_of, padded_length, sequences_per_sample
 from .file_store import FileStore, StoreFull
 from .reading import Found, Generation, States, StoreReading, joined
 from .side_stream import SideStream
-from .watched_weights import WatchedWeights
 from .writing import FULL, StoreWriting
 
 logger = logging.getLogger(__name__)
@@ -93,6 +91,9 @@ class ActivationCache:
         """Counts of the latest evaluation (`counting_evaluation`)."""
         self.met_other_inputs = False
         """Whether a training step called the model on other inputs than the looked-up ones."""
+        self.is_same_function: Callable[[bool], bool] = lambda values: True
+        """Whether the frozen layers are those of the stored outputs; with `values`, their weights count as well."""
+        self._has_asked = self._met_other_function = False  # whether they were, since `take_met_other_function`
         self.settings: Mapping[str, Any] | None = None
         """Arguments that the loss adds to every batch without affecting frozen layers; None until the first call."""
         self._stack = stack
@@ -106,7 +107,6 @@ class ActivationCache:
         self._ignored = frozenset(ignored)
         self._num_calls = 0  # calls of the model in the current pass of `watching_calls`
         self._has_adapters = any(hasattr(module, "adapter_layer_names") for module in stack.model.modules())
-        self._noted: WatchedWeights | None = None  # settings of frozen modules between two steps
         # inputs of a looked-up call, and the function that begins the call at the boundary of their states
         self._awaited: tuple[RecordedInputs, Callable[[], None]] | None = None
         self._hook: RemovableHandle | None = None
@@ -126,9 +126,6 @@ class ActivationCache:
                 second occurrence would be a hit or a miss depending on the speed of the writer.
         """
         self.flush()
-        if not self._stack.runner.takes_batch:  # a loss may change settings between its calls
-            self._noted = WatchedWeights.of(list(frozen_modules(self._stack.model).values()))
-            self._noted.release()  # its settings are compared, not its values, which it must not hold
         counts = self.counts  # no sample has been counted at the new boundary yet
         counts.older_hits, counts.hits = counts.found, 0
         counts.older_stored, counts.stored, counts.present = counts.older_stored + counts.stored, 0, 0
@@ -203,6 +200,9 @@ class ActivationCache:
         if entries is None:
             return start, carry
         includes_head = stop == self._stack.num_units
+        # on an accelerator, asking for values waits for all that runs there: on lower stages once a step
+        if not self._is_function_same(values=includes_head or not self._has_asked):
+            return start, carry
         if not includes_head and not self._is_computed_as_before(is_call=False):
             return start, carry
         if includes_head and self._awaited is not None:  # the previous pass did not call the whole model
@@ -308,9 +308,7 @@ class ActivationCache:
         # keys contain only the inputs, but a loss may turn adapters off for some of its calls
         if self._has_adapters if not runner.takes_batch else self._num_calls > 1:
             return
-        if self._noted is not None and self._noted.what_changed(values=False, modes=False) is not None:
-            return
-        if not self._is_computed_as_before(is_call=True):
+        if not self._is_function_same() or not self._is_computed_as_before(is_call=True):
             return
         called = named_inputs(self._stack.model, args, kwargs)
         inputs = runner.batch_of(called)
@@ -347,6 +345,16 @@ class ActivationCache:
                 log_once(logger, logging.WARNING, "Frozen layers are computed in some steps: %s.", OTHER_SETTINGS)
         return now == seen[0]
 
+    def _is_function_same(self, values: bool = True) -> bool:
+        self._met_other_function = self._met_other_function or not self.is_same_function(values)
+        self._has_asked = True
+        return not self._met_other_function
+
+    def take_met_other_function(self) -> bool:
+        """Whether the frozen layers were not those of the stored outputs, in a step since the last call."""
+        met, self._has_asked, self._met_other_function = self._met_other_function, False, False
+        return met
+
     def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
         """Wait for the model to be called on these inputs."""
         begin = partial(self._stack.runner.begin_elsewhere, start, carry, observer)
@@ -382,6 +390,8 @@ class ActivationCache:
         self._awaited = None
         called = named_inputs(self._stack.model, args, kwargs)
         if self.is_called_otherwise(called) or not self._is_computed_as_before(is_call=True):
+            return
+        if not self._is_function_same():  # the loss may have changed it
             return
         inputs, begin = awaited
         added = added_settings(inputs.named, called)
@@ -471,6 +481,7 @@ class ActivationCache:
         finally:
             self.evaluated, self.counts = self.counts, counts
             self.met_other_inputs, self._awaited = met_other_inputs, None
+            self.take_met_other_function()
 
     def take_counts(self) -> CacheCounts:
         """Return the counts since the last call, and reset them."""
