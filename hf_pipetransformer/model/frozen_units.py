@@ -37,6 +37,8 @@ class FrozenUnits:
         """Index of the unit that is called next."""
         self.is_called = False
         """True between `begin` and `end`."""
+        self.keeps_modes = False
+        """Whether frozen units keep their modes: the user has frozen them, and may still turn dropout on in them."""
         self._model = model
         self._keeps_training: set[nn.Module] = set()
         self._stays_in_eval: Collection[nn.Module] = ()
@@ -68,7 +70,7 @@ class FrozenUnits:
         switched: list[nn.Module] = []
         if not self._model.training:
             switched = [module for module in trains_before if not module.training]
-        elif self.num_frozen:
+        elif self.num_frozen and not self.keeps_modes:
             # all modules, not only frozen units: dropout on the embeddings is often not a separate module
             kept = self._keeps_training
             switched = [module for module in self._model.modules() if module.training and module not in kept]

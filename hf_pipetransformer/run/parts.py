@@ -167,10 +167,6 @@ class RunPart:
         """From now on, no layer counts as frozen."""
 
     # ------------------------------------------------------------------------------------ steps
-    def blanks_tags(self) -> bool:
-        """Whether the tags of the next batch have no meaning any more. Not collective."""
-        return False
-
     def around_step(self, batch: Batch) -> AbstractContextManager[Any]:
         """Entered around forward and backward of a batch. Not collective."""
         return nullcontext()

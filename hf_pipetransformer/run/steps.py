@@ -21,7 +21,7 @@ from ..model.frozen_prefix import frozen_modules
 from ..model.loss_scaling import LossReduction
 from ..model.micro_batch import Batch, batch_rows, naming_long_rows
 from ..model.refusals import raise_for_exchanged_inputs
-from ..model.tags import NO_TAGS, TAGS, blanked
+from ..model.tags import NO_TAGS, TAGS
 from ..pipeline.elastic_pipeline import ElasticPipeline
 from ..progress import PROGRESS
 from .batches import GlobalBatch, prepared
@@ -172,9 +172,7 @@ class Steps:
         if self._averages:
             parts = self._trainer.current_gradient_accumulation_steps * pipeline.num_replicas
             self.batch.num_items = (self.batch.current.items or 1) * parts
-        # call it on each part, because each part records its own answer for its votes
-        blanks_tags = True in {part.blanks_tags() for part in self._parts.having("blanks_tags")}
-        batch, loses_tags = self._prepare(inputs, blanks_tags)
+        batch, loses_tags = self._prepare(inputs)
         # 2
         current = BatchInFlight(
             self._loss, pipeline, self._reduction, self.batch.current, self.batch.num_items, self.batch.num_rows, batch
@@ -232,7 +230,7 @@ class Steps:
             # the scaler is initialized by its first use, and stages that do not compute the loss would not use it
             scaler.scale(torch.zeros((), device=self._pipeline.device))
 
-    def _prepare(self, inputs: dict[str, Any], blanks_tags: bool) -> tuple[Batch, bool]:
+    def _prepare(self, inputs: dict[str, Any]) -> tuple[Batch, bool]:
         """Prepare the batch for the model, on all stages. Collective over the pipeline.
 
         Returns:
@@ -241,17 +239,13 @@ class Steps:
         pipeline, part = self._pipeline, self.batch.current
         looks_up = pipeline.shortcut is not None and pipeline.stack.runner.takes_batch
         tags = part.tags if looks_up and part.rows else None
-        if tags is not None and blanks_tags:
-            tags = tags.blank()  # other stages may not have noticed the change
         batch = prepared(self._job, inputs, tags)
-        if pipeline.shortcut is not None and tags is None and (blanks_tags or not part.rows):
+        if pipeline.shortcut is not None and tags is None and not part.rows:
             batch[TAGS] = NO_TAGS.expand(batch_rows(batch, default=1) if looks_up else 1, -1)
         loses_tags = tags is not None and batch[TAGS] is not tags.tensor
         if pipeline.num_stages > 1:
             batch = self.batch.share(pipeline, batch)
             loses_tags = loses_tags and pipeline.computes_loss
-            if blanks_tags and TAGS in batch:
-                batch[TAGS] = blanked(batch[TAGS])
         if looks_up:
             following = self.batch.waiting[0] if self.batch.waiting else self._data.next_slice
             pipeline.running.read_ahead(following.tags if following is not None else None)

@@ -51,7 +51,7 @@ from .orders import (
     StageCalls,
     autocast_state,
     refuse_objects,
-    refuse_routers,
+    refuse_recorded,
 )
 from .surroundings import Surroundings
 
@@ -201,7 +201,7 @@ class ServedCalls(StageCalls):
     ) -> Any:
         inputs = {**{POSITIONAL.format(i): value for i, value in enumerate(args)}, **kwargs}
         refuse_objects(self.model, inputs)
-        refuse_routers(self.model, inputs)
+        refuse_recorded(self.model, inputs)
         self._number += 1
         has_gradients = torch.is_grad_enabled()
         wanted = {i: v for i, v in enumerate(tensors_of(inputs)) if has_gradients and v.requires_grad}

@@ -55,6 +55,7 @@ class UsersFreezing:
         assert freezable is not None
         frozen = [name for name in freezable.frozen(count) if not pipeline.stack.table[name].requires_grad]
         names = frozenset.intersection(*map(frozenset, job.mesh.gather_objects(frozen)))
+        pipeline.stack.runner.keep_modes_of_frozen()
         job.trainer.add_callback(LayerFreezeCallback({"name": "schedule", "schedule": {0: count}}))
         return cls(job, count, names)
 

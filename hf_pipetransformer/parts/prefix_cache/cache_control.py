@@ -84,7 +84,7 @@ class EpochReport:
 class AutoCache:
     """Decides about the cache for all processes together.
 
-    Every method except `close` and `weights_look_same` is collective over all processes.
+    Every method except `close` is collective over all processes.
 
     Args:
         pipeline: the model.
@@ -136,6 +136,7 @@ class AutoCache:
         self._serves_others = False  # whether other trainings may freeze the same layers with the same weights
         self._repeats = True  # whether the epoch's samples may recur
         self._function = FrozenFunction(pipeline, rows)
+        cache.is_same_function = self._function.looks_same
         self._nodes: list[str] = self._mesh.gather_objects(node_name())  # node of each rank
         self._is_first_here = self._nodes.index(node_name()) == self._mesh.rank
         self._boundary = 0  # number of layers below the stored outputs
@@ -447,13 +448,6 @@ class AutoCache:
     def weights_hold(self) -> bool:
         """Whether the frozen layers still compute the same function. A callback may have changed them."""
         return self._function.what_changed() is None
-
-    def weights_look_same(self) -> bool:
-        """Whether one number of each frozen tensor is unchanged. Not collective.
-
-        This check is cheap enough for every step. It is used if a user's callback may access weights at each step.
-        """
-        return not self.is_on or self._function.looks_same()
 
     def abandon(self, is_resumable: bool) -> str:
         """Stop storing, and remove a store that cannot be used again. Not collective; any thread may call it.

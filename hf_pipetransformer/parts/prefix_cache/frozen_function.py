@@ -2,8 +2,7 @@
 
     generation opened   name(boundary)    digests of weights, buffers and the outputs for a few samples -> its name
     check               what_changed()    compares weights, buffers, and the outputs for the same samples
-    each step           looks_same()      compares numbers of writes, one number of each tensor, and settings, also
-                                          those of the user's modules around the layers
+    each step           looks_same()      compares numbers of writes, one number of each tensor, and settings
 
 A configuration does not show a changed activation function in a user's module, an adapter's scale, a pruning mask or a
 hook. The outputs do, if they change for these samples.
@@ -30,16 +29,16 @@ from ...pipeline.stage import as_carry
 from ...pipeline.virtual_stages import VirtualStages
 from ...randomness import generators_kept, seeded
 from .cache.comparing import SAME
-from .cache.settings import Settings, users_modules_around
 from .cache.watched_weights import WatchedWeights, digest_of
 
 logger = logging.getLogger(__name__)
 
-MOST_CHANGES = 16
-"""Number of changes around the layers that may leave their outputs as they are; further ones are not looked at."""
 MOST_NUMBERS = 2**16
 """Maximum number of values of an output to keep for comparisons, evenly spaced."""
 OTHER_WEIGHTS = "the frozen layers' weights or buffers have been changed"
+OTHER_SETTINGS = (
+    "an attribute, a hook or code of the frozen layers, or of modules around them, has been changed, added or removed"
+)
 OTHER_OUTPUTS = (
     "the frozen layers return different outputs for the same samples than before, although their weights are the same"
     " (an attribute, a hook, an adapter's scale or the attention implementation has changed, or they draw random"
@@ -64,9 +63,6 @@ class FrozenFunction:
         self._num_looks = 0
         self._watched: WatchedWeights | None = None  # this process's part of the function
         self._called: dict[nn.Module, None] = {}  # the modules that were called for these samples
-        self._are_settings_known = True  # False: settings change without changing outputs
-        self._around: Settings | None = None  # of the user's modules that contain the layers
-        self._num_changes = 0  # of these settings, without changing outputs
 
     def forget_weights(self) -> None:
         """Discard the digests of weights: the weights may have changed since."""
@@ -104,13 +100,6 @@ class FrozenFunction:
         self._watched = self._watch()
         self._watched.guard({id(table[name]): digest for name, digest in self._digests.items()})
         self._watched.look_for_holders()
-        self._note_around()
-
-    def _note_around(self) -> None:
-        """Note the settings of the user's modules around the layers: they may compute the layers' inputs."""
-        stack = self._pipeline.stack
-        around = users_modules_around(stack.model, [unit.module for unit in stack.units[: self._boundary]])
-        self._around = Settings(around) if around and self._num_changes < MOST_CHANGES else None
 
     def release(self) -> None:
         """Remove the guards from the weights."""
@@ -124,20 +113,17 @@ class FrozenFunction:
         """
         self._num_looks += 1
         weights_hold = self._watched is None or self._watched.what_changed(settings=False) is None
-        holds_around = self._around is None or self._around.are_same()
-        self._are_settings_known &= self._are_layers_same() or not weights_hold
+        settings_hold = self._watched is None or self._watched.forget_counters()
         # a new seed each time: frozen layers must not depend on random numbers
         outputs = self._run(self._boundary, seed=self._num_looks)
         outputs_hold = outputs is None or all(
             are_close(output, noted, SAME, SAME) for output, noted in zip(outputs, self._outputs, strict=True)
         )
-        if not holds_around:
-            self._num_changes += 1
-            self._note_around()
-        votes = self._pipeline.mesh.gather_objects((weights_hold, outputs_hold))
-        if not all(weights for weights, _ in votes):
-            return OTHER_WEIGHTS
-        return None if all(outputs for _, outputs in votes) else OTHER_OUTPUTS
+        votes = self._pipeline.mesh.gather_objects((weights_hold, outputs_hold, settings_hold))
+        for holds, why in zip(zip(*votes, strict=True), (OTHER_WEIGHTS, OTHER_OUTPUTS, OTHER_SETTINGS), strict=True):
+            if not all(holds):
+                return why
+        return None
 
     def depends_on(self, settings: Mapping[str, Any]) -> bool:
         """Whether additional settings of a call change the outputs for the samples.
@@ -154,12 +140,9 @@ class FrozenFunction:
         )
         return not all(self._pipeline.mesh.gather_objects(is_same))
 
-    def looks_same(self) -> bool:
-        """Whether a cheap check finds no change. Not collective."""
-        return self._are_layers_same() and (self._around is None or self._around.are_same())
-
-    def _are_layers_same(self) -> bool:
-        return self._watched is None or self._watched.what_changed(settings=self._are_settings_known) is None
+    def looks_same(self, values: bool = True) -> bool:
+        """Whether a cheap check finds no change of settings and, if asked, of values. Not collective."""
+        return self._watched is None or self._watched.what_changed(values=values, modes=False) is None
 
     def _run(self, boundary: int, seed: int, settings: Mapping[str, Any] | None = None) -> list[torch.Tensor] | None:
         running, rows = self._pipeline.running, {**self._rows, **(settings or {})}
@@ -170,7 +153,7 @@ class FrozenFunction:
     def _watch(self) -> WatchedWeights:
         """Watch frozen layers, modules with frozen parameters of their own, and those that compute the layers' inputs.
 
-        A rotary embedding has no parameters, and is beside the layers.
+        The latter are all that were called for the samples: around the layers, below and beside them.
         """
         pipeline, stack = self._pipeline, self._pipeline.stack
         assert pipeline.stage is not None and pipeline.freezable is not None
@@ -182,8 +165,8 @@ class FrozenFunction:
             module
             for module in stack.model.modules()
             if module in layers
+            or module in self._called
             or any(id(p) in frozen for p in module.parameters(recurse=False))
-            or (module in self._called and next(module.parameters(), None) is None)
         ]
         return WatchedWeights(holders, here)
 

@@ -50,7 +50,6 @@ class PrefixCache(RunPart):
         self.why_not: str | None = None
         self._seen: dict[str, Any] | None = None  # settings that the loss adds to the first batch
         self._has_learnt = False  # whether all processes know these settings
-        self._other_weights = False  # whether a callback seems to have changed frozen weights here
         # votes of any process since the last step
         self._met_other_inputs = self._doubts_weights = False
 
@@ -177,16 +176,11 @@ class PrefixCache(RunPart):
             hook.remove()
         self._seen = calls[0] if calls else {}
 
-    def blanks_tags(self) -> bool:
-        # if a callback has changed frozen weights since the last step, the stored outputs no longer match
-        watches = self._run.watches_steps and self.cache is not None
-        self._other_weights = watches and self.cache is not None and not self.cache.weights_look_same()
-        return self._other_weights
-
     def vote(self, facts: StepFacts) -> tuple[bool, ...]:
         shortcut = self._run.pipeline.shortcut
         met_others = shortcut is not None and shortcut.met_other_inputs
-        return facts.loses_tags or met_others, self._other_weights
+        met_other_function = self.cache is not None and self.cache.cache.take_met_other_function()
+        return facts.loses_tags or met_others, met_other_function
 
     def heard(self, votes: tuple[bool, ...]) -> None:
         other_inputs, other_weights = votes

@@ -32,7 +32,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ....logs import log_once
 from ....model.called_inputs import LABELS_AND_DECODER, BatchTags, RecordedInputs, added_settings, named_inputs
-from ....model.frozen_prefix import frozen_modules
 from ....model.layer_range import Carry, Observer, Unit, tensors_of
 from ....model.layer_stack import CarrySlot, LayerStack
 from ....model.micro_batch import Batch, select_rows
@@ -42,7 +41,6 @@ from .cache_counts import CacheCounts
 from .content_keys import entries_of, padded_length, sequences_per_sample
 from .file_store import FileStore, StoreFull
 from .reading import Found, Generation, States, StoreReading, joined
-from .settings import Settings, users_modules_around
 from .side_stream import SideStream
 from .writing import FULL, StoreWriting
 
@@ -52,7 +50,6 @@ SECONDS_BETWEEN_MARKS = 600.0
 """Interval at which a training marks its generations as in use: other trainings do not evict marked ones."""
 
 OTHER_SETTINGS = "autocast, or another setting of torch, differs from that of the first step"
-CHANGED_BY_LOSS = "the loss has changed an attribute, a hook or code of them, or of your modules around them"
 """Why a pass computes frozen layers."""
 RECORDS = ("output_hidden_states", "output_attentions")
 """Arguments of a call that make a model return the outputs of each layer."""
@@ -94,25 +91,23 @@ class ActivationCache:
         """Counts of the latest evaluation (`counting_evaluation`)."""
         self.met_other_inputs = False
         """Whether a training step called the model on other inputs than the looked-up ones."""
+        self.is_same_function: Callable[[bool], bool] = lambda values: True
+        """Whether the frozen layers are those of the stored outputs; with `values`, their weights count as well."""
+        self._has_asked = self._met_other_function = False  # whether they were, since `take_met_other_function`
         self.settings: Mapping[str, Any] | None = None
         """Arguments that the loss adds to every batch without affecting frozen layers; None until the first call."""
         self.is_loss_of_user = True
-        """Whether the loss is the user's: it may change settings before it calls the model."""
+        """Whether the loss is the user's: it may change the layers before it calls the model."""
         self._stack, self._slots, self._store = stack, slots, store
-        self._storage_dtype = storage_dtype
-        copies = SideStream(device)
-        self._reading = StoreReading(copies)
+        self._reading = StoreReading(copies := SideStream(device))
         self._writing = StoreWriting(store, copies, time.time() - SECONDS_MARKS_LAST)
-        self._padded_left = padded_left
-        self._ignored = frozenset(ignored)
+        self._padded_left, self._ignored = padded_left, frozenset(ignored)
         self._num_calls = 0  # calls of the model in the current pass of `watching_calls`
         self._has_adapters = any(hasattr(module, "adapter_layer_names") for module in stack.model.modules())
-        self._noted: Settings | None = None  # of frozen modules, and of the user's around them, between two steps
         # inputs of a looked-up call, and the function that begins the call at the boundary of their states
         self._awaited: tuple[RecordedInputs, Callable[[], None]] | None = None
         self._hook: RemovableHandle | None = None
-        self._writes = False
-        self._device = device
+        self._storage_dtype, self._device, self._writes = storage_dtype, device, False
         # in passes, and in calls of the whole model; states belong to the first ones
         self._settings_of_torch: dict[bool, list[str]] = {}
 
@@ -127,9 +122,6 @@ class ActivationCache:
                 second occurrence would be a hit or a miss depending on the speed of the writer.
         """
         self.flush()
-        if self.is_loss_of_user:
-            frozen = [part for module in frozen_modules(self._stack.model).values() for part in module.modules()]
-            self._noted = Settings([*frozen, *users_modules_around(self._stack.model, frozen)])
         counts = self.counts  # no sample has been counted at the new boundary yet
         counts.older_hits, counts.hits = counts.found, 0
         counts.older_stored, counts.stored, counts.present = counts.older_stored + counts.stored, 0, 0
@@ -204,6 +196,9 @@ class ActivationCache:
         if entries is None:
             return start, carry
         includes_head = stop == self._stack.num_units
+        # on an accelerator, asking for values waits for all that runs there: on lower stages once a step
+        if not self._is_function_same(values=includes_head or not self._has_asked):
+            return start, carry
         if not includes_head and not self._is_computed_as_before(is_call=False):
             return start, carry
         if includes_head and self._awaited is not None:  # the previous pass did not call the whole model
@@ -240,8 +235,9 @@ class ActivationCache:
                 states.append((rows, self._run(start, level, state, part, entries.chosen(rows))))
         if self.met_other_inputs:  # in one of the passes above
             return 0, None
-        dtype = states[0][1].dtype
-        place = {row: (state.to(dtype), index) for rows, state in states for index, row in enumerate(rows)}
+        place = {
+            row: (state.to(states[0][1].dtype), index) for rows, state in states for index, row in enumerate(rows)
+        }
         return level, self._as_carry(level, joined([place[row] for row in range(len(entries.spans))]))
 
     def _find(self, entries: BatchEntries, stop: int) -> Found:
@@ -309,7 +305,7 @@ class ActivationCache:
         # keys contain only the inputs, but a loss may turn adapters off for some of its calls
         if self._has_adapters if not runner.takes_batch else self._num_calls > 1:
             return
-        if not self._is_computed_as_before(is_call=True):
+        if not self._is_function_same() or not self._is_computed_as_before(is_call=True):
             return
         called = named_inputs(self._stack.model, args, kwargs)
         inputs = runner.batch_of(called)
@@ -338,19 +334,23 @@ class ActivationCache:
         return is_less or any(called.get(n) is not None for n in kept_back) or any(map(called.get, RECORDS))
 
     def _is_computed_as_before(self, is_call: bool) -> bool:
-        """Whether torch has the settings of the first pass, or of the first call of the model. If not, log it.
-
-        For a call, also whether the loss has left the settings of the modules as they were.
-        """
-        if is_call and self._noted is not None and not self._noted.are_same():
-            log_once(logger, logging.WARNING, "Frozen layers are computed in some steps: %s.", CHANGED_BY_LOSS)
-            return False
+        """Whether torch has the settings of the first pass, or of the first call of the model. If not, log it."""
         seen, now = self._settings_of_torch.setdefault(is_call, []), state_of_torch(self._device.type)
         if now not in seen:
             seen.append(now)
             if now != seen[0]:
                 log_once(logger, logging.WARNING, "Frozen layers are computed in some steps: %s.", OTHER_SETTINGS)
         return now == seen[0]
+
+    def _is_function_same(self, values: bool = True) -> bool:
+        self._has_asked, is_other = True, self._met_other_function or not self.is_same_function(values)
+        self._met_other_function = is_other
+        return not is_other
+
+    def take_met_other_function(self) -> bool:
+        """Whether the frozen layers were not those of the stored outputs, in a step since the last call."""
+        met, self._has_asked, self._met_other_function = self._met_other_function, False, False
+        return met
 
     def _await(self, inputs: Batch, start: int, carry: Carry | None, observer: Observer | None) -> None:
         """Wait for the model to be called on these inputs."""
@@ -387,6 +387,8 @@ class ActivationCache:
         self._awaited = None
         called = named_inputs(self._stack.model, args, kwargs)
         if self.is_called_otherwise(called) or not self._is_computed_as_before(is_call=True):
+            return
+        if self.is_loss_of_user and not self._is_function_same():
             return
         inputs, begin = awaited
         added = added_settings(inputs.named, called)
@@ -476,6 +478,7 @@ class ActivationCache:
         finally:
             self.evaluated, self.counts = self.counts, counts
             self.met_other_inputs, self._awaited = met_other_inputs, None
+            self.take_met_other_function()
 
     def take_counts(self) -> CacheCounts:
         """Return the counts since the last call, and reset them."""
@@ -484,10 +487,7 @@ class ActivationCache:
 
 
 def _of_whole_samples(found: States, sequences: int) -> States:
-    """Keep the found rows of complete samples: all sequences of the sample were found at the same boundary.
-
-    A sample's rows follow one another.
-    """
+    """Keep the rows of samples whose sequences, which follow one another, were all found at the same boundary."""
     if sequences == 1:
         return found
     kept = {}

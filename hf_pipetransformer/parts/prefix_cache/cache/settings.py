@@ -15,7 +15,7 @@ import inspect
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain, groupby, zip_longest
 from operator import itemgetter, methodcaller
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -33,6 +33,7 @@ from .known_code import OF_ALL, is_known
 from .told import told
 from .values import (
     DEEPEST,
+    PLAIN,
     Contents,
     are_identical,
     bases,
@@ -81,17 +82,19 @@ class Settings:
         self._types = [type(module) for module in modules]
         self._slots: list[Slot] = [(of, name) for of in self._owners for name in of if name not in OF_MODULES]
         self._num_attributes = len(self._slots)
-        attributes = [of[name] for of, name in self._slots]
+        hooks = [hook for of in self._owners for table in hooks_in(of) for hook in table.values()]
+        attributes = [*(of[name] for of, name in self._slots), *hooks]
         inside = [*attributes, *chain.from_iterable(map(entries_of, containers_in(attributes)))]
         functions = [*self._note_code([*self._types, *_users_classes(inside)]), *self._note_tables()]
         functions += filter(_is_users_function, map(function_in, inside))
         self._cells: list[CellType] = []
+        self._counters = set[str]()  # names of attributes that are not compared
         self._slots += _read_by(functions, self._cells)
         spaces = (list(slots) for _, slots in groupby(self._slots, lambda slot: id(slot[0])))
         self._reads = [(slots[0][0], [name for _, name in slots]) for slots in spaces]
         self._functional = [name for name in vars(functional) if not name.startswith("__")]  # warnings are noted
         self._noted = self._now()
-        containers = containers_in(self._noted[1])
+        containers = containers_in([*self._noted[1], *hooks])
         self._contents = Contents(containers)
         values = [*self._noted[1], *chain.from_iterable(map(entries_of, containers))]
         self.tensors = [v for v in values if getattr(type(v), "plain_class", type(v)) in (torch.Tensor, nn.Parameter)]
@@ -153,6 +156,29 @@ class Settings:
         )
         return are_equal and self._contents.are_same()
 
+    def forget_counters(self) -> bool:
+        """Compare no longer plain attributes of modules that have changed or are new, and that their code never reads.
+
+        Returns whether all other settings are unchanged.
+        """
+        sizes, values, code = self._noted
+        slots = [(of, name) for of, names in self._reads for name in names]
+        noted = {(id(of), name): value for (of, name), value in zip(slots, values, strict=False)}
+        attributes = [(of, name) for of in self._owners for name in of if isinstance(of[name], (*PLAIN, float))]
+        changed = {n for of, n in attributes if key_of(of[n]) != key_of(noted.get((id(of), n), Ellipsis))}
+        counters = changed - OF_MODULES - _attributes_read_by(_bases_of(self._types))
+        owners = set(map(id, self._owners))
+        stay = [id(of) not in owners or name not in counters for of, name in slots]
+        values = [value for value, stays in zip_longest(values, stay, fillvalue=True) if stays]
+        sizes = [n - sum((id(of), c) in noted for c in counters) for n, of in zip(sizes, self._owners, strict=True)]
+        self._noted = sizes, values, code
+        self._counters |= counters
+        self._reads = [
+            (of, names if id(of) not in owners else [name for name in names if name not in counters])
+            for of, names in self._reads
+        ]
+        return self.are_same()
+
     def described(self) -> str:
         """Return the settings in words that are the same in every process."""
         attributes = [(name, told(of.get(name))) for of, name in self._slots[: self._num_attributes]]
@@ -165,7 +191,8 @@ class Settings:
     def _now(self) -> tuple[list[int], list[Any], list[Any]]:
         """Return the numbers of attributes, the values, and the parts, hooks and replaced methods."""
         # in each step: functions of C walk through them
-        sizes = [len(of) - ("forward" in of) for of in self._owners]
+        left_out = ("forward", *self._counters)
+        sizes = [len(of) - sum(map(of.__contains__, left_out)) for of in self._owners]
         held = [*filter(None, chain.from_iterable(map(held_in, self._owners)))]
         code = [*chain.from_iterable(held), *chain.from_iterable(map(values_in, held))]
         hooks = chain.from_iterable(map(values_in, filter(None, chain.from_iterable(map(hooks_in, self._owners)))))
@@ -221,23 +248,18 @@ class ReadOutside:
         return [*(of.get(name) for of, name in self._slots), *map(content, self._cells)]
 
 
-def users_modules_around(model: nn.Module, inner: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules of users' classes that contain one of the inner modules: they may compute its inputs."""
-    inner = set(inner)
-    around = [module for module in model.modules() if module not in inner and is_users(type(module))]
-    return [module for module in around if not inner.isdisjoint(module.modules())]
-
-
 def names_read_by(modules: Iterable[nn.Module]) -> frozenset[str]:
     """Return the attributes that the functions of users' classes among these modules' classes read.
 
     `training` is left out, and what only `__init__` reads. Texts count: `getattr(self, "share", None)`.
     """
-    of_users = filter(is_users, _bases_of(map(type, modules)))
-    functions = [function_in(v) for base in of_users for name, v in vars(base).items() if name != "__init__"]
+    return _attributes_read_by(filter(is_users, _bases_of(map(type, modules)))) - {"training"}
+
+
+def _attributes_read_by(classes: Iterable[type]) -> frozenset[str]:
+    functions = [function_in(v) for cls in classes for name, v in vars(cls).items() if name != "__init__"]
     codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
-    read = frozenset(chain.from_iterable(map(_attributes_read_in, codes)))
-    return read - {"training"}
+    return frozenset(chain.from_iterable(map(_attributes_read_in, codes)))
 
 
 def _attributes_read_in(code: CodeType) -> Iterator[str]:

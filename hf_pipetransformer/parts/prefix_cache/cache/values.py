@@ -35,6 +35,7 @@ from weakref import ReferenceType
 import numpy as np
 import torch
 import xxhash
+from huggingface_hub import CardData
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedConfig
@@ -64,7 +65,7 @@ WRAPPERS: Any = (
     *(functools.cached_property, functools.partialmethod, REMEMBERING),
 )
 """Types of what decorators of Python make of a function."""
-UNREAD = (logging.Logger, RemovableHandle)
+UNREAD = (logging.Logger, RemovableHandle, CardData)
 """Types of objects that change whenever they are used, and that no module computes with."""
 OF_PYTHON = (threading.local, ContextVar, SimpleNamespace, ReferenceType, RemovableHandle)
 """Further types of objects that are compared, or that no module computes with."""
