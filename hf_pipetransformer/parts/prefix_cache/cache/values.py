@@ -206,6 +206,13 @@ def _memory_of(value: Any) -> list[Any] | None:
         return [view.nbytes if is_data else xxhash.xxh3_128_hexdigest(view.tobytes()), view.format, view.shape]
 
 
+def is_data(value: Any) -> bool:
+    """Whether a container is so large that only its size is compared in a training."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes > LARGEST_ARRAY
+    return isinstance(value, CONTAINERS) and len(value) > LARGEST
+
+
 def containers_in(values: Iterable[Any], opaque: tuple[type, ...] = ()) -> list[Any]:
     """Return the containers and objects among values, and inside of them, each once; not those of `opaque` classes."""
     found: dict[int, Any] = {}
@@ -227,8 +234,7 @@ def entries_of(container: Any) -> list[Any]:
             return [len(container)]
         return [*container, *container.values()] if kind is dict else container
     if isinstance(container, np.ndarray):
-        is_data = container.nbytes > LARGEST_ARRAY
-        values = container.nbytes if is_data else xxhash.xxh3_128_hexdigest(container.tobytes())
+        values = container.nbytes if is_data(container) else xxhash.xxh3_128_hexdigest(container.tobytes())
         return [values, repr(container.dtype), container.shape]
     if isinstance(container, SynchronizedBase):
         container = container.get_obj()
