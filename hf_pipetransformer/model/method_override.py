@@ -11,6 +11,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -88,6 +89,8 @@ class MethodOverride:
         setattr(module, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._function(*args, **kwargs)
         this: Any = inspect.currentframe
         caller = this().f_back  # this call's own frame is not kept: it would refer to itself, and keep the arguments
         if caller.f_globals is _OF_MODULES:  # torch calls a module: which one?

@@ -107,7 +107,9 @@ class Settings:
 
         Yield functions outside the known libraries.
         """
-        self._slots += _functions_named_by(f for cls in _bases_of(classes) for f in map(function_in, vars(cls).values()))
+        self._slots += _functions_named_by(
+            f for cls in _bases_of(classes) for f in map(function_in, vars(cls).values())
+        )
         for base in _bases_of(classes):
             space = vars(base)
             if issubclass(base, nn.Module):

@@ -139,9 +139,22 @@ def has_inside(value: Any) -> bool:
     return _memory_of(value) is not None
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory whose changes can be noticed; sparse ones have other tensors inside."""
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
 def held_by(module: nn.Module) -> str | None:
-    """Describe the first value in parts with code of the user's whose changes cannot be noticed; None without one."""
+    """Describe the first value in parts with code of the user's whose changes cannot be noticed; None without one.
+
+    Sparse and quantised tensors count in all parts.
+    """
     parts = list(module.modules())  # compared as modules
+    tensors = [
+        v for part in parts for v in (*vars(part).values(), *part.buffers(False)) if isinstance(v, torch.Tensor)
+    ]
+    if (odd := next((tensor for tensor in tensors if not is_plain(tensor)), None)) is not None:
+        return f"it has a {'quantised' if odd.is_quantized else 'sparse'} tensor, whose changes cannot be noticed"
     for part in parts:
         own = own_forward(vars(part))
         if not is_users(type(part)) and (own is None or is_known(own)):
