@@ -128,7 +128,7 @@ def on_graph(adjacency: Tensor) -> Script:
     return changed(change, model=FrozenBackbone(Graph(adjacency)), drive=drive)
 
 
-@case("K1", "R2")
+@case("K1")
 def sparse_buffer() -> Script:
     """A frozen backbone has a sparse buffer, which is replaced."""
     return on_graph(shift().to_sparse())
