@@ -182,7 +182,7 @@ class Settings:
         code += [hook for table in OF_ALL for hook in table.values() if not is_known(hook)]
         code += map(type, self._modules)
         code += map(vars(functional).get, self._functional)
-        code += vars(torch.Tensor).values()
+        code += [value for name, value in vars(torch.Tensor).items() if name != "__slotnames__"]  # which pickle sets
         code += [own for of in self._owners if "forward" in of and (own := own_forward(of)) is not None]
         values = chain.from_iterable(map(of.get, names) for of, names in self._reads)
         return sizes, [*values, *map(content, self._cells)], code
