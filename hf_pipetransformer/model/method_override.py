@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -25,6 +27,10 @@ def having(owner: Any, **values: Any) -> Iterator[None]:
         for name in values.keys() - before.keys():  # of the class
             own.pop(name, None)
         own.update(before)
+
+
+_OF_MODULES = vars(sys.modules[nn.Module.__module__])
+"""The global variables of the code that calls modules."""
 
 
 class HookOfOriginal:
@@ -83,7 +89,22 @@ class MethodOverride:
         setattr(module, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._function(*args, **kwargs)
+        this: Any = inspect.currentframe
+        caller = this().f_back  # this call's own frame is not kept: it would refer to itself, and keep the arguments
+        if caller.f_globals is _OF_MODULES:  # torch calls a module: which one?
+            module = caller.f_locals.get("self", self._module)
+            if module is not self._module:  # a copy that shares its attributes (`copy.copy`)
+                return self._method_of(module)(*args, **kwargs)
         return self._function(*args, **kwargs)
+
+    def _method_of(self, module: nn.Module) -> Any:
+        """The method that a module would have without any override that it shares with this one's module."""
+        earlier = self.earlier
+        while isinstance(earlier, MethodOverride):
+            earlier = earlier.earlier
+        return _of_class(module, self._name) if earlier is None else earlier
 
     @property
     def replaced(self) -> Any:

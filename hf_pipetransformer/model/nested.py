@@ -50,6 +50,22 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor itself; of a sparse or quantised one, tensors with plain memory that determine it."""
+    if tensor.is_quantized:
+        return [tensor.int_repr(), tensor.dequantize()]
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]
+
+
 def are_close(one: torch.Tensor, other: torch.Tensor, float32: float = 1e-4, half: float = 3e-2) -> bool:
     """Whether two tensors are equal up to rounding. NaN equals NaN.
 

@@ -132,6 +132,14 @@ class ModelHandle(nn.Module):
                 raise
             return getattr(stack.model, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the user's model, once that is placed: a user's `training_step` may set a flag of it."""
+        own = vars(self)
+        if own.get("layout") is None or name in own or name in self._modules or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.stack.model, name, value)
+
     def train(self, mode: bool = True) -> ModelHandle:
         super().train(mode)  # sets the mode of the stage, which sets the model's
         if self.stage is None:

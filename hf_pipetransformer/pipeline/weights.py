@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from ..model.elsewhere import NAN, Hidden, computing_with_nan, hide, placeholder
-from ..model.nested import as_bytes
+from ..model.nested import as_bytes, strided_parts
 from ..model.placeholders import ParameterTable, set_values, values_of
 from .holders import Holders, source_of_buffers
 from .mesh import ProcessMesh
@@ -477,7 +478,7 @@ def synchronise(
 
 def _checksum(tensor: torch.Tensor) -> int:
     checksum = 0
-    for value in values_of(tensor):
+    for value in chain.from_iterable(map(strided_parts, values_of(tensor))):
         checksum = zlib.crc32(as_bytes(value.detach().cpu().contiguous()).numpy().data, checksum)
     return checksum
 

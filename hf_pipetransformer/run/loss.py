@@ -64,6 +64,11 @@ class Loss:
             self._source.refuse_change()
 
     @property
+    def has_changed(self) -> bool:
+        """Whether it is made of other parts than when the training began."""
+        return bool(self._source.changed())
+
+    @property
     def may_exchange_inputs(self) -> bool:
         """Whether the model may be called on other inputs than the batch's: by a stock loss only with later hooks."""
         installed = 1  # of the runner, on a placed model

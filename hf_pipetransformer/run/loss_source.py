@@ -46,22 +46,28 @@ class LossSource:
             "model.loss_type": getattr(model, "loss_type", None),
         }
 
-    def refuse_change(self) -> None:
-        """Refuse a step whose loss is made of other parts. Takes a few microseconds.
-
-        Raises:
-            ValueError: a part is another one.
-        """
+    def changed(self) -> str:
+        """Return the name of a part that is another one now; empty if there is none. Takes a few microseconds."""
         for name, part in self._now().items():
             before = self._parts[name]
             # each access of a method makes another object
             is_same = part is before or (isinstance(part, (MethodType, str)) and part == before)
             if not is_same:
-                raise ValueError(
-                    f"{name} was set after training had begun, but the way in which the losses of a batch's parts add"
-                    " up (over micro-batches, replicas or accumulated batches) was determined for the earlier loss."
-                    " Set it before train(); or override compute_loss, and choose between the losses there."
-                )
+                return name
+        return ""
+
+    def refuse_change(self) -> None:
+        """Refuse a step whose loss is made of other parts.
+
+        Raises:
+            ValueError: a part is another one.
+        """
+        if name := self.changed():
+            raise ValueError(
+                f"{name} was set after training had begun, but the way in which the losses of a batch's parts add"
+                " up (over micro-batches, replicas or accumulated batches) was determined for the earlier loss."
+                " Set it before train(); or override compute_loss, and choose between the losses there."
+            )
 
 
 def has_own_backward(accelerator: Any) -> bool:

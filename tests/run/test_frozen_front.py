@@ -33,7 +33,7 @@ from torch import nn
 from transformers import TrainerCallback, Wav2Vec2Config, Wav2Vec2ForSequenceClassification
 
 from hf_pipetransformer.parts.front.front import FrozenFront
-from hf_pipetransformer.parts.front.front_calls import CALLS_TO_MISS
+from hf_pipetransformer.parts.front.limits import CALLS_TO_MISS
 from hf_pipetransformer.parts.front.reasons import OTHER_ARGUMENTS
 
 

@@ -59,7 +59,7 @@ from .rows import (
     masks_in,
     with_more_columns,
 )
-from .trial import FrontTrial, cleared, some_rows
+from .trial import FrontTrial, cleared, settings_around, some_rows
 
 NOT_KEPT = "is not kept, as it was not read when the frozen modules were looked for"
 MORE = "something reads more of it than before"
@@ -111,7 +111,7 @@ class FrozenFront:
         self.num_missed = self.num_found = self.num_read = self.num_unmatched = 0
         """Number of calls without a stored sample, with one, read, and (in a row) stored for other arguments only."""
         self._model, self._entries, self._device, self._storage_dtype = model, entries, device, storage_dtype
-        self.trial = FrontTrial(found, self._tried, UsersHooks(model))
+        self.trial = FrontTrial(found, self._tried, UsersHooks(model), lambda: settings_around(model, found.needed))
         """Results of the front's trials."""
         self._known: dict[Any, dict[str, Known]] = {}
         self.inputs = InputDescriber(model, found.reads, device, self.trial)

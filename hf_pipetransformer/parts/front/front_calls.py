@@ -25,6 +25,7 @@ from ...run.loss import Loss
 from ...training_args import CACHE_DTYPES
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
+from ..prefix_cache.cache.known_code import users_function_of_torch
 from ..prefix_cache.cache.watched_weights import WatchedWeights
 from ..prefix_cache.cache_setup import describe_model
 from .alone import OTHERS
@@ -40,29 +41,24 @@ from .finding import (
     waits_for_others,
 )
 from .front import MORE, FrozenFront, OtherCallsError
-from .reasons import NOTHING_FOUND, OTHER_ARGUMENTS, OTHER_INPUTS
+from .limits import (
+    CALLS_TO_MISS,
+    LEAST_SHARE,
+    MOST_OF_IT,
+    MOST_OPENED,
+    MOST_SEARCHES,
+    MOST_UNREAD,
+    READS_TO_JUDGE,
+)
+from .reasons import NOTHING_FOUND, OTHER_ARGUMENTS, OTHER_INPUTS, PATCHED
 from .repeating import is_of_libraries, is_restorable
 from .rows import may_have_padding
 from .trial import NOT_TRIED, OF_OTHER_SAMPLES
 
 logger = logging.getLogger(__name__)
 
-LEAST_SHARE = 0.05
-"""Minimum share of the forward pass for a front to be stored with `activation_cache="auto"`."""
-READS_TO_JUDGE = 5
-"""Number of read calls before the times of reading and computing are compared."""
-CALLS_TO_MISS = 16
-"""Number of calls without any stored sample, after which the inputs are assumed to change from epoch to epoch."""
-MOST_OF_IT = 0.25
-"""Minimum share of the forward pass of a stored part for which the log reports the whole frozen module as stored."""
-MOST_OPENED = 3
-"""Maximum number of searches inside modules that cannot be stored as a whole."""
 ENTRIES_VERSION = 12
 """Version of the contents of an entry in the store."""
-MOST_UNREAD = 0.1
-"""Share of the store's space that may be filled before the first sample is found."""
-MOST_SEARCHES = 5
-"""Maximum number of searches for the front: each change of `requires_grad` starts one."""
 
 
 class FrontCalls:
@@ -83,11 +79,9 @@ class FrontCalls:
         self._loss, self._job, self._store = loss, loss.job, store
         self._model: nn.Module = loss.job.model if called is None else called.holder
         self._device = loss.job.device if called is None else called.device
-        self._called = called
-        self._is_training = dataset is not None
-        self._size = len(dataset) if isinstance(dataset, Sized) else None
-        if called is not None:
-            self._size = called.num_entries
+        self._called, self._is_training = called, dataset is not None
+        size = len(dataset) if isinstance(dataset, Sized) else None
+        self._size = size if called is None else called.num_entries
         self._reads = self._is_trying = False
         self._begun = 0.0  # fraction of the epoch that was over at its first recorded call
         self._parameters: list[nn.Parameter] = []  # of the model, as the epoch began
@@ -102,13 +96,12 @@ class FrontCalls:
         self._may_widen = False  # samples may be computed with more padding than their batch has
         # counts of the epoch, number of forward passes that were not run, and counts of the present front
         self._counts, self._skipped, self._of_front = CacheCounts(), 0.0, CacheCounts()
-        self._has_looked = False  # for a front, in this step or evaluation
+        self._has_looked = self._has_said_full = False  # for a front, in this step or evaluation; that all is full
         self._num_searches = self._num_opened = self._expected_in = 0
         self._first_opened = frozenset() if called is None else called.opened
         self._opened: frozenset[str] = self._first_opened  # modules that cannot be stored as a whole
         # at the last search: names of the inputs, and the frozen modules that were not called
         self._names = self._uncalled = frozenset[str]()
-        self._has_said_full = False
         self._declared = loss.job.args.cached_modules or ()
         self._why_not: dict[str, str] = {}  # why they cannot
         self.why_not_read: dict[str, str] = {}
@@ -182,8 +175,11 @@ class FrontCalls:
 
     def try_loss(self, batch: Batch) -> None:
         """Test on a batch whether a stock loss reads padding in the model's outputs, if a trial is still due."""
-        trial = None if self._front is None else self._front.trial
-        if trial is None or not trial.awaits_loss or self._flags != self._flags_now() or not may_have_padding(batch):
+        if self._front is None:
+            return
+        trial = self._front.trial
+        trial.follow(self._loss.has_changed)
+        if not trial.awaits_loss or self._flags != self._flags_now() or not may_have_padding(batch):
             return
 
         def loss_of() -> torch.Tensor:
@@ -284,6 +280,10 @@ class FrontCalls:
         self._num_searches += not self._num_opened
         self._names = frozenset(name for name, value in inputs.items() if value is not None) - NOT_OF_STATES
         before, frozen = torch_states(), frozen_modules(self._model, self._first_opened)
+        if (patched := users_function_of_torch()) is not None:
+            self.why_not_read = dict.fromkeys(frozen, PATCHED.format(patched))
+            self._say(f"Nothing is cached: {PATCHED.format(patched)}.")
+            return run()
         everything = self._watched(frozen.values())
         try:
             output, found = find_front(self._model, inputs, run, device, self._opened, self._declared, reading)

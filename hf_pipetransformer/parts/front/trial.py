@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
+from torch import nn
 
 from ...model.micro_batch import Batch, batch_rows
 from ...model.nested import in_new_tensors
 from ..prefix_cache.cache.batch_entries import BatchEntries, Tokens
 from ..prefix_cache.cache.comparing import SAME, aligned, relative_difference, rounding_of
 from ..prefix_cache.cache.known_code import UsersHooks
+from ..prefix_cache.cache.settings import Settings
 from .alone import OTHERS
 from .divided import Rows, rows_of
 from .finding import FoundFront, RecordedCall
@@ -45,6 +47,12 @@ def mixed(rows: int, samples: int) -> list[int]:
     return [row for part in range(times) for row in range(part, rows, times)]
 
 
+def settings_around(model: nn.Module, names: Collection[str]) -> Settings:
+    """The settings of a model's modules without those of these names, and the modules inside of these."""
+    inside = {part for name in names for part in model.get_submodule(name).modules()}
+    return Settings([module for module in model.modules() if module not in inside])
+
+
 class FrontTrial:
     """Results of the trials of a front.
 
@@ -52,6 +60,7 @@ class FrontTrial:
         found: the front.
         tried: runs the front on a batch, restores the model, and returns the modules' calls.
         hooks: the user's hooks on the model.
+        around: the settings of the model's other modules, which may read padding.
     """
 
     def __init__(
@@ -59,6 +68,7 @@ class FrontTrial:
         found: FoundFront,
         tried: Callable[[Callable[[Batch], Any], Batch], Mapping[str, RecordedCall]],
         hooks: UsersHooks,
+        around: Callable[[], Settings],
     ) -> None:
         self.hooks = hooks
         """The user's hooks on the model, which may read padding."""
@@ -79,7 +89,8 @@ class FrontTrial:
         """For each module, how its arguments are divided."""
         self.wide: dict[tuple[str, int], tuple[int, ...]] = {}
         """Dimensions of outputs with the width of the batch."""
-        self._found, self._num_tries = found, 0
+        self._found, self._num_tries, self._around_now = found, 0, around
+        self._around: Settings | None = None  # when the loss was tried
         # on a copy, because the forward may write into its inputs, which the step reads afterwards
         self._tried = lambda forward, batch: tried(forward, in_new_tensors(batch))
 
@@ -198,6 +209,18 @@ class FrontTrial:
         if not self._padding_holds:
             self.wide = {}
 
+    def follow(self, is_other_loss: bool) -> None:
+        """Store padding from now on, if the loss or the modules around the front are not those that were tried.
+
+        Args:
+            is_other_loss: whether the loss has changed since the training began.
+        """
+        stores_all = self.keeps_padding or not any(map(self.wide.get, self._found.stored))
+        if stores_all or self.awaits_loss or self._around is None or self.hooks.are_any:
+            return  # while there are hooks, padded batches are computed
+        if is_other_loss or not self._around.are_same():
+            self._keep_padding()
+
     def try_loss(self, loss_of: Callable[[], torch.Tensor]) -> None:
         """Test whether a stock loss, or the model before it, reads padding in the outputs; if so, padding is stored.
 
@@ -207,7 +230,7 @@ class FrontTrial:
             loss_of: computes the loss of a batch, and restores all state.
         """
         self.awaits_loss = self.has_made_noise = False
-        self._num_tries += 1
+        self._num_tries, self._around = self._num_tries + 1, self._around_now()
         losses = []
         try:
             for self.is_noisy in (False, True):

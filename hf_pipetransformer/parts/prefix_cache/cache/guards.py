@@ -65,16 +65,21 @@ def _note(tensor: Any, access: str) -> None:
 class _Guard:
     """Common base of guarded parameters and buffers."""
 
+    # values of a tensor that torch has made of this class: `q.as_subclass(type(p))`
     plain_class: type
     """Class of the tensor without a guard."""
-    num_guards: int
+    num_guards: int = 0
     """Number of guards on the tensor."""
-    num_given_out: int
+    num_given_out: int = 0
     """Number of accesses to its memory, which may have written to it."""
-    access: str
+    access: str = ""
     """Name of the latest access."""
-    num_views: int
+    num_views: int = 0
     """Number of views of its memory that this package holds."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A tensor that is made by the class of a guarded one, `type(p)(values)`, is a plain tensor."""
+        return cls.plain_class(*args, **kwargs)
 
     @property
     def data(self) -> Any:
@@ -144,7 +149,8 @@ def unguard(tensors: Sequence[torch.Tensor]) -> None:
         if isinstance(tensor, _Guard):
             tensor.num_guards -= 1
             if tensor.num_guards == 0:
-                del tensor.num_guards, tensor.num_given_out, tensor.num_views, tensor.access
+                for name in ("num_guards", "num_given_out", "num_views", "access"):
+                    vars(tensor).pop(name, None)
                 tensor.__class__ = tensor.plain_class
 
 

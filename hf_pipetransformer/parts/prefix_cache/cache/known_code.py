@@ -13,6 +13,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from torch.nn import functional
 from torch.nn.modules import module as torch_module
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -103,6 +104,15 @@ def foreign_code(module: nn.Module, known: Callable[[type], str] | None = None, 
         if why := known(type(part)):
             return why
     return ""
+
+
+def users_function_of_torch() -> str | None:
+    """The name of a function of the user's in `torch.nn.functional`; None without one.
+
+    While torch's functions are watched, one that calls the function that it replaces may run twice.
+    """
+    functions = vars(functional).items()
+    return next((name for name, of in functions if isinstance(of, FunctionType) and not is_known(of)), None)
 
 
 def why_not_by_sample(module: nn.Module) -> str | None:

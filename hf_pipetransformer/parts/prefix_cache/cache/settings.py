@@ -29,7 +29,7 @@ from transformers import Trainer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .known_code import OF_ALL, is_known
+from .known_code import LIBRARIES, OF_ALL, is_known
 from .told import told
 from .values import (
     DEEPEST,
@@ -55,6 +55,10 @@ hooks_in, held_in = itemgetter(*HOOKS), itemgetter("_modules", "_parameters")
 values_in = methodcaller("values")
 CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
 """Methods by which torch calls modules."""
+ADDED = ("forward", "__getattr__", "__getattribute__", *CALLS)
+"""Methods of modules that a class may get later, in place of an inherited one."""
+PATCHED = (functional, torch.Tensor)
+"""Where a function that replaces one of torch's changes what modules compute."""
 BY_TEXT = frozenset({"__dict__", "getattr", "globals", "vars"})
 """Names in functions that read values by their names in texts."""
 NOT_IMPLICIT = frozenset({"__eq__", "__hash__", "__init__", "__new__", "__repr__", "__str__"})
@@ -86,7 +90,8 @@ class Settings:
         attributes = [*(of[name] for of, name in self._slots), *hooks]
         inside = [*attributes, *chain.from_iterable(map(entries_of, containers_in(attributes)))]
         functions = [*self._note_code([*self._types, *_users_classes(inside)]), *self._note_tables()]
-        functions += filter(_is_users_function, map(function_in, inside))
+        patched = (value for of in PATCHED for value in vars(of).values())
+        functions += filter(_is_users_function, map(function_in, (*inside, *patched)))
         self._cells: list[CellType] = []
         self._counters = set[str]()  # names of attributes that are not compared
         self._slots += _read_by(functions, self._cells)
@@ -105,11 +110,13 @@ class Settings:
 
         Yield functions outside the known libraries.
         """
+        self._slots += _functions_named_by(
+            f for cls in _bases_of(classes) for f in map(function_in, vars(cls).values())
+        )
         for base in _bases_of(classes):
             space = vars(base)
-            if "forward" not in space and issubclass(base, nn.Module):
-                self._slots.append((space, "forward"))  # `forward` may be added later
-            self._slots += _functions_named_by(base)
+            if issubclass(base, nn.Module):
+                self._slots += [(space, name) for name in ADDED if name not in space]
             for name, value in space.items():
                 function = function_in(value)
                 if isinstance(function, FunctionType) or (is_users(base) and not name.startswith("__")):
@@ -128,6 +135,7 @@ class Settings:
         for name in sorted(filter(None, used)):
             for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
                 self._slots.append((table, name))
+                self._slots += _functions_named_by([table.get(name)])
                 yield from filter(_is_users_function, [table.get(name)])
 
     @property
@@ -186,7 +194,8 @@ class Settings:
         cells = sorted(told(content(cell)) for cell in self._cells)
         own = [told(own_forward(of)) for of in self._owners]
         hooks = [[told(hook) for table in HOOKS for hook in of[table].values()] for of in self._owners]
-        return repr(([told(cls) for cls in self._types], attributes, sorted(read), cells, own, hooks))
+        patched = [(n, told(value)) for of in PATCHED for n, value in vars(of).items() if _is_users_function(value)]
+        return repr(([told(cls) for cls in self._types], attributes, sorted(read), cells, own, hooks, patched))
 
     def _now(self) -> tuple[list[int], list[Any], list[Any]]:
         """Return the numbers of attributes, the values, and the parts, hooks and replaced methods."""
@@ -200,6 +209,7 @@ class Settings:
         code += [hook for table in OF_ALL for hook in table.values() if not is_known(hook)]
         code += map(type, self._modules)
         code += map(vars(functional).get, self._functional)
+        code += [value for name, value in vars(torch.Tensor).items() if name != "__slotnames__"]  # which pickle sets
         code += [own for of in self._owners if "forward" in of and (own := own_forward(of)) is not None]
         values = chain.from_iterable(map(of.get, names) for of, names in self._reads)
         return sizes, [*values, *map(content, self._cells)], code
@@ -360,19 +370,26 @@ def _is_users_function(value: Any) -> bool:
     return isinstance(value, FunctionType) and not is_known(value)
 
 
-def _functions_named_by(cls: type) -> Iterator[Slot]:
-    """Yield the locations of the functions in a library's module that its class uses, directly or through others."""
-    functions = map(function_in, vars(cls).values())
+def _functions_named_by(functions: Iterable[Any]) -> Iterator[Slot]:
+    """Yield the locations of the functions that libraries' functions use: in their modules, and in others named there.
+
+    Args:
+        functions: the functions, and other values, which are left out.
+    """
     waiting = [inspect.unwrap(function) for function in functions if isinstance(function, FunctionType)]
-    of_module = vars(sys.modules.get(cls.__module__, sys))
-    waiting = [function for function in waiting if function.__globals__ is of_module and is_known(function)]
-    names = set[str]()
+    done, seen = set[int](), set[tuple[int, str]]()
     while waiting:
-        found = {name for name in _names_in(waiting.pop().__code__) - names if name in of_module}
-        called = {name: of_module[name] for name in found if isinstance(of_module[name], CALLABLE)}
-        names |= called.keys()
-        waiting += [f for f in called.values() if isinstance(f, FunctionType) and f.__globals__ is of_module]
-    yield from ((of_module, name) for name in sorted(names))
+        function = waiting.pop()
+        if id(function) in done or not is_known(function):
+            continue
+        done.add(id(function))
+        names, space = _names_in(function.__code__), function.__globals__
+        named = [of for of in map(space.get, names) if isinstance(of, ModuleType)]
+        spaces = [space, *(vars(of) for of in named if of.__name__.partition(".")[0] in LIBRARIES)]
+        slots = [(of, name) for of in spaces for name in names & of.keys() if isinstance(of[name], CALLABLE)]
+        waiting += [f for of, n in slots if isinstance(f := of[n], FunctionType) and f.__globals__ is space]
+        yield from (slot for slot in slots if (id(slot[0]), slot[1]) not in seen)
+        seen.update((id(of), name) for of, name in slots)
 
 
 def _names_in(code: CodeType) -> set[str]:

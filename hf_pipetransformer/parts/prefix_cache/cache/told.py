@@ -19,10 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ....model.method_override import MethodOverride
 from .known_code import is_known
-from .values import LOCKS, PLAIN, SIMPLE, entries_of, function_in, has_inside
+from .values import LOCKS, PLAIN, SIMPLE, entries_of, function_in, has_inside, is_data
 
 DEEPEST = 12
 """Maximum nesting depth of a value that is described."""
+LARGEST_PICKLE = 2**30
+"""Maximum number of bytes of data that a digest is taken of."""
 
 
 def told(value: Any, around: tuple[int, ...] = ()) -> str:
@@ -52,6 +54,8 @@ def told(value: Any, around: tuple[int, ...] = ()) -> str:
     if isinstance(value, FunctionType) and not is_known(value):
         code, *given = entries_of(value)
         return _code_told(code) + repr([told(one, (*around, id(value))) for one in given])
+    if is_data(value):  # in a training its size counts; another training has other data
+        return f"{name} {_pickled(value)}"
     if has_inside(value):
         inside = [told(entry, (*around, id(value))) for entry in entries_of(value)]
         return f"{name} {sorted(inside) if isinstance(value, (set, frozenset)) else inside}"
@@ -62,13 +66,29 @@ def told(value: Any, around: tuple[int, ...] = ()) -> str:
     return f"{name} {_pickled(value)}"
 
 
+class _Digest:
+    """A file that takes a digest of what is written, in place of keeping it."""
+
+    def __init__(self) -> None:
+        self.hash, self._size = xxhash.xxh3_128(), 0
+
+    def write(self, content: Any) -> int:
+        self._size += len(content)
+        if self._size > LARGEST_PICKLE:
+            raise ValueError
+        self.hash.update(content)
+        return len(content)
+
+
 def _pickled(value: Any) -> str:
     """A digest of the value's pickle; a random one if there is none, or if it has other bytes each time."""
+    one, other = _Digest(), _Digest()
     try:
-        one, other = pickle.dumps(value), pickle.dumps(value)
+        for digest in (one, other):
+            pickle.Pickler(digest).dump(value)
     except Exception:  # anything may happen in it
         return secrets.token_hex(16)
-    return xxhash.xxh3_128_hexdigest(one) if one == other else secrets.token_hex(16)
+    return one.hash.hexdigest() if one.hash.digest() == other.hash.digest() else secrets.token_hex(16)
 
 
 def _code_told(code: CodeType) -> str:

@@ -144,9 +144,22 @@ def has_inside(value: Any) -> bool:
     return _memory_of(value) is not None
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory whose changes can be noticed; sparse ones have other tensors inside."""
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
 def held_by(module: nn.Module) -> str | None:
-    """Describe the first value in parts with code of the user's whose changes cannot be noticed; None without one."""
+    """Describe the first value in parts with code of the user's whose changes cannot be noticed; None without one.
+
+    Sparse and quantised tensors count in all parts.
+    """
     parts = list(module.modules())  # compared as modules
+    tensors = [
+        v for part in parts for v in (*vars(part).values(), *part.buffers(False)) if isinstance(v, torch.Tensor)
+    ]
+    if (odd := next((tensor for tensor in tensors if not is_plain(tensor)), None)) is not None:
+        return f"it has a {'quantised' if odd.is_quantized else 'sparse'} tensor, whose changes cannot be noticed"
     for part in parts:
         own = own_forward(vars(part))
         if not is_users(type(part)) and (own is None or is_known(own)):
@@ -211,6 +224,13 @@ def _memory_of(value: Any) -> list[Any] | None:
         return [view.nbytes if is_data else xxhash.xxh3_128_hexdigest(view.tobytes()), view.format, view.shape]
 
 
+def is_data(value: Any) -> bool:
+    """Whether a container is so large that only its size is compared in a training."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes > LARGEST_ARRAY
+    return isinstance(value, CONTAINERS) and len(value) > LARGEST
+
+
 def containers_in(values: Iterable[Any], opaque: tuple[type, ...] = ()) -> list[Any]:
     """Return the containers and objects among values, and inside of them, each once; not those of `opaque` classes."""
     found: dict[int, Any] = {}
@@ -232,8 +252,7 @@ def entries_of(container: Any) -> list[Any]:
             return [len(container)]
         return [*container, *container.values()] if kind is dict else container
     if isinstance(container, np.ndarray):
-        is_data = container.nbytes > LARGEST_ARRAY
-        values = container.nbytes if is_data else xxhash.xxh3_128_hexdigest(container.tobytes())
+        values = container.nbytes if is_data(container) else xxhash.xxh3_128_hexdigest(container.tobytes())
         return [values, repr(container.dtype), container.shape]
     if isinstance(container, SynchronizedBase):
         container = container.get_obj()

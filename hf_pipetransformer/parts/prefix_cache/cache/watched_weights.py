@@ -14,7 +14,7 @@ from ....model.placeholders import is_wrapper, values_of
 from .batch_entries import bytes_of
 from .guards import accesses, are_lent, guard, unguard, unnoticed
 from .settings import Settings
-from .values import are_identical
+from .values import are_identical, is_plain
 
 OFTEN, MOST_OF_TIME = 10, 0.03
 """Number of full comparisons of values, and the share of time that they may take after this number."""
@@ -46,7 +46,8 @@ class WatchedWeights:
             self._settings = Settings(self._modules)
         self._owners = [vars(module) for module in self._modules]
         held = [buffer for buffer in self._held_buffers() if buffer is not None]
-        self.buffers = list(dict.fromkeys(b for b in (*held, *self._settings.tensors) if b.numel()))
+        # a module with other tensors is not cached: `held_by`
+        self.buffers = list(dict.fromkeys(b for b in (*held, *self._settings.tensors) if is_plain(b) and b.numel()))
         """The buffers of the modules, and tensors that are plain attributes."""
         self._tensors = [*self._parameters, *self.buffers]
         self._counting = [p for p in self._parameters if not p.is_inference()]  # parameters with counted writes
