@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import MethodType
 from typing import Any
 
+from transformers.loss.loss_utils import LOSS_MAPPING
+
 from .job import TrainingJob
 
 
@@ -31,6 +33,7 @@ class LossSource:
             and not self._model._forward_hooks
             and self._parts["model.loss_function"] is None
             and self._parts["compute_loss_func"] is None
+            and getattr(self._parts["LOSS_MAPPING"], "__module__", "transformers.").startswith("transformers.")
             and not job.overrides_loss
         )
 
@@ -44,6 +47,7 @@ class LossSource:
             "label_smoother": trainer.label_smoother,
             "model.loss_function": getattr(model, "_loss_function", None),  # as the user has set it
             "model.loss_type": getattr(model, "loss_type", None),
+            "LOSS_MAPPING": LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM"),
         }
 
     def changed(self) -> str:

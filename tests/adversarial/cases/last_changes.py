@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    BertForTokenClassification,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
     Phi3Config,
     Phi3ForSequenceClassification,
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
 )
+from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.models.bert import modeling_bert
 
 from ..kit import (
     LABELS,
@@ -29,6 +33,7 @@ from ..kit import (
     Network,
     Script,
     bert,
+    bert_config,
     case,
     classified,
     own_loss,
@@ -358,3 +363,39 @@ def package_imported_by_its_relative_name() -> Script:
 
     product = {"cached_modules": ["backbone"]}
     return of(FrozenBackbone(Imports()), data=samples(32), callbacks=[At(change, [10])], product=product)
+
+
+class ReadsPadding(nn.CrossEntropyLoss):
+    """Reads all positions: those without a label as the first class."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target.clamp(min=0))
+
+
+@case("K1")
+def loss_of_a_library_replaced_later_reads_padding() -> Script:
+    """A callback replaces the loss of transformers' BERT by one that reads padding, in the third epoch."""
+
+    def change(model: Any, step: int) -> None:
+        modeling_bert.CrossEntropyLoss = ReadsPadding
+
+    model = BertForTokenClassification(bert_config(initializer_range=0.3))
+    model.bert.requires_grad_(False)
+    return of(model, data=samples(32, 4, 12, by_word=True), callbacks=[At(change, [10])])
+
+
+@case("K1")
+def table_of_losses_replaced_later_reads_padding() -> Script:
+    """A callback replaces a loss in transformers' table by one that reads padding, in the third epoch."""
+
+    def reads_padding(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten())
+
+    def change(model: Any, step: int) -> None:
+        LOSS_MAPPING["ForCausalLM"] = reads_padding
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.model.requires_grad_(False)
+    rows = [{**row, "labels": row["input_ids"]} for row in samples(32, 4, 12)]
+    return of(model, data=rows, callbacks=[At(change, [10])])

@@ -94,7 +94,8 @@ class Settings:
         functions += filter(_is_users_function, map(function_in, (*inside, *patched)))
         self._cells: list[CellType] = []
         self._counters = set[str]()  # names of attributes that are not compared
-        self._slots += _read_by(functions, self._cells)
+        self._named = set[str]()  # by these functions, and by those that they call
+        self._slots += _read_by(functions, self._cells, self._named)
         spaces = (list(slots) for _, slots in groupby(self._slots, lambda slot: id(slot[0])))
         self._reads = [(slots[0][0], [name for _, name in slots]) for slots in spaces]
         self._functional = [name for name in vars(functional) if not name.startswith("__")]  # warnings are noted
@@ -174,7 +175,7 @@ class Settings:
         noted = {(id(of), name): value for (of, name), value in zip(slots, values, strict=False)}
         attributes = [(of, name) for of in self._owners for name in of if isinstance(of[name], (*PLAIN, float))]
         changed = {n for of, n in attributes if key_of(of[n]) != key_of(noted.get((id(of), n), Ellipsis))}
-        counters = changed - OF_MODULES - _attributes_read_by(_bases_of(self._types))
+        counters = changed - OF_MODULES - self._named - _attributes_read_by(_bases_of(self._types))
         owners = set(map(id, self._owners))
         stay = [id(of) not in owners or name not in counters for of, name in slots]
         values = [value for value, stays in zip_longest(values, stay, fillvalue=True) if stays]
@@ -200,8 +201,10 @@ class Settings:
     def _now(self) -> tuple[list[int], list[Any], list[Any]]:
         """Return the numbers of attributes, the values, and the parts, hooks and replaced methods."""
         # in each step: functions of C walk through them
-        left_out = ("forward", *self._counters)
-        sizes = [len(of) - sum(map(of.__contains__, left_out)) for of in self._owners]
+        sizes = [len(of) - ("forward" in of) for of in self._owners]
+        if self._counters:
+            pairs = zip(sizes, self._owners, strict=True)
+            sizes = [size - sum(map(of.__contains__, self._counters)) for size, of in pairs]
         held = [*filter(None, chain.from_iterable(map(held_in, self._owners)))]
         code = [*chain.from_iterable(held), *chain.from_iterable(map(values_in, held))]
         hooks = chain.from_iterable(map(values_in, filter(None, chain.from_iterable(map(hooks_in, self._owners)))))
@@ -237,7 +240,7 @@ class ReadOutside:
                 elif not name.startswith("__"):
                     slots.append((vars(base), name))
         self._cells: list[CellType] = []
-        slots += _read_by(functions, self._cells)
+        slots += _read_by(functions, self._cells, set())
         slots += [(vars(functional), name) for name, value in vars(functional).items() if isinstance(value, CALLABLE)]
         self._slots = slots
         self._noted = self._now()
@@ -291,12 +294,13 @@ def _bases_of(classes: Iterable[type]) -> Iterable[type]:
     return dict.fromkeys(base for cls in dict.fromkeys(classes) for base in bases(cls))
 
 
-def _read_by(functions: Sequence[FunctionType], cells: list[CellType]) -> Iterator[Slot]:
+def _read_by(functions: Sequence[FunctionType], cells: list[CellType], named: set[str]) -> Iterator[Slot]:
     """Yield the locations of global variables that functions read, directly or through other users' functions.
 
     Args:
         functions: the functions.
         cells: receives the functions' closures.
+        named: receives all names in the functions.
     """
     waiting, done = list(functions), set[int]()
     while waiting and len(done) < MOST_FUNCTIONS:
@@ -305,6 +309,7 @@ def _read_by(functions: Sequence[FunctionType], cells: list[CellType]) -> Iterat
             continue
         done.add(id(function))
         names, own = _names_in(function.__code__), function.__closure__ or ()
+        named |= names
         cells += own
         around = accumulate(str(function.__globals__.get("__package__")).split("."), "{}.{}".format)
         imported = names.union(f"{package}.{name}" for package in around for name in names) & sys.modules.keys()
@@ -386,7 +391,7 @@ def _functions_named_by(functions: Iterable[Any]) -> Iterator[Slot]:
         names, space = _names_in(function.__code__), function.__globals__
         named = [of for of in map(space.get, names) if isinstance(of, ModuleType)]
         spaces = [space, *(vars(of) for of in named if of.__name__.partition(".")[0] in LIBRARIES)]
-        slots = [(of, name) for of in spaces for name in names & of.keys() if isinstance(of[name], CALLABLE)]
+        slots = [(of, name) for of in spaces for name in names & of.keys() if isinstance(of[name], (*CALLABLE, type))]
         waiting += [f for of, n in slots if isinstance(f := of[n], FunctionType) and f.__globals__ is space]
         yield from (slot for slot in slots if (id(slot[0]), slot[1]) not in seen)
         seen.update((id(of), name) for of, name in slots)
