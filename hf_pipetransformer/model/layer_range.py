@@ -184,9 +184,9 @@ class LayerRangeRunner:
         """
         self._frozen.freeze(num_frozen, {unit.module for unit in self.units[num_frozen:]}, stays_in_eval)
 
-    def keep_modes_of_frozen(self) -> None:
-        """Run frozen units in their own modes from now on."""
-        self._frozen.keeps_modes = True
+    def keep_modes_of_frozen(self, keeps: bool) -> None:
+        """Run frozen units in their own modes from now on, or else in eval mode."""
+        self._frozen.keeps_modes = keeps
 
     def begin_plain_call(self) -> None:
         """Announce a call of the whole model outside of any pass. In training mode, frozen units run as in a pass.

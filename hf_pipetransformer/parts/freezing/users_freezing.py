@@ -48,6 +48,7 @@ class UsersFreezing:
         freezable = pipeline.freezable
         mine = freezable.frozen_by_user if freezable is not None and job.may_follow_freezing else 0
         count: int = min(job.mesh.gather_objects(mine))
+        pipeline.stack.runner.keep_modes_of_frozen(count > 0)
         if freezable is not None and job.may_follow_freezing and freezable.random_by_user:
             _hint_at_dropout(job, freezable, unit_costs)
         if not count:
@@ -55,7 +56,6 @@ class UsersFreezing:
         assert freezable is not None
         frozen = [name for name in freezable.frozen(count) if not pipeline.stack.table[name].requires_grad]
         names = frozenset.intersection(*map(frozenset, job.mesh.gather_objects(frozen)))
-        pipeline.stack.runner.keep_modes_of_frozen()
         job.trainer.add_callback(LayerFreezeCallback({"name": "schedule", "schedule": {0: count}}))
         return cls(job, count, names)
 
