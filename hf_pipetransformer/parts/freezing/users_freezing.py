@@ -48,7 +48,6 @@ class UsersFreezing:
         freezable = pipeline.freezable
         mine = freezable.frozen_by_user if freezable is not None and job.may_follow_freezing else 0
         count: int = min(job.mesh.gather_objects(mine))
-        pipeline.stack.runner.keep_modes_of_frozen(count > 0)
         if freezable is not None and job.may_follow_freezing and freezable.random_by_user:
             _hint_at_dropout(job, freezable, unit_costs)
         if not count:
