@@ -58,9 +58,9 @@ class _Numbers(Sampler[list[int]]):
 
     def take_collator(self) -> None:
         """Use the collator that a callback has set."""
-        if self.next_collator is not None:
-            self._batches.use_collator(self.next_collator)
-            self.next_collator = None
+        collate_fn, self.next_collator = self.next_collator, None
+        if collate_fn is not None and collate_fn is not self._batches.collate_fn:
+            self._batches.use_collator(collate_fn)
 
 
 class NumberedLoader(DataLoader[Any]):
@@ -118,9 +118,8 @@ class NumberedLoader(DataLoader[Any]):
     @collate_fn.setter
     def collate_fn(self, collate_fn: Any) -> None:
         if not isinstance(collate_fn, _Collator):
-            self._numbers.next_collator = collate_fn
             collate_fn = _Collator(self.dataset, collate_fn)
-        self._collate = collate_fn
+        self._collate, self._numbers.next_collator = collate_fn, collate_fn.of_user
 
     @property
     def total_batch_size(self) -> int:
@@ -172,15 +171,15 @@ class _Collator:
 
     def __init__(self, batches: NumberedBatches, of_user: Callable[[list[Any]], Any]) -> None:
         self._batches: Any = weakref.ref(batches)  # workers would outlive the loader in a cycle of references
-        self._of_user = of_user
+        self.of_user = of_user
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_batches": _none, "_of_user": self._of_user}  # workers get samples
+        return {"_batches": _none, "of_user": self.of_user}  # workers get samples
 
     def __call__(self, rows: list[Any]) -> Any:
         batches = self._batches()
         if batches is None or len(rows) != 1 or rows[0] is not batches.latest:
-            return self._of_user(rows)
+            return self.of_user(rows)
         batches.latest = None
         return rows[0]
 

@@ -3,7 +3,8 @@
     model(**batch)        embeddings   unit 0    unit 1    unit 2    unit 3    head
     num_frozen = 2        eval mode    eval mode, no graph | modes as before, with gradient
 
-User code around units that still train (the model's `forward`, for example) keeps its mode throughout.
+User code around units that still train (the model's `forward`, for example) keeps its mode throughout. Units that the
+user has frozen may keep theirs (`keeps_modes`).
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class LayerRangeRunner:
         return self._frozen.num_frozen
 
     def freeze(self, num_frozen: int, stays_in_eval: Collection[nn.Module] = ()) -> None:
-        """Run the first units, and the part before them, in eval mode and without a graph (`FrozenUnits`) from now on.
+        """Run the first units, and the part before them, without a graph and in eval mode (`FrozenUnits`) from now on.
 
         Args:
             num_frozen: number of units, counted from the bottom.

@@ -95,7 +95,8 @@ class MethodOverride:
         caller = this().f_back  # this call's own frame is not kept: it would refer to itself, and keep the arguments
         if caller.f_globals is _OF_MODULES:  # torch calls a module: which one?
             module = caller.f_locals.get("self", self._module)
-            if module is not self._module:  # a copy that shares its attributes (`copy.copy`)
+            shares = vars(module).get("_parameters") is vars(self._module).get("_parameters")
+            if module is not self._module and shares:  # a copy (`copy.copy`)
                 return self._method_of(module)(*args, **kwargs)
         return self._function(*args, **kwargs)
 

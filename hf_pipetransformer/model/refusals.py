@@ -61,6 +61,25 @@ def configs_of(model: nn.Module) -> list[Any]:
     return [c for c in (config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", {}))) if c]
 
 
+def refuse_recorded(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Refuse a call that asks for what is recorded inside of all layers, if the stages do not send it.
+
+    Raises:
+        ValueError: attentions are asked for; or routers, but not in the configuration by which the model was split.
+    """
+    if inputs.get("output_attentions") or any(getattr(part, "output_attentions", False) for part in configs_of(model)):
+        raise ValueError(
+            f"output_attentions=True was set for {type(model).__name__}, but this pipeline stage has the attentions of"
+            " its own layers only. Unset it, or set pipeline_parallel_size=1."
+        )
+    if inputs.get("output_router_logits") and not has_router_loss(model):
+        raise ValueError(
+            f"output_router_logits=True was passed to {type(model).__name__}, but its configuration did not ask for"
+            " the routers' outputs when the model was split, so this pipeline stage has those of its own layers only."
+            " Set model.config.output_router_logits=True before train(), or set pipeline_parallel_size=1."
+        )
+
+
 def refuse_weights_with_state(model: nn.Module) -> None:
     """Refuse quantised weights of a class of their own that keep more than their values, such as bitsandbytes'.
 

@@ -140,6 +140,18 @@ class ModelHandle(nn.Module):
         else:
             setattr(self.stack.model, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        own = vars(self)
+        if (
+            own.get("layout") is None
+            or name in own
+            or hasattr(type(self), name)
+            or not hasattr(self.stack.model, name)
+        ):
+            super().__delattr__(name)
+        else:
+            delattr(self.stack.model, name)
+
     def train(self, mode: bool = True) -> ModelHandle:
         super().train(mode)  # sets the mode of the stage, which sets the model's
         if self.stage is None:

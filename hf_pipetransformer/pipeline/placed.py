@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..model.called_inputs import BatchTags
 from ..model.layer_range import CalledWith
 from ..model.micro_batch import Batch
+from ..model.refusals import refuse_recorded
 from ..model.tags import without_tags
 from ..planning.layout import Layout
 from . import prediction
@@ -174,7 +175,11 @@ class PlacedPipeline:
             batch: this process's samples.
             called: how `head` calls the model on them.
             head: as in `prediction.predict`.
+
+        Raises:
+            ValueError: attentions are asked for, or routers' outputs (`refuse_recorded`).
         """
+        refuse_recorded(self.stage.stack.model, batch)
         return prediction.predict(self.stage, self.messages, self.messages.of_each_stage((batch, called)), head)
 
     def predict_served(self, batch: Batch, code: Callable[[Batch], Any], unread: Collection[str]) -> Any:

@@ -15,7 +15,6 @@ from torch import nn
 
 from ...model.layer_range import CalledWith, has_own_forward
 from ...model.micro_batch import Batch, slice_rows
-from ...model.refusals import configs_of, has_router_loss
 from ...model.training_check import is_users
 from ...pipeline.messages import Pending, PipelineMessages, wait_for
 from ...pipeline.stage import StageModule
@@ -118,25 +117,6 @@ def refuse_objects(model: nn.Module, inputs: Mapping[str, Any]) -> None:
                 " tensors and plain values only (without a cache of keys and values, for example), or set"
                 " pipeline_parallel_size=1."
             )
-
-
-def refuse_recorded(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Refuse a call that asks for what is recorded inside of all layers, if the stages do not send it.
-
-    Raises:
-        ValueError: attentions are asked for; or routers, but not in the configuration by which the model was split.
-    """
-    if inputs.get("output_attentions") or any(getattr(part, "output_attentions", False) for part in configs_of(model)):
-        raise ValueError(
-            f"output_attentions=True was set for {type(model).__name__}, but this pipeline stage has the attentions of"
-            " its own layers only. Unset it, or set pipeline_parallel_size=1."
-        )
-    if inputs.get("output_router_logits") and not has_router_loss(model):
-        raise ValueError(
-            f"output_router_logits=True was passed to {type(model).__name__}, but its configuration did not ask for"
-            " the routers' outputs when the model was split, so this pipeline stage has those of its own layers only."
-            " Set model.config.output_router_logits=True before train(), or set pipeline_parallel_size=1."
-        )
 
 
 def _first_object(value: Any) -> Any:

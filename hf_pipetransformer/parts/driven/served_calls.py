@@ -34,6 +34,7 @@ from ...model.layer_stack import why_whole
 from ...model.method_override import MethodOverride, original_method
 from ...model.micro_batch import Batch, numbers_of_rows
 from ...model.nested import tensors_of
+from ...model.refusals import refuse_recorded
 from ...model.tags import TAGS
 from ...pipeline.messages import FailedBelow, PipelineMessages
 from ...pipeline.stage import StageModule
@@ -51,7 +52,6 @@ from .orders import (
     StageCalls,
     autocast_state,
     refuse_objects,
-    refuse_recorded,
 )
 from .surroundings import Surroundings
 
@@ -201,7 +201,7 @@ class ServedCalls(StageCalls):
     ) -> Any:
         inputs = {**{POSITIONAL.format(i): value for i, value in enumerate(args)}, **kwargs}
         refuse_objects(self.model, inputs)
-        refuse_recorded(self.model, inputs)
+        refuse_recorded(self.model, inputs if name else named_inputs(self.model, args, kwargs))
         self._number += 1
         has_gradients = torch.is_grad_enabled()
         wanted = {i: v for i, v in enumerate(tensors_of(inputs)) if has_gradients and v.requires_grad}

@@ -34,7 +34,7 @@ class Freezing(RunPart):
         job, pipeline = self._job, found.cut.pipeline
         if job.freeze_callback is None and self._run.may_cache:
             self._users = UsersFreezing.find(job, pipeline, found.cut.unit_costs)
-        pipeline.stack.runner.keep_modes_of_frozen(self._users is not None)
+        pipeline.stack.runner.keep_modes_of_frozen(self._users is not None and not job.args.eval_frozen_modules)
         self.most_frozen = self._users.count if self._users is not None else None
         self.num_frozen = attach_freezing(job, pipeline.freezable, self._users)
         self._callback = job.freeze_callback

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,8 +12,9 @@ from ...model.called_inputs import NOT_OF_STATES, version_of
 from ...model.micro_batch import Batch, batch_rows
 from ...model.plain_runs import state_of_torch
 from ..prefix_cache.cache.batch_entries import WHOLE, Tokens
-from ..prefix_cache.cache.known_code import foreign_code
+from ..prefix_cache.cache.known_code import foreign_code, is_known
 from ..prefix_cache.cache.origins import tensors_in
+from ..prefix_cache.cache.values import own_forward
 from .calls import KnownBatch
 from .divided import Rows, rows_of
 from .finding import states_of, with_adapters
@@ -39,6 +41,7 @@ class InputDescriber:
         self._reads, self._device, self._trial = frozenset(reads), device, trial
         self._with_adapters = with_adapters(model)
         self._has_users_code = bool(foreign_code(model))  # around the front, perhaps
+        self._spaces = [vars(module) for module in model.modules() if next(module.children(), None) is not None]
         # arguments that are no tensors and input names; torch and adapters
         self._around: tuple[dict[str, str], str] | None = None
         self.num_refused = 0
@@ -116,8 +119,15 @@ class InputDescriber:
         shapes = [(n, t.dtype, wide, tuple(t.shape[2 if wide else 1 :])) for _, n, t, wide in given]
         times = {len(t) // rows.count for _, _, t, _ in given if t.dim()} if self._trial.is_by_sample else ()
         # a user's code or hook may write into them unseen (`.data`, NumPy): where it may, they are compared by value
-        is_plain = not self._has_users_code and not self._trial.hooks.are_any
+        is_plain = (
+            not self._has_users_code and not self._trial.hooks.are_any and not any(map(_has_users, self._spaces))
+        )
         inputs_given = given if is_plain else []
         covered = {id(t): (k, version_of(t)) for k, name, t, _ in inputs_given if name not in NOT_OF_STATES}
         signature = repr((shapes, times)), rows.count == 1, torch.is_grad_enabled()
         return KnownBatch(entries, rows, signature, covered)
+
+
+def _has_users(attributes: Mapping[str, Any]) -> bool:
+    """Whether a module with these attributes has a `forward` of the user's in place of its class's."""
+    return "forward" in attributes and not is_known(own_forward(attributes))

@@ -255,7 +255,7 @@ def find_front(
             why = "it has an iterator, which returns something else in each call"
         if why is None and (name_of_hook := users_hook_inside(module)) is not None:
             why = f"it has a hook inside ({name_of_hook})"
-        why = why or why_not_by_sample(module) or held_by(module)
+        why = why or why_not_by_sample(module.modules()) or held_by(module)
         before, versions, kept = torch_states(), [*buffers_of(module), *versions_of(given)], kept_by(module)
         synchronise(device)
         origins.is_paused = False

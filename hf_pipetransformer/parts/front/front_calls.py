@@ -25,7 +25,7 @@ from ...run.loss import Loss
 from ...training_args import CACHE_DTYPES
 from ..prefix_cache.cache.cache_counts import CacheCounts
 from ..prefix_cache.cache.file_store import FileStore
-from ..prefix_cache.cache.known_code import users_function_of_torch
+from ..prefix_cache.cache.known_code import replaced_function_of_torch
 from ..prefix_cache.cache.watched_weights import WatchedWeights
 from ..prefix_cache.cache_setup import describe_model
 from .alone import OTHERS
@@ -280,7 +280,7 @@ class FrontCalls:
         self._num_searches += not self._num_opened
         self._names = frozenset(name for name, value in inputs.items() if value is not None) - NOT_OF_STATES
         before, frozen = torch_states(), frozen_modules(self._model, self._first_opened)
-        if (patched := users_function_of_torch()) is not None:
+        if (patched := replaced_function_of_torch()) is not None:
             self.why_not_read = dict.fromkeys(frozen, PATCHED.format(patched))
             self._say(f"Nothing is cached: {PATCHED.format(patched)}.")
             return run()

@@ -12,5 +12,5 @@ OTHER_STATE = "autocast, another setting of torch, or the adapters in use differ
 """Why a call of the model is computed."""
 NO_ROWS = "the batch cannot be divided into samples as the first one"
 """Why a call of the model is computed."""
-PATCHED = "torch.nn.functional.{} is replaced by a function of yours"
+PATCHED = "torch.nn.functional.{} is replaced by a function that is not of a known library"
 """Why no front is looked for, with the function's name as a field."""

@@ -218,7 +218,7 @@ class FrontTrial:
         stores_all = self.keeps_padding or not any(map(self.wide.get, self._found.stored))
         if stores_all or self.awaits_loss or self._around is None or self.hooks.are_any:
             return  # while there are hooks, padded batches are computed
-        if is_other_loss or not self._around.are_same():
+        if is_other_loss or not (self._around.are_same() or self._around.are_same_without_unread()):
             self._keep_padding()
 
     def try_loss(self, loss_of: Callable[[], torch.Tensor]) -> None:

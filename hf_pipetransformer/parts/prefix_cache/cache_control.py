@@ -36,7 +36,7 @@ from ...planning.tables import MIB
 from .cache.activation_cache import SECONDS_BETWEEN_MARKS, ActivationCache
 from .cache.cache_counts import CacheCounts
 from .cache.file_store import FileStore
-from .frozen_function import FrozenFunction
+from .frozen_function import OTHER_SETTINGS, FrozenFunction
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class EpochReport:
 class AutoCache:
     """Decides about the cache for all processes together.
 
-    Every method except `close` is collective over all processes.
+    Every method except `abandon` and `close` is collective over all processes.
 
     Args:
         pipeline: the model.
@@ -218,7 +218,7 @@ class AutoCache:
         return f"The output of the first {first} is stored for later epochs{of_epoch}."
 
     def follow(
-        self, num_epochs_begun: int, state: TrainerState, *, may_never_repeat: bool, doubts_weights: bool
+        self, num_epochs_begun: int, state: TrainerState, *, may_never_repeat: bool, doubts_function: bool
     ) -> EpochReport | None:
         """Update the cache at the beginning of a step, and of an epoch if one begins with it.
 
@@ -226,13 +226,14 @@ class AutoCache:
             num_epochs_begun: number of epochs begun in this `train()`.
             state: the trainer's state.
             may_never_repeat: whether the data may never repeat.
-            doubts_weights: whether a callback may have changed the frozen layers' weights since the last step.
+            doubts_function: whether the frozen layers may be others than before: some process has seen a change, or a
+                callback has got the weights.
 
         Returns:
             The report of the last epoch if a new one begins and the cache was in use, otherwise None.
         """
         if num_epochs_begun == self._num_epochs:
-            if doubts_weights:
+            if doubts_function:
                 self.check_weights()
             self._begin_step()
             return None
@@ -400,7 +401,8 @@ class AutoCache:
         if self.is_on and self._boundary:
             changed = self._function.what_changed()
             if changed is not None:
-                self._turn_off(changed, are_wrong=True)
+                # where settings have changed, layers were computed, and nothing was stored
+                self._turn_off(changed, are_wrong=changed != OTHER_SETTINGS)
 
     def _turn_off(self, reason: str, may_pay_later: bool = False, are_wrong: bool = False) -> None:
         """Turn the cache off, for good or until more layers are frozen.

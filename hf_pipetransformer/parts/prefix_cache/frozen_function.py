@@ -11,14 +11,12 @@ hook. The outputs do, if they change for these samples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import xxhash
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...model.left_as_found import left_as_found
 from ...model.micro_batch import Batch
@@ -29,6 +27,7 @@ from ...pipeline.stage import as_carry
 from ...pipeline.virtual_stages import VirtualStages
 from ...randomness import generators_kept, seeded
 from .cache.comparing import SAME
+from .cache.known_code import modules_called
 from .cache.watched_weights import WatchedWeights, digest_of
 
 logger = logging.getLogger(__name__)
@@ -113,7 +112,7 @@ class FrozenFunction:
         """
         self._num_looks += 1
         weights_hold = self._watched is None or self._watched.what_changed(settings=False) is None
-        settings_hold = self._watched is None or self._watched.forget_counters()
+        settings_hold = self._watched is None or self._watched.are_settings_same()
         # a new seed each time: frozen layers must not depend on random numbers
         outputs = self._run(self._boundary, seed=self._num_looks)
         outputs_hold = outputs is None or all(
@@ -169,21 +168,6 @@ class FrozenFunction:
             or any(id(p) in frozen for p in module.parameters(recurse=False))
         ]
         return WatchedWeights(holders, here)
-
-
-@contextmanager
-def modules_called() -> Iterator[dict[nn.Module, None]]:
-    """Inside, collects the modules that are called."""
-    called: dict[nn.Module, None] = {}
-
-    def note(module: nn.Module, given: Any) -> None:
-        called[module] = None
-
-    hook = register_module_forward_pre_hook(note)
-    try:
-        yield called
-    finally:
-        hook.remove()
 
 
 @torch.no_grad()

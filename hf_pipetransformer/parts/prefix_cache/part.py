@@ -51,7 +51,7 @@ class PrefixCache(RunPart):
         self._seen: dict[str, Any] | None = None  # settings that the loss adds to the first batch
         self._has_learnt = False  # whether all processes know these settings
         # votes of any process since the last step
-        self._met_other_inputs = self._doubts_weights = False
+        self._met_other_inputs = self._doubts_function = False
 
     # ------------------------------------------------------------------------------------ before the first step
     def found(self, found: Findings) -> None:
@@ -109,8 +109,8 @@ class PrefixCache(RunPart):
 
     # ------------------------------------------------------------------------------------ between two steps
     def between_steps(self) -> None:
-        other_inputs, doubts = self._met_other_inputs, self._doubts_weights
-        self._met_other_inputs = self._doubts_weights = False
+        other_inputs, doubts = self._met_other_inputs, self._doubts_function
+        self._met_other_inputs = self._doubts_function = False
         if self.cache is None:
             return
         if self._seen is not None and not self._has_learnt:  # after the first step, on all processes
@@ -126,7 +126,7 @@ class PrefixCache(RunPart):
             self._run.num_epochs_begun,
             self._job.trainer.state,
             may_never_repeat=self._run.training_batches.may_never_repeat,
-            doubts_weights=doubts,
+            doubts_function=doubts,
         )
         if report is not None:
             self._run.publish("cache_epoch", report)
@@ -183,13 +183,13 @@ class PrefixCache(RunPart):
         return facts.loses_tags or met_others, met_other_function
 
     def heard(self, votes: tuple[bool, ...]) -> None:
-        other_inputs, other_weights = votes
+        other_inputs, other_function = votes
         self._met_other_inputs |= other_inputs
-        self._doubts_weights |= other_weights
+        self._doubts_function |= other_function
 
     # ------------------------------------------------------------------------------------ changed weights
     def weights_shown(self) -> None:
-        self._doubts_weights = True
+        self._doubts_function = True
 
     def before_best(self) -> None:
         self._check_weights()

@@ -41,7 +41,8 @@ from ..kit import (
     samples,
     train_and_resume,
 )
-from .attack_front import ragged, sequence_pairs
+from .attack_caches import freeze_lowest
+from .attack_front import ragged, reads, sequence_pairs
 from .attack_recipes_front import of
 from .late_changes import frozen_by_schedule
 
@@ -399,3 +400,118 @@ def table_of_losses_replaced_later_reads_padding() -> Script:
     model.model.requires_grad_(False)
     rows = [{**row, "labels": row["input_ids"]} for row in samples(32, 4, 12)]
     return of(model, data=rows, callbacks=[At(change, [10])])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What is read all the same
+# ---------------------------------------------------------------------------------------------------------
+
+
+def evaluated(model: Any, trainer: Any) -> None:
+    """The stock Trainer's user keeps the frozen layers in evaluation mode."""
+    if not hasattr(trainer.args, "eval_frozen_modules"):
+        for module in (model.bert.embeddings, *model.bert.encoder.layer[:3]):
+            module.eval()
+            module.train = lambda mode=True, module=module: module
+
+
+@case("K1", "K2")
+def lowest_layers_with_dropout_in_evaluation_mode() -> Script:
+    """The lowest layers of a BERT with dropout are frozen, and run in evaluation mode: their outputs are read."""
+    model = freeze_lowest(bert(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1))
+    for layer in model.bert.encoder.layer[3:]:
+        for part in layer.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+    model.dropout.p = 0.0
+    for layer in model.bert.encoder.layer[3:]:
+        layer.attention.self.attention_dropout = 0.0
+    product = {"eval_frozen_modules": True}
+    wire = lambda trainer: evaluated(trainer.model, trainer)  # noqa: E731
+    return of(model, data=samples(32, 8, 8), product=product, wire=wire, observe=reads)
+
+
+class Keeps(Network):
+    """Keeps what it has computed."""
+
+    last: Any = None
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.calls = 0
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        made = super().forward(input_ids, attention_mask, labels)
+        self.last = made["logits"].detach()
+        return made
+
+
+@case("K1")
+def outputs_kept_around_layers_with_a_policy() -> Script:
+    """A model of the user's keeps its outputs, which nobody reads, and a callback counts: outputs are read."""
+
+    def count(model: Any, step: int) -> None:
+        model.calls += 1
+
+    script = frozen_by_schedule(model=Keeps(), observe=reads)
+    script.callbacks.append(At(count, range(16)))
+    return script
+
+
+@case("K2", expect="exact", because="output_attentions")
+def attentions_of_an_evaluation() -> Script:
+    """The evaluation asks for attentions of all layers."""
+
+    class Asks:
+        def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                out = model(**inputs, output_attentions=True)
+            return out.loss.detach(), torch.stack([a.mean((1, 2, 3)) for a in out.attentions], 1), inputs["labels"]
+
+    model = bert(attn_implementation="eager")
+
+    def drive(trainer: Any) -> Any:
+        trainer.train()
+        return trainer.evaluate()
+
+    keywords = {"eval_dataset": samples(8, 8, 8)}
+    return of(model, data=samples(32, 8, 8), trainer=Asks, keywords=keywords, drive=drive)
+
+
+@case("K1", "K2")
+def collator_restored_by_a_callback() -> Script:
+    """A callback wraps the loader's collator for the second epoch, and puts it back."""
+    before: list[Any] = []
+
+    def wrap(callback: Any, state: Any, control: Any, **others: Any) -> None:
+        loader = getattr(others["train_dataloader"], "base_dataloader", others["train_dataloader"])
+        if round(state.epoch) == 1:
+            earlier = loader.collate_fn
+            before.append(earlier)
+
+            def wrapped(rows: list[dict[str, Any]]) -> Any:
+                batch = earlier(rows)
+                batch["input_ids"] = batch["input_ids"].roll(1, 1)
+                return batch
+
+            loader.collate_fn = wrapped
+        elif round(state.epoch) == 2:
+            loader.collate_fn = before[0]
+
+    return of(bert(initializer_range=0.3), data=samples(32, 8, 8), callbacks=[Each(wrap, "on_epoch_end")])
+
+
+@case("K1", "R2")
+def attribute_set_and_deleted_in_training_step() -> Script:
+    """`training_step` sets an attribute on the model that it is given, and deletes it."""
+
+    class Sets:
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            model.flag = 1
+            made = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            del model.flag
+            return made
+
+    return of(bert(), data=samples(32, 8, 8), trainer=Sets)

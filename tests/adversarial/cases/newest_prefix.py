@@ -236,7 +236,9 @@ def in_own_model(change: Change, is_counted: bool = False) -> Callable[[bool], S
     def script(policy: bool) -> Script:
         product = {"loss_reduction": "mean", "cached_modules": None if policy else ["layers", "embedding"]}
         callbacks = [At(lambda model, step: change(model), (MIDDLE,)), *([Each(count)] if is_counted else [])]
-        return over_lowest(policy, Around(), callbacks=callbacks, product=product, observe=logged)
+        return over_lowest(
+            policy, Around(), callbacks=callbacks, product=product, observe=logged_and_read if is_counted else logged
+        )
 
     return script
 
@@ -251,6 +253,10 @@ COUNTED: dict[str, Change] = {
 }
 for _name, _change in COUNTED.items():
     enter(in_own_model(_change, is_counted=True), _name)
+
+
+def logged_and_read(trainer: Any) -> dict[str, Any]:
+    return {**logged(trainer), **reads(trainer)}
 
 
 @case("K1")

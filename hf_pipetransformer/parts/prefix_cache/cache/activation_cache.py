@@ -196,8 +196,9 @@ class ActivationCache:
         if entries is None:
             return start, carry
         includes_head = stop == self._stack.num_units
-        # on an accelerator, asking for values waits for all that runs there: on lower stages once a step
-        if not self._is_function_same(values=includes_head or not self._has_asked):
+        # on an accelerator, asking for values waits for all that runs there: once a step, if no loss may change them
+        is_asked_later = includes_head and self.is_loss_of_user
+        if not is_asked_later and not self._is_function_same(values=not self._has_asked):
             return start, carry
         if not includes_head and not self._is_computed_as_before(is_call=False):
             return start, carry

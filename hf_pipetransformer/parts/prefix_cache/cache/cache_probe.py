@@ -40,7 +40,7 @@ from ....model.zero_weights import zeros_filled
 from ....randomness import global_state_kept
 from .comparing import SAME, relative_difference, rounding_of, with_noise
 from .content_keys import MASK, TOKEN_INPUTS, entries_of, sequences_per_sample
-from .known_code import foreign_code, kept_by, users_hook_inside, why_not_by_sample
+from .known_code import foreign_code, kept_by, modules_called, users_hook_inside, why_not_by_sample
 from .origins import UNKNOWN, Origins
 from .probe_batches import Collator, Rows, shortened, with_other_padding
 from .values import held_by
@@ -126,8 +126,6 @@ def probe_boundaries(
     probe.is_read_whole = is_read_whole
     if not stack.units:
         probe.refuse_all("the model has no layers that can be run one at a time")
-    elif (why_not := why_not_by_sample(stack.model)) is not None:  # the probed samples may all be short
-        probe.refuse_all(why_not)
     else:
         with _evaluating(stack):
             try:
@@ -217,6 +215,7 @@ class _Probe:
         table, rows = self._stack.table, self._unkeyed([0])
         read: dict[int, frozenset[str]] = {}
         decided: dict[int, frozenset[str]] = {}  # boundary -> inputs with values that the code has read
+        by_longest: dict[int, str | None] = {}  # boundary -> why its state may follow the longest sample
         seen: Origins | None = None
         for _ in range(2):  # an object that is first seen in one pass and recurs in the next is a constant
             origins = Origins(self._stack.model, rows, {name: table[name] for name in table.names})
@@ -235,10 +234,10 @@ class _Probe:
                 boundary = next(done)
                 if kept_by(unit.module) != next(before) and foreign_code(unit.module):
                     self._observed[boundary] = f"{unit.name} sets an attribute of its own in its forward"
-                decided[boundary] = frozenset(origins.decided)
+                decided[boundary], by_longest[boundary] = frozenset(origins.decided), why_not_by_sample(called)
                 read[boundary] = frozenset(origins.union(tensors_of(output)) | origins.decided)
 
-            with left_as_found(self._stack.model), origins:
+            with left_as_found(self._stack.model), modules_called() as called, origins:
                 _, carry = self._forward(rows, note)
             if not any(UNKNOWN in names for names in read.values()):
                 break
@@ -257,6 +256,8 @@ class _Probe:
                 self.refuse(boundary, f"the hidden state depends on {moving[0]!r}, which is not frozen with it")
             elif names & set(self._ignored):
                 self.refuse(boundary, "labels or a decoder's inputs change the hidden state")
+            elif (why_not := by_longest[boundary]) is not None:  # the probed samples may all be short
+                self.refuse(boundary, why_not)
             elif UNKNOWN in names:
                 self.refuse(boundary, "the hidden state is computed with values that do not come from PyTorch")
             else:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as torch_module
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -106,21 +108,36 @@ def foreign_code(module: nn.Module, known: Callable[[type], str] | None = None, 
     return ""
 
 
-def users_function_of_torch() -> str | None:
-    """The name of a function of the user's in `torch.nn.functional`; None without one.
+def replaced_function_of_torch() -> str | None:
+    """The name of a function in `torch.nn.functional` that is of no known library; None without one.
 
     While torch's functions are watched, one that calls the function that it replaces may run twice.
     """
-    functions = vars(functional).items()
-    return next((name for name, of in functions if isinstance(of, FunctionType) and not is_known(of)), None)
+    functions = [(n, of) for n, of in vars(functional).items() if isinstance(of, (FunctionType, functools.partial))]
+    return next((name for name, of in functions if not is_known(of)), None)
 
 
-def why_not_by_sample(module: nn.Module) -> str | None:
+@contextmanager
+def modules_called() -> Iterator[dict[nn.Module, None]]:
+    """Inside, collects the modules that are called."""
+    called: dict[nn.Module, None] = {}
+
+    def note(module: nn.Module, given: Any) -> None:
+        called[module] = None
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield called
+    finally:
+        hook.remove()
+
+
+def why_not_by_sample(modules: Iterable[nn.Module]) -> str | None:
     """Why the output for a sample may depend on the other samples of a longer batch; None if nothing is known."""
-    for part in module.modules():
-        kinds = getattr(part, "rope_type", None)  # of a layer type each, or one for all
+    for module in modules:
+        kinds = getattr(module, "rope_type", None)  # of a layer type each, or one for all
         for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
-            if kind in BY_LONGEST:
+            if isinstance(kind, str) and kind in BY_LONGEST:
                 return f"its rotary embeddings of type {kind!r} depend on the longest sample of a batch"
     return None
 

@@ -86,6 +86,7 @@ class Settings:
         self._types = [type(module) for module in modules]
         self._slots: list[Slot] = [(of, name) for of in self._owners for name in of if name not in OF_MODULES]
         self._num_attributes = len(self._slots)
+        self._codes: list[CodeType] = []  # of the functions of which values are noted
         hooks = [hook for of in self._owners for table in hooks_in(of) for hook in table.values()]
         attributes = [*(of[name] for of, name in self._slots), *hooks]
         inside = [*attributes, *chain.from_iterable(map(entries_of, containers_in(attributes)))]
@@ -93,9 +94,8 @@ class Settings:
         patched = (value for of in PATCHED for value in vars(of).values())
         functions += filter(_is_users_function, map(function_in, (*inside, *patched)))
         self._cells: list[CellType] = []
-        self._counters = set[str]()  # names of attributes that are not compared
-        self._named = set[str]()  # by these functions, and by those that they call
-        self._slots += _read_by(functions, self._cells, self._named)
+        self._unread = set[str]()  # names of attributes that are not compared
+        self._slots += _read_by(functions, self._cells, self._codes)
         spaces = (list(slots) for _, slots in groupby(self._slots, lambda slot: id(slot[0])))
         self._reads = [(slots[0][0], [name for _, name in slots]) for slots in spaces]
         self._functional = [name for name in vars(functional) if not name.startswith("__")]  # warnings are noted
@@ -111,9 +111,8 @@ class Settings:
 
         Yield functions outside the known libraries.
         """
-        self._slots += _functions_named_by(
-            f for cls in _bases_of(classes) for f in map(function_in, vars(cls).values())
-        )
+        functions = (f for cls in _bases_of(classes) for f in map(function_in, vars(cls).values()))
+        self._slots += _functions_named_by(functions, self._codes)
         for base in _bases_of(classes):
             space = vars(base)
             if issubclass(base, nn.Module):
@@ -136,7 +135,7 @@ class Settings:
         for name in sorted(filter(None, used)):
             for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
                 self._slots.append((table, name))
-                self._slots += _functions_named_by([table.get(name)])
+                self._slots += _functions_named_by([table.get(name)], self._codes)
                 yield from filter(_is_users_function, [table.get(name)])
 
     @property
@@ -165,25 +164,28 @@ class Settings:
         )
         return are_equal and self._contents.are_same()
 
-    def forget_counters(self) -> bool:
-        """Compare no longer plain attributes of modules that have changed or are new, and that their code never reads.
+    def are_same_without_unread(self) -> bool:
+        """Whether all settings are unchanged that code reads, and all others but numbers, words and tensors.
 
-        Returns whether all other settings are unchanged.
+        What is no longer the same and never read (a callback's counter, outputs that a forward keeps) is not compared
+        again, in all modules that have an attribute of its name.
         """
         sizes, values, code = self._noted
         slots = [(of, name) for of, names in self._reads for name in names]
         noted = {(id(of), name): value for (of, name), value in zip(slots, values, strict=False)}
-        attributes = [(of, name) for of in self._owners for name in of if isinstance(of[name], (*PLAIN, float))]
+        kinds = (*PLAIN, float, torch.Tensor)
+        attributes = [(of, name) for of in self._owners for name in of if isinstance(of[name], kinds)]
         changed = {n for of, n in attributes if key_of(of[n]) != key_of(noted.get((id(of), n), Ellipsis))}
-        counters = changed - OF_MODULES - self._named - _attributes_read_by(_bases_of(self._types))
+        read = set(chain.from_iterable(map(_attributes_read_in, self._codes)))
+        unread = changed - OF_MODULES - read - _attributes_read_by(_bases_of(self._types))
         owners = set(map(id, self._owners))
-        stay = [id(of) not in owners or name not in counters for of, name in slots]
+        stay = [id(of) not in owners or name not in unread for of, name in slots]
         values = [value for value, stays in zip_longest(values, stay, fillvalue=True) if stays]
-        sizes = [n - sum((id(of), c) in noted for c in counters) for n, of in zip(sizes, self._owners, strict=True)]
+        sizes = [n - sum((id(of), c) in noted for c in unread) for n, of in zip(sizes, self._owners, strict=True)]
         self._noted = sizes, values, code
-        self._counters |= counters
+        self._unread |= unread
         self._reads = [
-            (of, names if id(of) not in owners else [name for name in names if name not in counters])
+            (of, names if id(of) not in owners else [name for name in names if name not in unread])
             for of, names in self._reads
         ]
         return self.are_same()
@@ -202,9 +204,9 @@ class Settings:
         """Return the numbers of attributes, the values, and the parts, hooks and replaced methods."""
         # in each step: functions of C walk through them
         sizes = [len(of) - ("forward" in of) for of in self._owners]
-        if self._counters:
+        if self._unread:
             pairs = zip(sizes, self._owners, strict=True)
-            sizes = [size - sum(map(of.__contains__, self._counters)) for size, of in pairs]
+            sizes = [size - sum(map(of.__contains__, self._unread)) for size, of in pairs]
         held = [*filter(None, chain.from_iterable(map(held_in, self._owners)))]
         code = [*chain.from_iterable(held), *chain.from_iterable(map(values_in, held))]
         hooks = chain.from_iterable(map(values_in, filter(None, chain.from_iterable(map(hooks_in, self._owners)))))
@@ -240,7 +242,7 @@ class ReadOutside:
                 elif not name.startswith("__"):
                     slots.append((vars(base), name))
         self._cells: list[CellType] = []
-        slots += _read_by(functions, self._cells, set())
+        slots += _read_by(functions, self._cells, [])
         slots += [(vars(functional), name) for name, value in vars(functional).items() if isinstance(value, CALLABLE)]
         self._slots = slots
         self._noted = self._now()
@@ -294,13 +296,13 @@ def _bases_of(classes: Iterable[type]) -> Iterable[type]:
     return dict.fromkeys(base for cls in dict.fromkeys(classes) for base in bases(cls))
 
 
-def _read_by(functions: Sequence[FunctionType], cells: list[CellType], named: set[str]) -> Iterator[Slot]:
+def _read_by(functions: Sequence[FunctionType], cells: list[CellType], codes: list[CodeType]) -> Iterator[Slot]:
     """Yield the locations of global variables that functions read, directly or through other users' functions.
 
     Args:
         functions: the functions.
         cells: receives the functions' closures.
-        named: receives all names in the functions.
+        codes: receives the code of the functions, without constructors.
     """
     waiting, done = list(functions), set[int]()
     while waiting and len(done) < MOST_FUNCTIONS:
@@ -309,7 +311,7 @@ def _read_by(functions: Sequence[FunctionType], cells: list[CellType], named: se
             continue
         done.add(id(function))
         names, own = _names_in(function.__code__), function.__closure__ or ()
-        named |= names
+        codes += [function.__code__] if function.__name__ != "__init__" else []
         cells += own
         around = accumulate(str(function.__globals__.get("__package__")).split("."), "{}.{}".format)
         imported = names.union(f"{package}.{name}" for package in around for name in names) & sys.modules.keys()
@@ -375,11 +377,12 @@ def _is_users_function(value: Any) -> bool:
     return isinstance(value, FunctionType) and not is_known(value)
 
 
-def _functions_named_by(functions: Iterable[Any]) -> Iterator[Slot]:
+def _functions_named_by(functions: Iterable[Any], codes: list[CodeType]) -> Iterator[Slot]:
     """Yield the locations of the functions that libraries' functions use: in their modules, and in others named there.
 
     Args:
         functions: the functions, and other values, which are left out.
+        codes: as for `_read_by`.
     """
     waiting = [inspect.unwrap(function) for function in functions if isinstance(function, FunctionType)]
     done, seen = set[int](), set[tuple[int, str]]()
@@ -389,6 +392,7 @@ def _functions_named_by(functions: Iterable[Any]) -> Iterator[Slot]:
             continue
         done.add(id(function))
         names, space = _names_in(function.__code__), function.__globals__
+        codes += [function.__code__] if function.__name__ != "__init__" else []
         named = [of for of in map(space.get, names) if isinstance(of, ModuleType)]
         spaces = [space, *(vars(of) for of in named if of.__name__.partition(".")[0] in LIBRARIES)]
         slots = [(of, name) for of in spaces for name in names & of.keys() if isinstance(of[name], (*CALLABLE, type))]

@@ -54,7 +54,7 @@ def told(value: Any, around: tuple[int, ...] = ()) -> str:
     if isinstance(value, FunctionType) and not is_known(value):
         code, *given = entries_of(value)
         return _code_told(code) + repr([told(one, (*around, id(value))) for one in given])
-    if is_data(value):  # in a training its size counts; another training has other data
+    if is_data(value):  # in a training only its size is compared, but another training may have other data
         return f"{name} {_pickled(value)}"
     if has_inside(value):
         inside = [told(entry, (*around, id(value))) for entry in entries_of(value)]

@@ -132,12 +132,9 @@ class WatchedWeights:
             return "its weights or buffers have been changed, or are trained again"
         return None
 
-    def forget_counters(self) -> bool:
-        """Compare no longer plain attributes that have changed and that no code reads. Modes do not count.
-
-        Returns whether all other settings are unchanged.
-        """
-        return self._settings.are_same() or self._settings.forget_counters()
+    def are_settings_same(self) -> bool:
+        """Whether settings are unchanged, apart from modes and attributes that no code reads."""
+        return self._settings.are_same() or self._settings.are_same_without_unread()
 
     def why_too_slow(self) -> str | None:
         """Return why watching takes too long, or None. Each access to memory costs a comparison of all values."""
