@@ -401,8 +401,9 @@ class AutoCache:
         if self.is_on and self._boundary:
             changed = self._function.what_changed()
             if changed is not None:
-                # where settings have changed, layers were computed, and nothing was stored
-                self._turn_off(changed, are_wrong=changed != OTHER_SETTINGS)
+                # where settings have changed, layers were computed, and this stage has stored nothing
+                is_noticed = changed == OTHER_SETTINGS and self._pipeline.num_stages == 1
+                self._turn_off(changed, are_wrong=not is_noticed)
 
     def _turn_off(self, reason: str, may_pay_later: bool = False, are_wrong: bool = False) -> None:
         """Turn the cache off, for good or until more layers are frozen.
