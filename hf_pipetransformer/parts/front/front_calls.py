@@ -175,11 +175,11 @@ class FrontCalls:
 
     def try_loss(self, batch: Batch) -> None:
         """Test on a batch whether a stock loss reads padding in the model's outputs, if a trial is still due."""
-        if self._front is None:
+        trial = None if self._front is None else self._front.trial
+        if trial is None or not (trial.awaits_loss or trial.leaves_padding_out) or not may_have_padding(batch):
             return
-        trial = self._front.trial
         trial.follow(self._loss.has_changed)
-        if not trial.awaits_loss or self._flags != self._flags_now() or not may_have_padding(batch):
+        if not trial.awaits_loss or self._flags != self._flags_now():
             return
 
         def loss_of() -> torch.Tensor:

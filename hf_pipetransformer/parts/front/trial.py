@@ -209,15 +209,20 @@ class FrontTrial:
         if not self._padding_holds:
             self.wide = {}
 
+    @property
+    def leaves_padding_out(self) -> bool:
+        """Whether padded samples are read without their padding. While there are hooks, they are computed."""
+        is_stored = self.keeps_padding or not any(map(self.wide.get, self._found.stored))
+        return not (is_stored or self.awaits_loss or self.hooks.are_any)
+
     def follow(self, is_other_loss: bool) -> None:
         """Store padding from now on, if the loss or the modules around the front are not those that were tried.
 
         Args:
             is_other_loss: whether the loss has changed since the training began.
         """
-        stores_all = self.keeps_padding or not any(map(self.wide.get, self._found.stored))
-        if stores_all or self.awaits_loss or self._around is None or self.hooks.are_any:
-            return  # while there are hooks, padded batches are computed
+        if not self.leaves_padding_out or self._around is None:
+            return
         if is_other_loss or not (self._around.are_same() or self._around.are_same_without_unread()):
             self._keep_padding()
 
