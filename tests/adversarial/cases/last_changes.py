@@ -460,7 +460,7 @@ def outputs_kept_around_layers_with_a_policy() -> Script:
     return script
 
 
-@case("K2", expect="exact", because="output_attentions")
+@case("K2", expect="crash", because="output_attentions=True was set")
 def attentions_of_an_evaluation() -> Script:
     """The evaluation asks for attentions of all layers."""
 

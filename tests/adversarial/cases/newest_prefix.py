@@ -38,8 +38,8 @@ Change = Callable[[Any], object]
 
 LOWEST = 3
 """Number of frozen layers, of six."""
-MIDDLE = 7
-"""A step in the middle of the second epoch."""
+MIDDLE, LATER = 7, 10
+"""Steps in the middle of the second and third epoch: the second is the first one that reads to its end."""
 RARE = 20
 """Words from this one on are replaced by `COMMON` where inputs are changed."""
 COMMON = 6
@@ -235,7 +235,8 @@ def count(callback: Each, state: Any, control: Any, model: Any = None, **_: Any)
 def in_own_model(change: Change, is_counted: bool = False) -> Callable[[bool], Script]:
     def script(policy: bool) -> Script:
         product = {"loss_reduction": "mean", "cached_modules": None if policy else ["layers", "embedding"]}
-        callbacks = [At(lambda model, step: change(model), (MIDDLE,)), *([Each(count)] if is_counted else [])]
+        when = LATER if is_counted else MIDDLE
+        callbacks = [At(lambda model, step: change(model), (when,)), *([Each(count)] if is_counted else [])]
         return over_lowest(
             policy, Around(), callbacks=callbacks, product=product, observe=logged_and_read if is_counted else logged
         )
