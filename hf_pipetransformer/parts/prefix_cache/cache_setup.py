@@ -190,6 +190,8 @@ def make_cache(
         keeps_padding,
     )
     cache.is_loss_of_user = not loss.is_stock
+    is_users = job.watches_steps or any(map(job.overrides, ("training_step", "get_batch_samples", "_prepare_inputs")))
+    cache.may_be_written = mesh.any(is_users or not loss.is_stock)
     cache.shows_padding = mesh.any(trial.shows_padding)
     description = f"{describe_model(pipeline.model, job.mixed_precision)} {storage_dtype}"
     return AutoCache(

@@ -98,6 +98,8 @@ class ActivationCache:
         """Arguments that the loss adds to every batch without affecting frozen layers; None until the first call."""
         self.is_loss_of_user = True
         """Whether the loss is the user's: it may change the layers before it calls the model."""
+        self.may_be_written = True
+        """Whether the user's code may write to weights in or between steps: then their values are compared."""
         self._stack, self._slots, self._store = stack, slots, store
         self._reading = StoreReading(copies := SideStream(device))
         self._writing = StoreWriting(store, copies, time.time() - SECONDS_MARKS_LAST)
@@ -198,9 +200,8 @@ class ActivationCache:
         includes_head = stop == self._stack.num_units
         # on an accelerator, asking for values waits for all that runs there: once a step, if no loss may change them
         is_asked_later = includes_head and self.is_loss_of_user
-        if not is_asked_later and not self._is_function_same(values=not self._has_asked):
-            return start, carry
-        if not includes_head and not self._is_computed_as_before(is_call=False):
+        is_same = is_asked_later or self._is_function_same(values=self.may_be_written and not self._has_asked)
+        if not is_same or not (includes_head or self._is_computed_as_before(is_call=False)):
             return start, carry
         if includes_head and self._awaited is not None:  # the previous pass did not call the whole model
             self.met_other_inputs = True
@@ -472,8 +473,7 @@ class ActivationCache:
     @contextmanager
     def counting_evaluation(self) -> Iterator[None]:
         """Inside the context, count for an evaluation, separately from the training."""
-        counts, self.counts = self.counts, CacheCounts()
-        met_other_inputs = self.met_other_inputs
+        counts, self.counts, met_other_inputs = self.counts, CacheCounts(), self.met_other_inputs
         try:
             yield
         finally:
