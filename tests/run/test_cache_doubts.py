@@ -217,7 +217,6 @@ class Doubt:
 
 OF_INPUTS = partial(Doubt, "changes the inputs before the model receives them", kind="image-classification")
 OF_FUNCTION = partial(Doubt, "different outputs")
-PRE_HOOK = "a forward pre-hook changes the inputs"
 DOUBTS = {
     "inputs now and then": OF_INPUTS(mixin=MirroredNowAndThen),
     "inputs in place": OF_INPUTS(mixin=PreparedInTraining, stages=2),
@@ -233,7 +232,8 @@ DOUBTS = {
     ),
     "a buffer": Doubt("buffers have been changed", 2, callback=partial(Changes, "on_step_end", another_mask)),
     "a scale": OF_FUNCTION(callback=partial(Changes, "on_epoch_end", another_scale)),
-    "a pre-hook when the cache is read": Doubt(PRE_HOOK, callback=partial(Hook, 7)),
+    # it reads the trainer's state, which changes in each step
+    "a pre-hook when the cache is read": Doubt("a hook or code", callback=partial(Hook, 7)),
 }
 
 
