@@ -80,6 +80,7 @@ class NumberedLoader(DataLoader[Any]):
     def __init__(self, batches: NumberedBatches) -> None:
         self._numbers = _Numbers(batches)
         super().__init__(batches, batch_sampler=self._numbers, collate_fn=_Collator(batches, batches.collate_fn))
+        self._numbers.next_collator = None
         if batches.is_iterable:  # PyTorch's sampler for iterable datasets
             vars(self)["sampler"] = DataLoader(batches.dataset).sampler
         self._epoch_read: int | None = None  # epoch that was read to its end, and not set since

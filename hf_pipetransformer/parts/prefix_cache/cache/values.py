@@ -362,6 +362,8 @@ def key_of(value: Any) -> Any:
         return value
     if type(value) in (list, tuple):
         return list(map(key_of, value))
+    if isinstance(value, RemovableHandle):  # of a hook, which is compared itself
+        return RemovableHandle
     if type(value) is functools.partial:  # as each turning on of gradient checkpointing makes anew
         return [id(value.func), key_of(value.args), key_of(value.keywords)]
     if isinstance(value, dict):
