@@ -167,7 +167,7 @@ class FrozenFunction:
             or module in self._called
             or any(id(p) in frozen for p in module.parameters(recurse=False))
         ]
-        return WatchedWeights(holders, here)
+        return WatchedWeights(holders, here, with_hooks=True)
 
 
 @torch.no_grad()

@@ -80,16 +80,18 @@ class Settings:
 
     Args:
         modules: the modules. Their submodules are not included.
+        with_hooks: whether what hooks on the modules read counts. It does not if the hooks run in any case.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], with_hooks: bool = False) -> None:
         self._modules = list(modules)
         self._owners = [vars(module) for module in modules]
         self._types = [type(module) for module in modules]
         self._slots: list[Slot] = [(of, name) for of in self._owners for name in of if name not in OF_MODULES]
         self._num_attributes = len(self._slots)
         self._codes: list[CodeType] = []  # of the functions of which values are noted
-        hooks = [hook for of in self._owners for table in hooks_in(of) for hook in table.values()]
+        tables = chain.from_iterable(map(hooks_in, self._owners)) if with_hooks else ()
+        hooks = [hook for table in tables for hook in table.values()]
         attributes = [*(of[name] for of, name in self._slots), *hooks]
         inside = [*attributes, *chain.from_iterable(map(entries_of, containers_in(attributes)))]
         functions = [*self._note_code([*self._types, *_users_classes(inside)]), *self._note_tables()]

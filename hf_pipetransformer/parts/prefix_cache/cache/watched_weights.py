@@ -30,20 +30,23 @@ class WatchedWeights:
     Args:
         modules: the modules. Their submodules are not included.
         parameters: the parameters to watch.
+        with_hooks: as for `Settings`.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor], with_hooks: bool = False
+    ) -> None:
         self._compared = 0, 0.0, 0.0  # full comparisons: number, time of the first, total seconds
         self._access = ""  # the access before the latest full comparison
         self._modules = list(dict.fromkeys(modules))
         self._parameters = list(dict.fromkeys(parameters))
-        self._settings = Settings(self._modules)
+        self._settings = Settings(self._modules, with_hooks)
         while read := self._settings.modules_read:  # by users' code in the modules, which are not around them
             weights = [weight for module in read for weight in module.parameters(recurse=False)]
             here = [weight for weight in weights if not getattr(weight, "is_elsewhere", False)]
             self._modules += read
             self._parameters = list(dict.fromkeys([*self._parameters, *here]))
-            self._settings = Settings(self._modules)
+            self._settings = Settings(self._modules, with_hooks)
         self._owners = [vars(module) for module in self._modules]
         held = [buffer for buffer in self._held_buffers() if buffer is not None]
         # a module with other tensors is not cached: `held_by`
