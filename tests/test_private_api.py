@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,25 @@ if schedule._Stage is not PipelineStage:  # torch's own stage is used from torch
 @pytest.mark.parametrize("method", STAGE_METHODS)
 def test_pipeline_stage_methods(method: str) -> None:
     assert hasattr(PipelineStage, method), f"torch {torch.__version__} has no PipelineStage.{method} any more"
+
+
+def test_the_frame_that_calls_a_module() -> None:
+    """`MethodOverride` reads from torch's variable `self` which module is called, also with hooks on it."""
+    seen = []
+
+    class Called(nn.Module):
+        def forward(self) -> None:
+            frame: Any = inspect.currentframe()
+            seen.append((frame.f_back.f_globals, frame.f_back.f_locals.get("self")))
+
+    module = Called()
+    module()
+    module.register_forward_hook(lambda *_: None)
+    module()
+    of_torch = vars(sys.modules[nn.Module.__module__])
+    assert len(seen) == 2
+    for space, of in seen:
+        assert space is of_torch and of is module, f"torch {torch.__version__} calls `forward` from another frame"
 
 
 def test_backward_of_a_stage() -> None:

@@ -95,9 +95,8 @@ class MethodOverride:
         caller = this().f_back  # this call's own frame is not kept: it would refer to itself, and keep the arguments
         if caller.f_globals is _OF_MODULES:  # torch calls a module: which one?
             module = caller.f_locals.get("self", self._module)
-            shares = vars(module).get("_parameters") is vars(self._module).get("_parameters")
-            if module is not self._module and shares:  # a copy (`copy.copy`)
-                return self._method_of(module)(*args, **kwargs)
+            if module is not self._module and vars(module)["_parameters"] is vars(self._module)["_parameters"]:
+                return self._method_of(module)(*args, **kwargs)  # for a copy (`copy.copy`)
         return self._function(*args, **kwargs)
 
     def _method_of(self, module: nn.Module) -> Any:

@@ -48,9 +48,9 @@ from .values import (
 
 OF_CALLS = frozenset({"_disable_adapters", "_active_adapter"})
 """Attributes of PEFT that a loss may change from call to call. Only calls in the same state are stored."""
-UNREAD = frozenset({"generation_config", "warnings_issued"})
+NEVER_READ = frozenset({"generation_config", "warnings_issued"})
 """Attributes of transformers' models that no forward reads."""
-OF_MODULES = frozenset(vars(nn.Module())) | {"forward"} | OF_CALLS | UNREAD
+OF_MODULES = frozenset(vars(nn.Module())) | {"forward"} | OF_CALLS | NEVER_READ
 """Names of attributes that are no settings: parts, hooks and mode of every module are compared separately."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 hooks_in, held_in = itemgetter(*HOOKS), itemgetter("_modules", "_parameters")
